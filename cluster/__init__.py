@@ -1,0 +1,1 @@
+"""Where models run: Ray on this machine now, placement over many nodes to come."""

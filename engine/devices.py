@@ -1,0 +1,65 @@
+"""Which device, dtype and token budget a model gets when nobody says."""
+
+from functools import cache
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+from engine.errors import ModelError
+from engine.model_config import Family
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises: ModelError when CUDA is asked for and torch sees none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {name} was asked for, but torch {torch.__version__} sees no GPU")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device, family: Family) -> torch.dtype:
+    """bfloat16 wherever the device multiplies it natively, else float32.
+
+    Raises: ModelError for float16 on a CPU, and for Qwen3, whose activations overflow it (TEI#845).
+    """
+    if name == "auto":
+        return torch.bfloat16 if has_native_bf16(device) else torch.float32
+    dtype = DTYPES[cast(DtypeName, name)]
+    if dtype == torch.float16 and device.type == "cpu":
+        raise ModelError("float16 is not supported on a CPU; use bfloat16 or float32")
+    if dtype == torch.float16 and family == "qwen3":
+        raise ModelError("Qwen3 overflows float16; use bfloat16 or float32")
+    return dtype
+
+
+def has_native_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets Linux reports for this CPU; empty where /proc/cpuinfo does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def default_batch_tokens(device: torch.device) -> int:
+    """The token budget of one forward pass where nobody sets one."""
+    return 16384 if device.type == "cuda" else 2048

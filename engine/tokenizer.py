@@ -1,0 +1,204 @@
+"""Text -> token ids, exactly as the model's own tokenizer gives them. No torch here.
+
+Truncation is done on the ids: special tokens are learned once, when the tokenizer is loaded, and put around the
+content after it is cut. The shared `tokenizers.Tokenizer` is therefore never changed by a request, so requests
+with different truncation may run in parallel.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from tokenizers import Tokenizer as HFTokenizer
+
+from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
+from engine.model_config import ModelConfig
+
+TokenIds = NDArray[np.int32]
+TextOrIds = str | list[int]
+
+# A text longer than this many characters per allowed token is cut (or refused) before it is tokenised, so that one
+# huge string costs no more than the longest legal one. TEI's factor.
+_CHARS_PER_TOKEN = 250
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """How one request wants its inputs encoded. `truncate=False` refuses what is too long."""
+
+    truncate: bool = True
+    truncation_direction: Literal["left", "right"] = "right"
+    prompt_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of `/tokenize`. `start` and `stop` are byte offsets; None for special tokens."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class Tokenizer:
+    """The model's tokenizer with its limits and prompts. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: HFTokenizer, config: ModelConfig) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = tokenizer
+        self._config = config
+        self._prefix, self._suffix = _special_tokens(tokenizer)
+        self.max_input_length = config.max_input_length
+        self.max_chars = config.max_input_length * _CHARS_PER_TOKEN
+        if self.num_special >= self.max_input_length:
+            raise ModelError(f"max_input_length {self.max_input_length} leaves no room beside {self.num_special} special tokens")
+
+    @classmethod
+    def load(cls, folder: Path, config: ModelConfig) -> "Tokenizer":
+        """Raises: ModelError when the folder has no tokenizer.json that can be read."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json (only fast tokenizers are supported)")
+        try:
+            return cls(HFTokenizer.from_file(str(path)), config)
+        except ModelError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"{path} cannot be loaded: {error}") from error
+
+    @property
+    def num_special(self) -> int:
+        return len(self._prefix) + len(self._suffix)
+
+    def encode(self, inputs: Sequence[TextOrIds], options: EncodeOptions) -> list[TokenIds]:
+        """Encode a request's inputs, in order. Texts get prompt and special tokens; ids are used as they are.
+
+        Returns: one int32 array per input, at least one id each, at most `max_input_length`.
+        Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded.
+        """
+        prompt = self.prompt(options.prompt_name)
+        texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
+        encodings = iter(self._encode_batch(texts, add_special_tokens=False))
+        sequences = []
+        for index, item in enumerate(inputs):
+            if isinstance(item, str):
+                ids = self._with_specials(next(encodings).ids, options)
+            else:
+                ids = self._given_ids(index, item, options)
+            if not len(ids):
+                raise EmptyInput("`inputs` cannot be empty")
+            sequences.append(ids)
+        return sequences
+
+    def prompt(self, name: str | None) -> str:
+        """The text of a named prompt; without a name the model's default prompt, or nothing.
+
+        TEI's wording, `default-prompt-name` included: tei-client reads the list of prompts out of it.
+        """
+        prompts = self._config.prompts
+        if name is None:
+            name = self._config.default_prompt_name
+            return prompts[name] if name is not None else ""
+        if not prompts:
+            raise InvalidInput(
+                f"`default-prompt-name` is set to `{name}` but no prompts were found in the Sentence Transformers configuration"
+            )
+        if name not in prompts:
+            names = ", ".join(f'"{known}"' for known in prompts)
+            raise InvalidInput(
+                f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
+                f"Available prompts: [{names}]"
+            )
+        return prompts[name]
+
+    def tokens(self, texts: Sequence[str], add_special_tokens: bool, prompt_name: str | None) -> list[list[Token]]:
+        """The tokens of each text with their byte offsets into prompt + text, never truncated."""
+        prompt = self.prompt(prompt_name) if prompt_name is not None else ""
+        whole = [prompt + text for text in texts]
+        encodings = self._encode_batch(whole, add_special_tokens, offsets=True)
+        return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
+
+    def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        """Raises: EmptyInput for a sequence without ids, InvalidInput for an id outside the vocabulary."""
+        for index, ids in enumerate(sequences):
+            if not ids:
+                raise EmptyInput("`input_ids` cannot be empty")
+            self._check_ids(index, ids)
+        return [str(text) for text in self._tokenizer.decode_batch(list(map(list, sequences)), skip_special_tokens)]
+
+    def _checked_text(self, index: int, text: str, options: EncodeOptions) -> str:
+        if not text:
+            raise EmptyInput("`inputs` cannot be empty")
+        if "\0" in text:
+            raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
+        if len(text) > self.max_chars:
+            if not options.truncate:
+                raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {len(text)}")
+            text = text[-self.max_chars :] if options.truncation_direction == "left" else text[: self.max_chars]
+        return text.lower() if self._config.lower_case else text
+
+    def _encode_batch(self, texts: list[str], add_special_tokens: bool, offsets: bool = False) -> list[Encoding]:
+        encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+        try:
+            return encode(texts, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidInput(f"`inputs` must be valid Unicode: {error.reason}") from error
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TokenizerError(f"tokenizer error {error}") from error
+
+    def _with_specials(self, content: list[int], options: EncodeOptions) -> TokenIds:
+        room = self.max_input_length - self.num_special
+        if len(content) > room:
+            content = self._cut(content, room, len(content) + self.num_special, options)
+        return np.array(self._prefix + content + self._suffix, dtype=np.int32)
+
+    def _given_ids(self, index: int, ids: list[int], options: EncodeOptions) -> TokenIds:
+        if not ids:
+            raise EmptyInput("`inputs` cannot be empty")
+        self._check_ids(index, ids)
+        if len(ids) > self.max_input_length:
+            ids = self._cut(ids, self.max_input_length, len(ids), options)
+        return np.array(ids, dtype=np.int32)
+
+    def _cut(self, ids: list[int], room: int, given: int, options: EncodeOptions) -> list[int]:
+        if not options.truncate:
+            raise InvalidInput(f"`inputs` must have less than {self.max_input_length} tokens. Given: {given}")
+        return ids[-room:] if options.truncation_direction == "left" else ids[:room]
+
+    def _check_ids(self, index: int, ids: Sequence[int]) -> None:
+        top = max(ids)
+        if top >= self._config.vocab_size:
+            raise InvalidInput(f"input {index} has token id {top}, the vocabulary ends at {self._config.vocab_size - 1}")
+
+
+def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text, found by encoding one with and without."""
+    for probe in ("a", "hello world", "1"):
+        bare = tokenizer.encode(probe, add_special_tokens=False).ids
+        full = tokenizer.encode(probe).ids
+        for start in range(len(full) - len(bare) + 1):
+            if bare and full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+    raise ModelError("the tokenizer's special tokens could not be told from its content: its tokenizer.json is not supported")
+
+
+def _tokens_of(text: str, encoding: Encoding) -> list[Token]:
+    """`tokenizers` gives offsets in characters, TEI answers bytes; `text` is the slice of the input."""
+    byte_at = np.zeros(len(text) + 1, dtype=np.int64)
+    np.cumsum([len(char.encode("utf-8", "replace")) for char in text], out=byte_at[1:]) if text else None
+    tokens = []
+    for token_id, name, (start, stop), special in zip(
+        encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
+    ):
+        if special:
+            tokens.append(Token(token_id, name, True, None, None))
+        else:
+            tokens.append(Token(token_id, text[start:stop], False, int(byte_at[start]), int(byte_at[stop])))
+    return tokens

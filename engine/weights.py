@@ -1,0 +1,121 @@
+"""safetensors files -> tensors, one at a time, straight from the memory map.
+
+A model takes each tensor by name, moves it to its device and dtype, and keeps only the result: at the peak there is
+the finished model plus one tensor. Whatever no model took is either known to be needless for embeddings and reported,
+or stops the load: an unknown tensor may be the one that makes the vectors right.
+"""
+
+import fnmatch
+import json
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Checkpoint:
+    """The tensors of one model folder, single file or sharded. Use as a context manager."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises: ModelError when there is no safetensors file, or a shard the index names is missing."""
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self._stack = ExitStack()
+        self._file_of: dict[str, safe_open] = {}
+        self._taken: set[str] = set()
+        for path in _shards(folder):
+            try:
+                file = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+            self._file_of |= dict.fromkeys(file.keys(), file)
+        self._prefix = ""
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
+        """Settle which of `prefixes` the names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
+        for prefix in prefixes:
+            if prefix + probe in self._file_of:
+                self._prefix = prefix
+                return
+        raise ModelError(f"{self.folder}: no tensor named {' or '.join(prefix + probe for prefix in prefixes)}")
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """One tensor on the model's device in its dtype. Raises: ModelError on a missing name, shape or dtype."""
+        return self._read(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        """Several tensors stacked along their first axis into one, e.g. Q, K and V into one projection."""
+        stacked = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            stacked[start : start + count].copy_(self._read(name, (count, *columns)))
+            start += count
+        return stacked
+
+    def finish(self, needless: Sequence[str]) -> list[str]:
+        """Account for what was not taken.
+
+        Args:
+            needless: glob patterns, without prefix, of tensors that embeddings do not need (heads, buffers).
+        Returns: the needless names found. Raises: ModelError naming tensors that nobody expected.
+        """
+        left = sorted(set(self._file_of) - self._taken)
+        bare = [name.removeprefix(self._prefix) for name in left]
+        unknown = [name for name, short in zip(left, bare, strict=True) if not _matches(short, needless)]
+        if unknown:
+            raise ModelError(
+                f"{self.folder}: {len(unknown)} tensors are not part of this architecture, so its vectors would be "
+                f"wrong without them: {', '.join(unknown[:8])}"
+            )
+        if left:
+            log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
+        return left
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        full = self._prefix + name
+        if full not in self._file_of:
+            raise ModelError(f"{self.folder}: tensor {full} is missing")
+        tensor: Tensor = self._file_of[full].get_tensor(full)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(f"{self.folder}: tensor {full} is stored as {tensor.dtype}; quantised weights are not supported")
+        self._taken.add(full)
+        return tensor
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        single = folder / "model.safetensors"
+        if not single.is_file():
+            raise ModelError(f"{folder} has no model.safetensors (other weight formats are never loaded)")
+        return [single]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be read: {error!r}") from error
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{index} names shards that are not in the folder: {', '.join(missing)}")
+    return [folder / name for name in names]

@@ -1,0 +1,104 @@
+"""What the HTTP API needs of a model, and the local maker of it. The cluster's gateway will be a second one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.loop import Embeddings, EngineLoop
+from engine.packer import Job
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds, Tokenizer
+from serve_app.errors import UnknownModel, Unhealthy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a served model before any request."""
+
+    model_id: str
+    served_model_name: str
+    dtype: str
+    device: str
+    pooling: str
+    hidden_size: int
+    max_input_length: int
+    max_batch_tokens: int
+    created: int
+
+
+class ServedModel(Protocol):
+    """A model the API can embed with, wherever it runs."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+        """Raises: BackendError, EngineStopped. Cancelling the call drops what has not been cut into a batch."""
+        ...
+
+
+class Backend(Protocol):
+    """The models behind one API."""
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model a request's `model` field means. Raises: UnknownModel."""
+        ...
+
+    def models(self) -> Sequence[ModelInfo]: ...
+
+    def check_health(self) -> None:
+        """Raises: Unhealthy."""
+        ...
+
+    def backlog_s(self) -> float:
+        """Seconds of work that wait, for Retry-After."""
+        ...
+
+
+class LocalModel:
+    """The model of this replica. `collect` hands a job to the engine's queue (through `@serve.batch`)."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Job], Awaitable["Future[Any]"]]) -> None:
+        self.info, self.tokenizer = info, tokenizer
+        self._collect = collect
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+        job = Job(sequences, options)
+        try:
+            await self._collect(job)
+            result: Embeddings = await asyncio.wrap_future(job.future)
+            return result
+        finally:
+            job.future.cancel()  # nothing once it is done; otherwise our caller left, and the packer drops the job
+
+
+class LocalBackend:
+    """One model in this process. `elsewhere` maps the names of the server's other models to their paths."""
+
+    def __init__(self, model: LocalModel, loop: EngineLoop, elsewhere: Mapping[str, str]) -> None:
+        self._model, self._loop, self._elsewhere = model, loop, elsewhere
+
+    def get(self, name: str | None) -> ServedModel:
+        """With one model on the server any name means it, as in TEI; with several, a name must be right."""
+        if name is None or name == self._model.info.served_model_name or not self._elsewhere:
+            return self._model
+        if name in self._elsewhere:
+            raise UnknownModel(f"model `{name}` is served at {self._elsewhere[name]}")
+        known = [self._model.info.served_model_name, *self._elsewhere]
+        raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(known)}")
+
+    def models(self) -> Sequence[ModelInfo]:
+        return [self._model.info]
+
+    def check_health(self) -> None:
+        if not self._loop.alive:
+            raise Unhealthy("unhealthy")
+
+    def backlog_s(self) -> float:
+        return self._loop.backlog_s
+

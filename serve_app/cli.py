@@ -1,0 +1,199 @@
+"""The `emberforge` command. Ray is imported only after its environment is set, so the imports here stay light."""
+
+import inspect
+import os
+import shlex
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+from types import FrameType
+from typing import Annotated, Any
+
+import torch
+import typer
+import yaml
+from rich.console import Console
+
+from cluster import doctor as doctor_report
+from cluster.local_ray import SERVE_ENV, local_ray
+from engine.errors import EmberError, ModelError
+from engine.hub import resolve_model
+from engine.model_config import load_model_config
+from serve_app.settings import Settings, SettingsError, load_settings
+
+cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)
+console = Console(highlight=False, soft_wrap=True, stderr=True)
+
+_READY_TIMEOUT_S = 60.0
+
+
+def main() -> None:
+    """Entry point: an error meant for the user is one line on stderr and exit status 1."""
+    try:
+        cli()
+    except EmberError as error:
+        console.print(f"[red]error:[/] {error}", markup=True)
+        sys.exit(1)
+
+
+def _with_settings(command: Callable[..., None], **own: Any) -> Callable[..., None]:
+    """Give `command(settings, ...)` an option for every setting, so that a setting is described in one place."""
+
+    def run(config: Path | None, **values: Any) -> None:
+        arguments = {name: values.pop(name) for name in own}
+        command(load_settings(values, config=config), **arguments)
+
+    def parameter(name: str, annotation: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None)
+
+    parameters = []
+    for name, field in Settings.model_fields.items():
+        default = "" if "[default" in (field.description or "") else f" [default: {field.default}]"
+        text = f"{field.description}{default} (env EMBERFORGE_{name.upper()})"
+        if name == "models":
+            kind: Any = Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=text, show_default=False)]
+        elif name == "served_model_name":
+            kind = Annotated[list[str] | None, typer.Option(help=text, show_default=False)]
+        else:
+            kind = Annotated[str | None, typer.Option(help=text, show_default=False)]
+        parameters.append(parameter(name, kind))
+    help_text = "YAML file of settings (env EMBERFORGE_CONFIG)"
+    parameters.append(parameter("config", Annotated[Path | None, typer.Option(envvar="EMBERFORGE_CONFIG", help=help_text)]))
+    parameters += [parameter(name, annotation) for name, annotation in own.items()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def serve(settings: Settings) -> None:
+    """Start Ray and the server on this machine, until Ctrl-C."""
+    _end_on_signal()
+    _check_port(settings)
+    for model in settings.models:
+        console.print(f"model {model}")
+        folder = resolve_model(model)
+        config = load_model_config(folder, settings.pooling)
+        console.print(f"  {folder}\n  {config.architecture}, {config.hidden_size} dimensions, up to {config.max_input_length} tokens")
+    num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
+    console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
+    try:
+        with local_ray(num_cpus):
+            _end_on_signal()  # Ray has put its own handlers in
+            console.print("starting Ray Serve and loading the model")
+            _deploy(settings, num_cpus, num_gpus)
+            _wait_until_ready(settings)
+            _announce(settings)
+            while True:
+                sleep(3600)
+    except KeyboardInterrupt:
+        console.print("stopped")
+
+
+def config(settings: Settings, output: Path | None) -> None:
+    """Write the Serve config of these settings, for `serve deploy FILE` on a running Ray."""
+    from serve_app import app
+
+    share = app.machine_share(len(settings.models), available_cpus(), torch.cuda.device_count())
+    exports = "".join(f"#   export {name}={value}\n" for name, value in SERVE_ENV.items())
+    text = (
+        "# Deploy with: serve deploy FILE\n"
+        "# Every node needs emberforge installed, and this environment before `ray start`:\n"
+        f"{exports}{yaml.safe_dump(app.deploy_config(settings, share), sort_keys=False)}"
+    )
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+        console.print(f"written to {output}; deploy it with: serve deploy {shlex.quote(str(output))}")
+
+
+def doctor(settings: Settings) -> None:
+    """Print what emberforge sees on this machine, and what is wrong with it."""
+    checks = doctor_report.examine(settings.port)
+    for check in checks:
+        mark = "[green]ok[/]   " if check.problem is None else "[red]wrong[/]"
+        console.print(f"{mark} {check.name:<12} {check.found}", markup=True)
+        if check.problem is not None:
+            console.print(f"                   {check.problem}")
+    if any(check.problem for check in checks):
+        raise typer.Exit(1)
+
+
+cli.command()(_with_settings(serve))
+cli.command()(_with_settings(config, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")]))
+cli.command()(_with_settings(doctor))
+
+
+def available_cpus() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _end_on_signal() -> None:
+    """Make the first Ctrl-C or SIGTERM end the server in order; more of them change nothing."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_IGN)
+        console.print("stopping: requests in flight are finished first")
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def _check_port(settings: Settings) -> None:
+    """HAProxy would only fail minutes later, and not by name. Raises: SettingsError."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            raise SettingsError(
+                f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another with --port"
+            ) from error
+
+
+def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
+    from serve_app import app
+
+    try:
+        app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus))
+    except RuntimeError as error:
+        raise ModelError(f"the server did not start: {error}") from error
+
+
+def _wait_until_ready(settings: Settings) -> None:
+    """Poll /health through HAProxy, the way a client comes in."""
+    deadline = monotonic() + _READY_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{_address(settings)}/health", timeout=2):  # noqa: S310 - our own address
+                return
+        except OSError as error:
+            if monotonic() > deadline:
+                raise ModelError(f"no answer on {_address(settings)} within {_READY_TIMEOUT_S:g} s: {error}") from error
+            sleep(0.1)
+
+
+def _announce(settings: Settings) -> None:
+    from serve_app import app
+
+    address = _address(settings)
+    console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
+    for name in settings.names[1:]:
+        console.print(f"      {address}{app.route_prefix(settings, name)}  {name}")
+    console.print(
+        f"\ncurl {address}/v1/embeddings -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{settings.names[0]}", "input": "Hello, world"}}'\n""",
+    )
+
+
+def _address(settings: Settings) -> str:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+    return f"http://{host}:{settings.port}"

@@ -1,0 +1,117 @@
+"""The one place where an error becomes a status and a body.
+
+Native routes answer TEI's `{"error", "error_type"}`; OpenAI routes answer OpenAI's envelope and TEI's flat fields in
+one object, so that the openai SDK and TEI's own scripts both find what they look for.
+"""
+
+import math
+
+import orjson
+from starlette.responses import Response
+
+from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, InvalidInput, TokenizerError
+
+_PREFIX = "Input validation error: "
+
+
+class ApiError(EmberError):
+    """A request the HTTP layer itself answers with an error. `error_type` is what the body calls it."""
+
+    status = 500
+    error_type = "Backend"
+    headers: dict[str, str] = {}
+
+
+class EmptyBatch(ApiError):
+    """A list of inputs that holds none."""
+
+    status, error_type = 400, "Empty"
+
+
+class BatchTooLarge(ApiError):
+    """More inputs in one request than `max_client_batch_size`."""
+
+    status, error_type = 422, "Validation"
+
+
+class UnknownModel(ApiError):
+    """`model` names something this address does not serve."""
+
+    status, error_type = 404, "NotFound"
+
+
+class UnknownRoute(ApiError):
+    """No such path, or not with this method."""
+
+    error_type = "NotFound"
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Unhealthy(ApiError):
+    """The engine cannot answer now; another replica may."""
+
+    status, error_type = 503, "Unhealthy"
+
+
+class DeadlineExceeded(ApiError):
+    """The request's time was up before its vectors were there; it was dropped wherever it was."""
+
+    status, error_type = 504, "Timeout"
+
+
+class Overloaded(ApiError):
+    """Too much is waiting; the client is told when to come back."""
+
+    status, error_type = 429, "Overloaded"
+
+    def __init__(self, backlog_s: float) -> None:
+        super().__init__("Model is overloaded")
+        self.headers = {"retry-after": str(max(1, math.ceil(backlog_s)))}
+
+
+class BadBody(ApiError):
+    """The body is not the JSON this route takes. Native routes answer plain text here, as TEI does."""
+
+    error_type = "Validation"
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def error_response(error: EmberError, openai: bool) -> Response:
+    """The answer to a request that failed, in the form of its route."""
+    status, error_type, message = _describe(error)
+    headers = error.headers if isinstance(error, ApiError) else {}
+    if openai:
+        flat = {"message": message, "type": error_type, "code": status}
+        return _json({"error": flat | {"param": None}} | flat, status, headers)
+    if isinstance(error, BadBody):
+        return Response(message, status, headers, media_type="text/plain; charset=utf-8")
+    return _json({"error": message, "error_type": error_type}, status, headers)
+
+
+def _describe(error: EmberError) -> tuple[int, str, str]:
+    """(status, type, text) of an error."""
+    match error:
+        case ApiError():
+            return error.status, error.error_type, str(error)
+        case EmptyInput():
+            return 400, "Empty", _PREFIX + str(error)
+        case InvalidInput():
+            return 422, "Validation", _PREFIX + str(error)
+        case TokenizerError():
+            return 422, "Tokenizer", str(error)
+        case EngineStopped():
+            return 503, "Unhealthy", "unhealthy"
+        case BackendError():
+            return 424, "Backend", f"Backend error: {error}"
+        case _:
+            return 500, "Backend", str(error)
+
+
+def _json(body: dict[str, object], status: int, headers: dict[str, str]) -> Response:
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")

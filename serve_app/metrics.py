@@ -1,0 +1,56 @@
+"""Every counter, gauge and histogram of a replica, so that no name is typed twice.
+
+Served by each replica at `/metrics`, labelled with its model.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engine.loop import BatchReport
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_POWERS_OF_2 = tuple(float(2**k) for k in range(0, 21, 2))
+
+
+class Metrics:
+    """One replica's metrics. `model` is the served name, the same label on every series."""
+
+    def __init__(self, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = self._counter("requests", "HTTP requests answered", "route", "status")
+        self.request_seconds = self._histogram("request_seconds", "Whole request, body read to bytes ready", _SECONDS, "route")
+        self.tokenize_seconds = self._histogram("tokenize_seconds", "Tokenisation of a request", _SECONDS).labels(model)
+        self.queue_seconds = self._histogram("queue_seconds", "Wait for the first batch of a request", _SECONDS).labels(model)
+        self.batch_seconds = self._histogram("batch_seconds", "One forward pass", _SECONDS).labels(model)
+        self.batch_tokens = self._histogram("batch_tokens", "Tokens in a forward pass", _POWERS_OF_2).labels(model)
+        self.batch_seqs = self._histogram("batch_sequences", "Sequences in a forward pass", _POWERS_OF_2).labels(model)
+        self.tokens = self._counter("tokens", "Tokens computed").labels(model)
+        self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
+        self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
+        self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
+        self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
+        self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
+        self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
+        self._model = model
+
+    def observe_request(self, route: str, status: int, seconds: float) -> None:
+        self.requests.labels(self._model, route, str(status)).inc()
+        self.request_seconds.labels(self._model, route).observe(seconds)
+
+    def observe_batch(self, report: BatchReport) -> None:
+        self.batch_seconds.observe(report.seconds)
+        self.batch_tokens.observe(report.num_tokens)
+        self.batch_seqs.observe(report.num_seqs)
+        self.tokens.inc(report.num_tokens)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"emberforge_{name}", text, ("model", *labels), registry=self._registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"emberforge_{name}", text, ("model",), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"emberforge_{name}", text, ("model", *labels), buckets=buckets, registry=self._registry)

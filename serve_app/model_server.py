@@ -1,0 +1,84 @@
+"""The pool deployment: one Ray actor with one engine, which is its own HTTP ingress."""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from time import time
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp
+
+from engine.engine import Engine
+from engine.loop import EngineLoop
+from engine.packer import Job
+from serve_app.api import Api
+from serve_app.backend import LocalBackend, LocalModel, ModelInfo
+from serve_app.errors import Unhealthy
+from serve_app.metrics import Metrics
+from serve_app.settings import Settings
+
+
+@serve.ingress()
+class ModelServer:
+    """Loads a model, then answers HTTP with it. Requests meet in `_collect`; the packer cuts them into batches."""
+
+    def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
+        # The engine thread and the event loop share the interpreter lock; at Python's default of 5 ms a busy loop
+        # would hold the engine up between two operations for longer than a whole short query takes.
+        sys.setswitchinterval(0.0005)
+        self._settings = settings
+        num_threads = settings.num_threads or _assigned_cpus()
+        self._engine = self.load_engine(model, settings, num_threads)
+        self._metrics = Metrics(name)
+        self._loop = EngineLoop(self._engine, self._engine.max_batch_tokens, num_threads, self._metrics.observe_batch)
+        self._metrics.queued_tokens.set_function(lambda: self._loop.queued_tokens)
+        self._metrics.queued_requests.set_function(lambda: self._loop.queued_jobs)
+        info = ModelInfo(
+            model_id=model,
+            served_model_name=name,
+            dtype=self._engine.dtype_name,
+            device=str(self._engine.device),
+            pooling=self._engine.config.pooling,
+            hidden_size=self._engine.config.hidden_size,
+            max_input_length=self._engine.tokenizer.max_input_length,
+            max_batch_tokens=self._engine.max_batch_tokens,
+            created=int(time()),
+        )
+        local = LocalModel(info, self._engine.tokenizer, self._collect)
+        self._backend = LocalBackend(local, self._loop, elsewhere)
+
+    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
+        """The one thing that the overhead benchmark replaces."""
+        return Engine.load(
+            model,
+            dtype=settings.dtype,
+            pooling=settings.pooling,
+            max_batch_tokens=settings.max_batch_tokens,
+            num_threads=num_threads,
+        )
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Api(self._backend, self._settings, self._metrics).app
+
+    @serve.batch(max_batch_size=1024, batch_wait_timeout_s=0.0)
+    async def _collect(self, jobs: list[Job]) -> list[None]:
+        """Hand everything that has arrived to the engine's queue, at once; callers then wait on their own futures.
+
+        Only collecting happens here, so this call never takes long and never mixes one caller's error with another's.
+        """
+        self._loop.submit(jobs)
+        return [None] * len(jobs)
+
+    async def check_health(self) -> None:
+        """Ray Serve asks this every few seconds and replaces the replica when it raises."""
+        if not self._loop.alive:
+            raise Unhealthy("the engine thread has ended")
+
+    async def __del__(self) -> None:
+        await asyncio.to_thread(self._loop.stop)
+
+
+def _assigned_cpus() -> int:
+    """The whole cores Ray gave this replica, at least one: as many threads compute."""
+    return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))

@@ -1,0 +1,119 @@
+"""`/openapi.json` and `/docs`, from the request schemas. Swagger UI is bundled: the page works without internet."""
+
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from serve_app import schemas
+from serve_app.version import VERSION
+
+_REF = "#/components/schemas/{model}"
+_FLOATS = {"type": "array", "items": {"type": "number"}}
+_VECTORS = {"type": "array", "items": _FLOATS}
+_ERROR = {
+    "type": "object",
+    "required": ["error", "error_type"],
+    "properties": {"error": {"type": "string"}, "error_type": {"type": "string"}},
+}
+_OPENAI_ERROR = {
+    "type": "object",
+    "required": ["error", "message", "type", "code"],
+    "properties": {
+        "error": {"type": "object"},
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "code": {"type": "integer"},
+    },
+}
+_OPENAI_LIST = {"type": "object", "properties": {"object": {"type": "string"}, "data": {"type": "array", "items": {"type": "object"}}}}
+
+# path, body, schema of the answer, summary
+_POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
+    ("/v1/embeddings", schemas.OpenAIEmbeddingsRequest, _OPENAI_LIST, "Embeddings, OpenAI's form"),
+    ("/embed", schemas.EmbedRequest, _VECTORS, "Embeddings, TEI's form"),
+    ("/", schemas.EmbedRequest, _VECTORS, "Embeddings or similarity, by the shape of the body"),
+    ("/embed_all", schemas.EmbedAllRequest, {"type": "array", "items": _VECTORS}, "One vector per token"),
+    ("/similarity", schemas.SimilarityRequest, _FLOATS, "Cosine of one sentence with others"),
+    ("/tokenize", schemas.TokenizeRequest, {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}, "Tokens of texts"),
+    ("/decode", schemas.DecodeRequest, {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
+]
+_GETS = [
+    ("/health", "200 while the engine can answer, else 503"),
+    ("/ping", "As /health"),
+    ("/info", "The model and its limits"),
+    ("/v1/models", "The models served, OpenAI's form"),
+    ("/metrics", "Prometheus metrics of this replica"),
+]
+_ERRORS = {
+    "400": "Broken JSON, or an empty input",
+    "413": "Body too large",
+    "415": "Not application/json",
+    "422": "An input or field the model cannot take",
+    "424": "The forward pass failed",
+    "429": "Too many requests in flight; Retry-After says when to come back",
+    "503": "The engine has stopped",
+    "504": "The request took longer than request_timeout_s",
+}
+
+
+@cache
+def document(root_path: str) -> dict[str, Any]:
+    """The OpenAPI document. `root_path` is where the API is mounted."""
+    bodies = [(body, "validation") for _, body, _, _ in _POSTS]
+    _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
+    paths: dict[str, Any] = {path: {"get": _operation(summary, None, None, {})} for path, summary in _GETS}
+    for path, body, answer, summary in _POSTS:
+        errors = _ERRORS | ({"404": "Unknown model"} if path.startswith("/v1/") else {})
+        error_schema = _OPENAI_ERROR if path.startswith("/v1/") else _ERROR
+        responses = {code: _response(text, error_schema) for code, text in errors.items()}
+        paths.setdefault(path, {})["post"] = _operation(summary, body.__name__, answer, responses)
+    return {
+        "openapi": "3.0.3",
+        "info": {"title": "emberforge", "version": VERSION},
+        "servers": [{"url": root_path or "/"}],
+        "paths": paths,
+        "components": {"schemas": _without_null(definitions["$defs"])},
+    }
+
+
+@cache
+def swagger_page() -> str:
+    """Swagger UI with its script and style inside, reading `openapi.json` beside it."""
+    vendor = next(path for path in (files("swagger_ui_bundle") / "vendor").iterdir() if path.name.startswith("swagger-ui-"))
+    script, style = ((vendor / name).read_text(encoding="utf-8") for name in ("swagger-ui-bundle.js", "swagger-ui.css"))
+    return (
+        f"<!doctype html><html><head><meta charset='utf-8'><title>emberforge</title><style>{style}</style></head>"
+        f"<body><div id='ui'></div><script>{script}</script>"
+        "<script>SwaggerUIBundle({url: 'openapi.json', dom_id: '#ui'})</script></body></html>"
+    )
+
+
+def _operation(summary: str, body: str | None, answer: dict[str, Any] | None, responses: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {"summary": summary, "responses": {"200": _response("Success", answer)} | responses}
+    if body is not None:
+        content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _response(text: str, schema: dict[str, Any] | None) -> dict[str, Any]:
+    return {"description": text} | ({"content": {"application/json": {"schema": schema}}} if schema else {})
+
+
+def _without_null(schema: Any) -> Any:
+    """OpenAPI 3.0 spells an optional field `nullable`, pydantic `anyOf: [..., null]`."""
+    if isinstance(schema, list):
+        return [_without_null(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    members = [member for member in schema.get("anyOf", []) if member != {"type": "null"}]
+    rest = {key: _without_null(value) for key, value in schema.items() if key != "anyOf"}
+    if "anyOf" not in schema:
+        return rest
+    nullable = {"nullable": True} if len(members) < len(schema["anyOf"]) else {}
+    if len(members) == 1 and "$ref" not in members[0]:
+        return _without_null(members[0]) | rest | nullable
+    return {"anyOf": _without_null(members)} | rest | nullable

@@ -1,0 +1,132 @@
+"""Every setting, read once from file, environment and command line (later wins) into one frozen model."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from engine.devices import DtypeName
+from engine.errors import EmberError
+from engine.hub import EMBEDDED_MODEL
+from engine.model_config import Pooling
+
+ENV_PREFIX = "EMBERFORGE_"
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class SettingsError(EmberError):
+    """A setting is unknown or has a value that cannot be used; names it, the value and the way out."""
+
+
+def _split(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _dtype(value: Any) -> Any:
+    return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+def _pooling(value: Any) -> Any:
+    return value.replace("-", "_") if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+
+
+class Settings(BaseModel):
+    """What the operator chose. Field descriptions are the help of the command line and the README's table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    models: Names = Field(
+        (EMBEDDED_MODEL,), description="Models to serve: local folders or Hub ids; the default needs no network", min_length=1
+    )
+    served_model_name: Names = Field((), description="Names clients use, one per model [default: the model's own]")
+    host: str = Field("0.0.0.0", description="Address to listen on")  # noqa: S104 - what a server in a container needs
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
+    dtype: Annotated[Literal["auto"] | DtypeName, BeforeValidator(_dtype)] = Field(
+        "auto", description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it"
+    )
+    pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
+        None, description="mean, cls or last_token [default: what the model's folder says]"
+    )
+    max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
+    max_concurrent_requests: int = Field(512, ge=1, description="Requests in flight per replica; more get 429")
+    max_client_batch_size: int = Field(2048, ge=1, description="Inputs in one request; more get 422")
+    payload_limit: int = Field(8_000_000, ge=1, description="Bytes of a request body; more get 413")
+    auto_truncate: bool = Field(True, description="Cut inputs over the model's limit, where the request does not say")
+    request_timeout_s: float = Field(60.0, gt=0, description="Seconds a request may take; then it is dropped with 504")
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> "Settings":
+        if self.served_model_name and len(self.served_model_name) != len(self.models):
+            raise ValueError(
+                f"served_model_name has {len(self.served_model_name)} names for {len(self.models)} models; give one per model or none"
+            )
+        slugs = [pool_name(name) for name in self.names]
+        if len(set(slugs)) != len(slugs):
+            raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name clients use for each model."""
+        return self.served_model_name or self.models
+
+
+def pool_name(name: str) -> str:
+    """The part of a model's name that goes into a path: its last component, unusual characters as dashes."""
+    last = name.rstrip("/").rsplit("/", 1)[-1]
+    return "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in last) or "model"
+
+
+def load_settings(flags: Mapping[str, Any], env: Mapping[str, str] = os.environ, config: Path | None = None) -> Settings:
+    """Merge `config` (YAML), `EMBERFORGE_*` variables and `flags`; a flag that is None was not given.
+
+    Raises: SettingsError naming where the value stands, the value, and what is allowed.
+    """
+    known = Settings.model_fields
+    sources: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for key, value in _read_file(config).items():
+        sources[key], values[key] = f"{key} in {config}", value
+    for name, text in env.items():
+        if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG":
+            key = name.removeprefix(ENV_PREFIX).lower()
+            sources[key], values[key] = name, text
+    for key, value in flags.items():
+        if value is not None and value != []:
+            sources[key], values[key] = "--" + key.replace("_", "-"), value
+    unknown = [sources[key] for key in values if key not in known]
+    if unknown:
+        raise SettingsError(f"{unknown[0]} is not a setting; settings are {', '.join(known)}")
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, sources)) from None
+
+
+def _read_file(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict | None):
+        raise SettingsError(f"--config {path} must hold `name: value` lines, one per setting")
+    return content or {}
+
+
+def _explain(error: ValidationError, sources: dict[str, str]) -> str:
+    first = error.errors(include_url=False)[0]
+    reason = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return reason
+    key = str(first["loc"][0])
+    hint = Settings.model_fields[key].description
+    return f"{sources.get(key, key)} = {first['input']!r}: {reason}. {key}: {hint}"
