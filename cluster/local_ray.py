@@ -1,11 +1,13 @@
 """A Ray of our own on this machine: its environment, its start, and an end that leaves no process behind."""
 
+import logging
 import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,10 @@ SERVE_ENV = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+# The end of a local server takes at most their sum and 2 s: requests in flight, then Ray's own processes.
+_DRAIN_S = 5.0
+_RAY_STOP_S = 2.0
 
 
 def serve_environment(state_dir: Path) -> dict[str, str]:
@@ -64,6 +70,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="warning", object_store_memory=256 << 20)
             yield
@@ -72,26 +79,29 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 
 
 def _stop(me: psutil.Process) -> None:
-    """Drain Serve, stop Ray, then end whatever is left of our descendants (HAProxy outlives a killed Ray), by pid."""
+    """Drain Serve, stop Ray, then end by pid whatever is left of our descendants (HAProxy outlives a killed Ray).
+
+    Each step is bounded: where a signal has reached Ray's own processes too, nobody is left to answer the first two.
+    """
     import ray
     from ray import serve
 
-    ours = me.children(recursive=True)
-    try:
-        if ray.is_initialized():
-            serve.shutdown()
-            ours += [process for process in me.children(recursive=True) if process not in ours]
-            ray.shutdown()
-    finally:
+    ours = set(me.children(recursive=True))
+    if ray.is_initialized():
+        _within(_DRAIN_S, serve.shutdown)
+        ours |= set(me.children(recursive=True))
+        _within(_RAY_STOP_S, ray.shutdown)
+    ours |= set(me.children(recursive=True))
+    for signal_name in ("terminate", "kill"):
         for process in ours:
-            if process.is_running():
-                try:
-                    process.terminate()
-                except psutil.NoSuchProcess:
-                    pass
-        _, stubborn = psutil.wait_procs(ours, timeout=2)
-        for process in stubborn:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+            with suppress(psutil.NoSuchProcess):
+                getattr(process, signal_name)()
+        _, alive = psutil.wait_procs(ours, timeout=1)
+        ours = set(alive)
+
+
+def _within(seconds: float, step: Callable[[], None]) -> None:
+    """Run `step` for at most so long; then leave it behind."""
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -28,16 +28,18 @@ class PoolArgs(BaseModel):
 
 def build(args: PoolArgs) -> serve.Application:
     """The application of one model. Ray Serve calls this with the `args` of the YAML."""
-    return _bind(args)
+    return bind(args)
 
 
-def _bind(args: PoolArgs, **options: Any) -> serve.Application:
+def bind(args: PoolArgs, server: type[ModelServer] = ModelServer, **options: Any) -> serve.Application:
+    """As `build`, with deployment options, and with another server class for benchmarks and tests."""
     settings = args.settings
     if args.model not in settings.models:
         raise ValueError(f"args.model {args.model!r} is not one of settings.models {list(settings.models)}")
     name = settings.names[settings.models.index(args.model)]
     elsewhere = {other: route_prefix(settings, other) for other in settings.names if other != name}
-    deployment = serve.deployment(ModelServer, name="ModelServer").options(**deployment_options(settings), **options)
+    ingress = serve.ingress()(server)
+    deployment = serve.deployment(ingress, name="ModelServer").options(**deployment_options(settings), **options)
     return deployment.bind(args.model, name, settings, elsewhere)
 
 
@@ -111,5 +113,5 @@ def run(settings: Settings, share: Share) -> None:
     serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=settings.host, port=settings.port))
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
     for model, name in zip(settings.models, settings.names, strict=True):
-        app = _bind(PoolArgs(model=model, settings=settings), **share.options())
+        app = bind(PoolArgs(model=model, settings=settings), **share.options())
         serve.run(app, name=pool_name(name), route_prefix=route_prefix(settings, name))

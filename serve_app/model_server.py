@@ -19,7 +19,6 @@ from serve_app.metrics import Metrics
 from serve_app.settings import Settings
 
 
-@serve.ingress()
 class ModelServer:
     """Loads a model, then answers HTTP with it. Requests meet in `_collect`; the packer cuts them into batches."""
 

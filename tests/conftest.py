@@ -1,0 +1,77 @@
+"""Fixtures the whole suite shares: the embedded model and tiny random checkpoints saved by transformers."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "true"
+os.environ["RAY_AUTH_MODE"] = "token"
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from engine.hub import EMBEDDED_MODEL, resolve_model
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    return resolve_model(EMBEDDED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny(kind, sharded, **config)`: a random checkpoint saved by transformers, made once per arguments."""
+    made: dict[str, Path] = {}
+
+    def make(kind: str, sharded: bool = False, **config: Any) -> Path:
+        key = json.dumps([kind, sharded, config], sort_keys=True)
+        if key not in made:
+            made[key] = _save(kind, sharded, config, tmp_path_factory.mktemp(kind))
+        return made[key]
+
+    return make
+
+
+def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(0)
+    vocab = 300
+    if kind == "bert":
+        shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+        hf_config: Any = transformers.BertConfig(vocab_size=vocab, max_position_embeddings=128, **(shape | config))
+        model: Any = transformers.BertModel(hf_config)
+    else:
+        shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+        more = {"head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256}
+        hf_config = transformers.Qwen3Config(vocab_size=vocab, **(shape | more | config))
+        model = (transformers.Qwen3Model if kind == "qwen3" else transformers.Qwen3ForCausalLM)(hf_config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms too, or their handling is not tested
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size="60KB" if sharded else "10GB")
+    _save_tokenizer(folder, vocab, bert=kind == "bert")
+    pooling = "cls" if kind == "bert" else "lasttoken"
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, "pooling_mode": pooling}))
+    return folder
+
+
+def _save_tokenizer(folder: Path, vocab: int, bert: bool) -> None:
+    """Words w0, w1, ...; special tokens around a text as the family has them."""
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<|endoftext|>"]
+    words = specials + [f"w{i}" for i in range(vocab - len(specials))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(specials)
+    single = "[CLS] $A [SEP]" if bert else "$A <|endoftext|>"
+    used = [(word, words.index(word)) for word in specials if word in single]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=used)
+    tokenizer.save(str(folder / "tokenizer.json"))

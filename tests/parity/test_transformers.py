@@ -1,0 +1,95 @@
+"""Every family against transformers on tiny random checkpoints, in fp32: hidden states and pooled vectors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from engine import Engine
+from engine.batch import pack
+
+CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "bert": ("bert", False, {}),
+    "bert sharded": ("bert", True, {}),
+    "qwen3 base model": ("qwen3", False, {}),
+    "qwen3 tied": ("qwen3_lm", False, {"tie_word_embeddings": True}),
+    "qwen3 untied": ("qwen3_lm", False, {"tie_word_embeddings": False}),
+    "qwen3 sharded": ("qwen3_lm", True, {"tie_word_embeddings": False}),
+    "qwen3 no grouping": ("qwen3", False, {"num_key_value_heads": 4}),
+    "qwen3 one kv head": ("qwen3", False, {"num_key_value_heads": 1}),
+    "qwen3 other theta": ("qwen3", False, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+}
+LENGTHS = [1, 7, 64, 2, 33, 7, 128, 15]
+
+
+def sequences(lengths: list[int] = LENGTHS) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(5, 300, size=length).astype(np.int32) for length in lengths]
+
+
+@pytest.fixture(params=CHECKPOINTS.values(), ids=CHECKPOINTS.keys(), scope="module")
+def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
+    kind, sharded, config = request.param
+    made = tiny(kind, sharded, **config)
+    assert (made / "model.safetensors.index.json").exists() == sharded
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.load(folder, dtype="float32")
+
+
+def reference(folder: Path, ids: np.ndarray) -> torch.Tensor:
+    """transformers' hidden states of one sequence alone: no padding, no company."""
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        hidden = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state
+    return hidden[0]
+
+
+def test_hidden_states_equal_transformers_for_a_ragged_batch(folder: Path, engine: Engine) -> None:
+    batch = sequences()
+    hidden = engine.forward(pack(batch, engine.device))
+    rows = hidden.split([len(ids) for ids in batch])
+    for ids, ours in zip(batch, rows, strict=True):
+        torch.testing.assert_close(ours, reference(folder, ids), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("company", ["alone", "equal lengths", "ragged"])
+def test_pooled_vector_does_not_depend_on_its_company(folder: Path, engine: Engine, company: str) -> None:
+    """Equal lengths are the case in which TEI loses the causal mask (TEI#882)."""
+    batch = {"alone": sequences([33]), "equal lengths": sequences([33] * 4), "ragged": sequences([33, 1, 90, 5])}[company]
+    row = 0 if engine.config.pooling == "cls" else -1
+    expected = reference(folder, batch[0])[row]
+    torch.testing.assert_close(engine.run(batch).pooled[0], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path) -> None:
+    """Ours against fp32 at most 1.5x what transformers loses in bf16 on the same inputs."""
+    engine = Engine.load(folder, dtype="bfloat16")
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    ours = theirs = 0.0
+    for ids in sequences([33, 64, 15, 100]):
+        exact = reference(folder, ids)
+        with torch.inference_mode():
+            low = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0].float()
+        ours += (engine.forward(pack([ids], engine.device)).float() - exact).square().sum().item()
+        theirs += (low - exact).square().sum().item()
+    assert ours**0.5 <= 1.5 * theirs**0.5
+
+
+def test_bidirectional_qwen3_follows_the_checkpoint(tiny: Callable[..., Path]) -> None:
+    causal = Engine.load(tiny("qwen3"), dtype="float32")
+    both = Engine.load(tiny("qwen3", use_bidirectional_attention=True), dtype="float32")
+    assert causal.config.causal
+    assert not both.config.causal
+    first, other_end = sequences([20])[0], sequences([20])[0]
+    other_end[-1] = 299 if first[-1] != 299 else 298
+    # Only without the causal mask does the first token see the last.
+    assert torch.equal(*(causal.forward(pack([ids], causal.device))[0] for ids in (first, other_end)))
+    assert not torch.allclose(*(both.forward(pack([ids], both.device))[0] for ids in (first, other_end)))

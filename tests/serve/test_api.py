@@ -1,0 +1,156 @@
+"""Every route over real HTTP: what it answers, in whose form, and that vectors are the engine's."""
+
+import base64
+import re
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from engine import Engine
+
+
+@pytest.fixture(scope="module")
+def engine(minilm: Path) -> Engine:
+    return Engine.load(minilm, dtype="float32")
+
+
+def close(ours: object, theirs: np.ndarray) -> None:
+    np.testing.assert_allclose(np.asarray(ours, dtype=np.float32), theirs, atol=1e-5)
+
+
+def test_embed_takes_a_string_a_list_ids_and_a_mix(client: httpx.Client, engine: Engine) -> None:
+    ids = [101, 7592, 102]
+    for inputs in ("one", ["one", "two"], ids, [ids, "one"]):
+        answer = client.post("embed", json={"inputs": inputs})
+        assert answer.status_code == 200
+        as_list = [inputs] if isinstance(inputs, str) or inputs is ids else inputs
+        close(answer.json(), engine.embed(as_list))  # type: ignore[arg-type]
+
+
+def test_token_ids_are_used_as_given(client: httpx.Client, engine: Engine) -> None:
+    """TEI decodes and encodes them again, without special tokens, and gets other vectors."""
+    window = engine.tokenizer.encode(["hello world"], truncate_off())[0].tolist()[1:-1]
+    without_specials = client.post("embed", json={"inputs": [window]}).json()
+    close(without_specials, engine.embed([window]))
+    assert float(np.dot(without_specials[0], engine.embed(["hello world"])[0])) < 0.999
+
+
+def truncate_off():  # type: ignore[no-untyped-def]
+    from engine.tokenizer import EncodeOptions
+
+    return EncodeOptions(truncate=False)
+
+
+def test_embed_options(client: httpx.Client, engine: Engine) -> None:
+    close(client.post("embed", json={"inputs": "x", "normalize": False}).json(), engine.embed(["x"], normalize=False))
+    close(client.post("embed", json={"inputs": "x", "dimensions": 128}).json(), engine.embed(["x"], dimensions=128))
+    close(client.post("embed", json={"inputs": "x", "dimensions": 384}).json(), engine.embed(["x"]))
+    long = " ".join(f"word{i}" for i in range(2000))
+    for direction, spelled in (("left", "Left"), ("left", "left"), ("right", "Right"), ("right", "right")):
+        answer = client.post("embed", json={"inputs": long, "truncate": True, "truncation_direction": spelled})
+        close(answer.json(), engine.embed([long], truncation_direction=direction))  # type: ignore[arg-type]
+
+
+def test_extra_fields_and_nulls_are_ignored(client: httpx.Client, engine: Engine) -> None:
+    body = {"inputs": "x", "model": "m", "parameters": {}, "truncate": None, "prompt_name": None, "dimensions": None}
+    close(client.post("embed", json=body).json(), engine.embed(["x"]))
+
+
+@pytest.mark.parametrize("path", ["v1/embeddings", "embeddings"])
+def test_openai_float_and_base64(client: httpx.Client, engine: Engine, path: str) -> None:
+    expected = engine.embed(["one", "two words"])
+    floats = client.post(path, json={"input": ["one", "two words"], "model": "any"}).json()
+    coded = client.post(path, json={"input": ["one", "two words"], "encoding_format": "base64"}).json()
+    assert floats["object"] == "list"
+    assert floats["model"] == "all-MiniLM-L6-v2"
+    assert floats["usage"] == coded["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    assert [item["index"] for item in floats["data"]] == [0, 1]
+    assert {item["object"] for item in floats["data"]} == {"embedding"}
+    close([item["embedding"] for item in floats["data"]], expected)
+    close([np.frombuffer(base64.b64decode(item["embedding"]), dtype="<f4") for item in coded["data"]], expected)
+
+
+def test_root_embeds_or_compares_by_the_shape_of_the_body(client: httpx.Client, engine: Engine) -> None:
+    close(client.post("", json={"inputs": ["x"]}).json(), engine.embed(["x"]))
+    close(client.post("invocations", json={"inputs": "x"}).json(), engine.embed(["x"]))
+    pair = {"inputs": {"source_sentence": "a cat", "sentences": ["a dog", "a cat"]}, "parameters": {}}
+    assert client.post("", json=pair).json() == client.post("similarity", json=pair).json()
+    text = client.post("", json={"inputs": 'say "source_sentence" twice'})
+    assert np.asarray(text.json()).shape == (1, 384)
+
+
+def test_similarity_is_the_cosine(client: httpx.Client, engine: Engine) -> None:
+    answer = client.post("similarity", json={"inputs": {"source_sentence": "a cat", "sentences": ["a dog", "a cat"]}})
+    source, dog, cat = engine.embed(["a cat", "a dog", "a cat"])
+    close(answer.json(), np.array([source @ dog, source @ cat]))
+
+
+def test_embed_all_gives_every_token_special_ones_included(client: httpx.Client, engine: Engine) -> None:
+    answer = client.post("embed_all", json={"inputs": ["hello world", "x"]}).json()
+    assert [len(tokens) for tokens in answer] == [4, 3]
+    mean = np.asarray(answer[0]).mean(axis=0)
+    close(mean, engine.embed(["hello world"], normalize=False)[0])
+
+
+def test_tokenize_gives_byte_offsets(client: httpx.Client) -> None:
+    tokens = client.post("tokenize", json={"inputs": "é hello"}).json()[0]
+    assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
+    assert tokens[2] == {"id": 7592, "text": "hello", "special": False, "start": 3, "stop": 8}
+    bare = client.post("tokenize", json={"inputs": ["hello", "x y"], "add_special_tokens": False}).json()
+    assert [len(each) for each in bare] == [1, 2]
+
+
+def test_decode(client: httpx.Client) -> None:
+    assert client.post("decode", json={"ids": [101, 7592, 2088, 102]}).json() == ["hello world"]
+    both = client.post("decode", json={"ids": [[101, 7592, 102], [2088]], "skip_special_tokens": False}).json()
+    assert both == ["[CLS] hello [SEP]", "world"]
+
+
+def test_info_health_and_models(client: httpx.Client) -> None:
+    info = client.get("info").json()
+    assert info["model_id"] == info["served_model_name"] == "all-MiniLM-L6-v2"
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["max_input_length"], info["max_client_batch_size"], info["model_dtype"]) == (256, 64, "float32")
+    for path in ("health", "ping", ""):
+        assert (client.get(path).status_code, client.get(path).content) == (200, b"")
+    models = client.get("v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["all-MiniLM-L6-v2"]
+
+
+def test_metrics_count_what_happened(client: httpx.Client) -> None:
+    def value(name: str) -> float:
+        found = re.search(rf"^emberforge_{name}\S* (\S+)$", client.get("metrics").text, re.M)
+        return float(found.group(1)) if found else 0.0
+
+    before, tokens = value("inputs_total"), value("tokens_total")
+    client.post("embed", json={"inputs": ["hello world", "x"]})
+    assert value("inputs_total") == before + 2
+    assert value("tokens_total") == tokens + 7
+    assert value("queue_tokens") == 0
+    assert value("requests_in_flight") == 0
+
+
+def test_headers_tell_what_the_request_cost(client: httpx.Client) -> None:
+    headers = client.post("embed", json={"inputs": ["hello world", "x"]}).headers
+    assert headers["x-compute-type"] == "gpu+optimized"
+    assert headers["x-compute-characters"] == "12"
+    assert headers["x-compute-tokens"] == "7"
+    for name in ("x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time"):
+        assert headers[name].isdigit()
+
+
+def test_openapi_names_every_schema_it_uses(client: httpx.Client) -> None:
+    document = client.get("openapi.json").json()
+    assert {"/embed", "/v1/embeddings", "/similarity", "/tokenize", "/decode"} <= set(document["paths"])
+    used = set(re.findall(r"#/components/schemas/(\w+)", client.get("openapi.json").text))
+    assert used <= set(document["components"]["schemas"])
+    page = client.get("docs")
+    assert "SwaggerUIBundle" in page.text
+    assert "//cdn" not in page.text[-500:]
+
+
+def test_client_batches_above_the_device_batch_are_split(client: httpx.Client, engine: Engine) -> None:
+    texts = [" ".join(["word"] * (20 + i * 3)) for i in range(64)]
+    close(client.post("embed", json={"inputs": texts}).json(), engine.embed(texts))
