@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.batch import PackedBatch
-from engine.layers.attention import attention
+from engine.layers.attention import EncoderAttention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.model_config import ModelConfig
@@ -31,8 +31,9 @@ class Bert:
     def forward(self, batch: PackedBatch) -> Tensor:
         hidden = F.embedding(batch.token_ids, self.words) + F.embedding(batch.positions, self.positions)  # [T, C]
         hidden = self.norm(hidden)
+        attention = EncoderAttention(batch, hidden.device)
         for layer in self.layers:
-            hidden = layer.forward(hidden, batch)
+            hidden = layer.forward(hidden, attention)
         return hidden
 
 
@@ -57,10 +58,10 @@ class _Layer:
         self.output_norm = _layer_norm(config, checkpoint, f"{name}output.LayerNorm")
         self.heads = (3, config.n_heads, config.head_dim)
 
-    def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        q, k, v = self.qkv(hidden).unflatten(-1, self.heads).unbind(1)  # [T, H, D] each
-        hidden = self.attention_norm(hidden + self.out(attention(q, k, v, batch, causal=False).flatten(1)))
-        return self.output_norm(hidden + self.down(self.up(hidden)))
+    def forward(self, hidden: Tensor, attention: EncoderAttention) -> Tensor:
+        mixed = attention(self.qkv(hidden).unflatten(-1, self.heads))  # [T, H, D]
+        hidden = self.attention_norm(self.out(mixed.flatten(1), residual=hidden))
+        return self.output_norm(self.down(self.up(hidden), residual=hidden))
 
 
 def _layer_norm(config: ModelConfig, checkpoint: Checkpoint, name: str) -> LayerNorm:

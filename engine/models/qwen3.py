@@ -58,6 +58,6 @@ class _Layer:
         q, k, v = qkv.split(self.split, dim=1)
         q = Rotary.apply(self.q_norm(q), cos, sin)
         k = Rotary.apply(self.k_norm(k), cos, sin)
-        hidden = hidden + self.out(attention(q, k, v, batch, causal=self.causal).flatten(1))
+        hidden = self.out(attention(q, k, v, batch, causal=self.causal).flatten(1), residual=hidden)
         gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self.down(F.silu(gate) * up)
+        return self.down(F.silu(gate) * up, residual=hidden)
