@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import psutil
@@ -65,7 +65,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
     """
-    with tempfile.TemporaryDirectory(prefix="emberforge-") as state:
+    with tempfile.TemporaryDirectory(prefix="ef-") as state:
         set_environment(serve_environment(Path(state)))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
@@ -88,9 +88,11 @@ def _stop(me: psutil.Process) -> None:
 
     ours = set(me.children(recursive=True))
     if ray.is_initialized():
-        _within(_DRAIN_S, serve.shutdown)
-        ours |= set(me.children(recursive=True))
-        _within(_RAY_STOP_S, ray.shutdown)
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            # Ray prints the controller's orderly end as an error.
+            _within(_DRAIN_S, serve.shutdown)
+            ours |= set(me.children(recursive=True))
+            _within(_RAY_STOP_S, ray.shutdown)
     ours |= set(me.children(recursive=True))
     for signal_name in ("terminate", "kill"):
         for process in ours:

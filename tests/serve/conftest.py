@@ -1,9 +1,11 @@
 """One Ray for the whole session; applications are deployed on it and removed again."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from serve_app.settings import Settings
 def address() -> Iterator[str]:
     """Ray and Ray Serve, with HAProxy listening at this address."""
     port = free_port()
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # Ray's workers import servers.py
     with local_ray(num_cpus=8):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})

@@ -26,9 +26,10 @@ class PoisonEngine(Engine):
         if any(14 in ids for ids in sequences):
             raise RuntimeError("the device fell over")
         output = super().run(sequences, want_hidden)
-        for row, ids in enumerate(sequences):
-            if 13 in ids:
-                output.pooled[row] = torch.nan
+        with torch.inference_mode():
+            for row, ids in enumerate(sequences):
+                if 13 in ids:
+                    output.pooled[row] = torch.nan
         return output
 
 

@@ -1,0 +1,135 @@
+"""What happens when clients leave, when there are too many, when time is up, and when the engine fails."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+from servers import PoisonServer, SlowServer
+
+from engine.hub import EMBEDDED_MODEL
+from serve_app.app import PoolArgs, bind
+from serve_app.settings import Settings
+
+Deploy = Callable[..., Any]
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    lines = [line for line in client.get("metrics").text.splitlines() if line.startswith(f"emberforge_{name}{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def test_requests_that_wait_share_the_next_batch(deployed: Deploy) -> None:
+    """While one batch runs, what arrives is collected; D4's point."""
+    with deployed("/slow", SlowServer) as client, ThreadPoolExecutor(20) as pool:
+        before = metric(client, "batch_seconds_count")
+        answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"text {i}"}), range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert metric(client, "batch_seconds_count") - before <= 8  # 20 requests of 4 tokens, budget 64, and the races at the start
+
+
+def test_a_client_that_leaves_while_queued_is_never_computed(deployed: Deploy) -> None:
+    with deployed("/slow", SlowServer) as client, ThreadPoolExecutor(4) as pool:
+        computed, cancelled = metric(client, "tokens_total"), metric(client, "cancelled_requests_total")
+        running = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(3)]  # three batches of 52
+        wait_for(lambda: metric(client, "requests_in_flight") >= 3)
+        leave_at_once(client, {"inputs": "leaving " * 40})
+        wait_for(lambda: metric(client, "cancelled_requests_total") == cancelled + 1)
+        assert {each.result().status_code for each in running} == {200}
+        wait_for(lambda: metric(client, "queue_tokens") == 0)
+        assert metric(client, "tokens_total") - computed == 3 * 52
+        assert metric(client, "requests_in_flight") == 0
+
+
+def leave_at_once(client: httpx.Client, body: dict[str, Any]) -> None:
+    """Send a whole request, wait until the server has it, close the connection."""
+    request = client.build_request("POST", "embed", json=body)
+    before = metric(client, "requests_in_flight")
+    with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
+        head = f"POST {request.url.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(request.content)}\r\n\r\n"
+        connection.sendall(head.encode() + request.content)
+        wait_for(lambda: metric(client, "requests_in_flight") > before)
+
+
+def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> None:
+    with deployed("/small", SlowServer, max_concurrent_requests=4) as client, ThreadPoolExecutor(30) as pool:
+        pid = metric(client, "requests_in_flight")
+        answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"{i} " * 30}), range(30)))
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 4
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json() == {"error": "Model is overloaded", "error_type": "Overloaded"}
+        assert int(refused.headers["retry-after"]) >= 1
+        assert metric(client, "rejected_requests_total") == statuses.count(429)
+        openai = [pool.submit(client.post, "v1/embeddings", json={"input": "word " * 50}) for _ in range(12)]
+        refused = next(each.result() for each in openai if each.result().status_code == 429)
+        assert (refused.json()["error"]["code"], refused.json()["type"]) == (429, "Overloaded")
+        assert client.post("embed", json={"inputs": "after"}).status_code == 200
+        assert metric(client, "requests_in_flight") == pid == 0
+
+
+def test_a_request_over_its_deadline_is_dropped_with_504(deployed: Deploy) -> None:
+    with deployed("/late", SlowServer, request_timeout_s=0.6) as client:
+        answer = client.post("embed", json={"inputs": ["word " * 50] * 8})  # eight batches of 0.25 s
+        assert answer.status_code == 504
+        assert answer.json()["error_type"] == "Timeout"
+        assert "0.6 s" in answer.json()["error"]
+        wait_for(lambda: metric(client, "queue_tokens") == 0)
+        assert metric(client, "tokens_total") < 8 * 52
+        assert client.post("embed", json={"inputs": "x"}).status_code == 200
+
+
+def test_one_bad_vector_or_batch_harms_nobody_else(deployed: Deploy) -> None:
+    with deployed("/poison", PoisonServer) as client:
+        good = client.post("embed", json={"inputs": "x"}).json()
+        bad = client.post("embed", json={"inputs": [[101, 13, 102]]})
+        assert (bad.status_code, bad.json()["error_type"]) == (424, "Backend")
+        assert "not finite" in bad.json()["error"]
+        broken = client.post("embed", json={"inputs": [[101, 14, 102]]})
+        assert (broken.status_code, broken.json()) == (424, {"error": "Backend error: the device fell over", "error_type": "Backend"})
+        assert client.post("embed", json={"inputs": "x"}).json() == good
+        assert client.get("health").status_code == 200
+
+
+def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
+    """The new replica starts first, the old one finishes what it has accepted."""
+    statuses: list[int] = []
+    stop = threading.Event()
+
+    def load(url: str) -> None:
+        with httpx.Client(timeout=30) as mine:
+            while not stop.is_set():
+                statuses.append(mine.post(f"{url}embed", json={"inputs": "hello"}).status_code)
+
+    with deployed("/again", options={"max_surge_percent": 100}) as client, ThreadPoolExecutor(4) as pool:
+        workers = [pool.submit(load, str(client.base_url)) for _ in range(4)]
+        wait_for(lambda: len(statuses) > 50)
+        changed = Settings(num_threads=1, dtype="float32", max_client_batch_size=7)
+        try:
+            serve.run(bind(PoolArgs(model=EMBEDDED_MODEL, settings=changed), max_surge_percent=100), name="again", route_prefix="/again")
+            wait_for(lambda: client.get("info").json()["max_client_batch_size"] == 7, 30)
+            seen = len(statuses)
+            wait_for(lambda: len(statuses) > seen + 50)
+        finally:
+            stop.set()
+        for worker in workers:
+            worker.result()
+    assert set(statuses) == {200}
+
+
+@pytest.mark.parametrize("model", ["nowhere", "all-MiniLM-L6-v2", None])
+def test_with_one_model_any_name_means_it(client: httpx.Client, model: str | None) -> None:
+    assert client.post("v1/embeddings", json={"input": "x", "model": model}).status_code == 200

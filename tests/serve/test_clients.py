@@ -1,0 +1,45 @@
+"""Unmodified clients against the real server."""
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from huggingface_hub import InferenceClient
+
+
+@pytest.fixture(scope="module")
+def sdk(client: httpx.Client) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{client.base_url}v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected(client: httpx.Client) -> np.ndarray:
+    return np.asarray(client.post("embed", json={"inputs": ["hello world", "x"]}).json())
+
+
+def test_openai_embeddings(sdk: openai.OpenAI, expected: np.ndarray) -> None:
+    answer = sdk.embeddings.create(model="all-MiniLM-L6-v2", input=["hello world", "x"])
+    np.testing.assert_allclose([item.embedding for item in answer.data], expected, atol=1e-6)
+    assert answer.usage.prompt_tokens == 7
+    one = sdk.embeddings.create(model="all-MiniLM-L6-v2", input="hello world", encoding_format="float", dimensions=64)
+    assert len(one.data[0].embedding) == 64
+    ids = sdk.embeddings.create(model="all-MiniLM-L6-v2", input=[[101, 7592, 2088, 102], [101, 1060, 102]])
+    np.testing.assert_allclose([item.embedding for item in ids.data], expected, atol=1e-6)
+
+
+def test_openai_models_and_errors(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == ["all-MiniLM-L6-v2"]
+    with pytest.raises(openai.UnprocessableEntityError) as caught:
+        sdk.embeddings.create(model="all-MiniLM-L6-v2", input="x", dimensions=100_000)
+    assert caught.value.type == "Validation"
+    assert "dimensions" in caught.value.message
+
+
+def test_huggingface_hub(client: httpx.Client, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # or its client refuses loopback too
+    hub = InferenceClient(model=str(client.base_url))
+    np.testing.assert_allclose(hub.feature_extraction("hello world"), expected[:1], atol=1e-6)
+    cut = hub.feature_extraction("hello world", normalize=True, truncate=True, truncation_direction="left")
+    np.testing.assert_allclose(cut, expected[:1], atol=1e-6)
+    scores = hub.sentence_similarity("hello world", other_sentences=["x", "hello world"])
+    np.testing.assert_allclose(scores, [expected[0] @ expected[1], 1], atol=1e-5)

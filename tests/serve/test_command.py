@@ -1,0 +1,103 @@
+"""`emberforge serve` as a user runs it: in a terminal, until Ctrl-C."""
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.local_ray import free_port
+
+EMBERFORGE = str(Path(sys.executable).parent / "emberforge")
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": "30700"
+    }
+
+
+def _take_terminal() -> None:
+    """Make standard input the controlling terminal, so that its Ctrl-C is a signal to the whole foreground group."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Terminal:
+    """A command in a pseudo-terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment(), start_new_session=True, preexec_fn=_take_terminal
+        )
+        os.close(slave)
+        self.text = ""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self.master, 4096)
+            except OSError:
+                return
+            self.text += data.decode(errors="replace")
+
+    def wait_for(self, text: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.text:
+            assert time.monotonic() < deadline, self.text
+            assert self.process.poll() is None, self.text
+            time.sleep(0.05)
+
+
+def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
+    port = free_port()
+    terminal = Terminal(EMBERFORGE, "serve", "--port", str(port))
+    try:
+        terminal.wait_for("curl ", 90)
+        terminal.wait_for("}'", 5)
+        assert f"ready http://127.0.0.1:{port}" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.text)
+        started = psutil.Process(terminal.process.pid).children(recursive=True)
+        assert any("haproxy" in process.name() for process in started)
+        curl = next(line for line in terminal.text.splitlines() if line.startswith("curl "))
+        answer = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True).stdout
+        assert '"object":"embedding"' in answer
+        start = time.monotonic()
+        os.write(terminal.master, b"\x03")
+        assert terminal.process.wait(timeout=20) == 0
+        assert time.monotonic() - start < 10
+        assert "stopped" in terminal.text
+        assert [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+    finally:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], "--port = '99999'"),
+        (["--dtype", "int3"], "--dtype = 'int3'"),
+        (["--max-batch-tokens", "0"], "--max-batch-tokens = '0'"),
+        (["/nowhere/model"], "/nowhere/model is not a folder"),
+        (["no/such-model"], "neither a folder here nor"),
+        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
+        (["a/x", "b/x"], "share a name"),
+    ],
+)
+def test_bad_arguments_end_in_one_line_that_names_them(arguments: list[str], message: str) -> None:
+    done = subprocess.run([EMBERFORGE, "serve", *arguments], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,118 @@
+"""Layers against their specification: the fused CPU paths equal plain torch, whatever the lengths and strides."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import pack
+from engine.layers.attention import EncoderAttention, attention
+from engine.layers.linear import Linear, linear_reference
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary
+from engine.pooling import EmbedOptions, finish, pool_cls, pool_last_token, pool_mean
+
+CPU = torch.device("cpu")
+RAGGED = [1, 31, 32, 33, 64, 7, 7, 100]
+
+
+def batch_of(lengths: list[int]):  # type: ignore[no-untyped-def]
+    return pack([np.zeros(length, dtype=np.int32) for length in lengths], CPU)
+
+
+def assert_as_close_as_torch(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> None:
+    """Our error against fp64 may be at most `factor` times the error torch makes in our dtype."""
+    ours_err, torch_err = (ours.double() - exact).abs().max(), (low.double() - exact).abs().max()
+    assert ours_err <= factor * torch_err + 1e-6, f"{ours_err=:.2e} {torch_err=:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 77])
+@pytest.mark.parametrize(("bias", "gelu", "residual"), [(True, False, False), (True, True, False), (True, False, True), (False, False, True)])
+def test_linear(dtype: torch.dtype, rows: int, bias: bool, gelu: bool, residual: bool) -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(rows, 128).to(dtype)
+    x = wide[:, :64]  # rows are not contiguous
+    weight, b, r = torch.randn(48, 64).to(dtype) / 8, torch.randn(48).to(dtype), torch.randn(rows, 48).to(dtype)
+    given = (b if bias else None, gelu), (r if residual else None)
+    before = r.clone()
+    ours = Linear(weight, *given[0])(x, given[1])
+    low = linear_reference(x, weight, *given[0], given[1])
+    exact = linear_reference(*(t.double() if t is not None else None for t in (x, weight, given[0][0])), gelu, r.double() if residual else None)
+    assert_as_close_as_torch(ours, low, exact)
+    assert torch.equal(r, before)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool) -> torch.Tensor:
+    """The definition: one softmax a query, written out in the inputs' dtype."""
+    out = torch.empty_like(q)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) / math.sqrt(q.shape[2])
+        if causal:
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[rows])
+        start += length
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [RAGGED, [1], [5], [200], [16, 16, 16], [40, 40, 40]])
+def test_encoder_attention(dtype: torch.dtype, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3, 4, 32).to(dtype)
+    ours = EncoderAttention(batch_of(lengths), CPU)(qkv)
+    assert ours.is_contiguous()
+    low, exact = (dense(*x.unbind(1), lengths, causal=False) for x in (qkv, qkv.double()))
+    assert_as_close_as_torch(ours, low, exact)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [RAGGED, [1], [33]])
+def test_attention(kv_heads: int, causal: bool, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(sum(lengths), 4 + 2 * kv_heads, 16).split((4, kv_heads, kv_heads), dim=1)
+    ours = attention(q, k, v, batch_of(lengths), causal)
+    exact = dense(q.double(), k.double(), v.double(), lengths, causal)
+    torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_and_rotary_keep_far_positions_apart() -> None:
+    x = torch.randn(3, 2, 8)
+    normed = RMSNorm(torch.ones(8), 1e-6)(x)
+    torch.testing.assert_close(normed.square().mean(-1), torch.ones(3, 2), rtol=1e-4, atol=1e-4)
+    rotary = Rotary(8, 10_000.0, CPU)
+    cos, sin = rotary.table(torch.tensor([0, 300, 301]), torch.bfloat16)
+    assert not torch.equal(cos[1], cos[2])
+    cos, sin = rotary.table(torch.tensor([0, 5, 9]), torch.float32)
+    turned = Rotary.apply(x, cos, sin)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    torch.testing.assert_close(turned[0], x[0])
+
+
+def test_pack_lays_sequences_end_to_end() -> None:
+    packed = pack([np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32)], CPU)
+    assert packed.token_ids.tolist() == [5, 6, 7]
+    assert packed.positions.tolist() == [0, 1, 0]
+    assert packed.cu_seqlens.tolist() == [0, 2, 3]
+    assert (packed.num_seqs, packed.num_tokens, packed.max_seqlen) == (2, 3, 2)
+
+
+def test_poolers() -> None:
+    hidden = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]], dtype=torch.bfloat16)
+    packed = pack([np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)], CPU)
+    assert pool_mean(hidden, packed).tolist() == [[2, 3], [10, 20]]
+    assert pool_cls(hidden, packed).tolist() == [[1, 2], [10, 20]]
+    assert pool_last_token(hidden, packed).tolist() == [[3, 4], [10, 20]]
+    assert pool_mean(hidden, packed).dtype == torch.float32
+
+
+def test_finish_cuts_before_it_normalises() -> None:
+    pooled = torch.tensor([[3.0, 4.0, 12.0]])
+    torch.testing.assert_close(finish(pooled, EmbedOptions(dimensions=2)), torch.tensor([[0.6, 0.8]]))
+    assert finish(pooled, EmbedOptions(normalize=False, dimensions=2)).tolist() == [[3, 4]]
+    assert finish(torch.zeros(1, 3), EmbedOptions()).tolist() == [[0, 0, 0]]

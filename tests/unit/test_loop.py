@@ -1,0 +1,125 @@
+"""The engine loop: every caller hears the end, whatever happens to the others or to the engine."""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine import BackendError, Engine, EngineStopped
+from engine.engine import Output
+from engine.loop import BatchReport, EngineLoop
+from engine.packer import Job
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds
+
+
+class Gate:
+    """A stand-in for the engine that waits until it is let through; a vector is its sequence's first id, twice."""
+
+    def __init__(self) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.batches: list[int] = []
+
+    def run(self, sequences: Sequence[TokenIds], want_hidden: bool = False) -> Output:
+        self.entered.set()
+        assert self.open.wait(10)
+        self.batches.append(len(sequences))
+        first = torch.tensor([[float(ids[0])] * 2 for ids in sequences])
+        if (first == 13).any():
+            raise RuntimeError("broken")
+        first[first == 14] = torch.nan
+        return Output(first, torch.cat([torch.full((len(ids), 2), float(ids[0])) for ids in sequences]) if want_hidden else None)
+
+
+def job(*firsts: int, length: int = 4, **options: object) -> Job:
+    return Job([np.full(length, first, dtype=np.int32) for first in firsts], EmbedOptions(normalize=False, **options))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def loop(gate: Gate):  # type: ignore[no-untyped-def]
+    made = EngineLoop(gate, max_batch_tokens=8)
+    yield made
+    gate.open.set()
+    made.stop()
+
+
+def test_jobs_share_batches_and_keep_their_own_rows(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    jobs = [job(1, 2, 3), job(4), job(5, dimensions=1), job(6, 7, per_token=True)]
+    loop.submit(jobs)
+    assert jobs[0].future.result(5).vectors.tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert jobs[1].future.result(5).vectors.tolist() == [[4, 4]]
+    assert jobs[2].future.result(5).vectors.tolist() == [[5]]
+    assert [tokens.tolist() for tokens in jobs[3].future.result(5).vectors] == [[[6, 6]] * 4, [[7, 7]] * 4]
+    assert gate.batches == [2, 2, 2, 1]
+    assert loop.queued_tokens == loop.queued_jobs == 0
+
+
+def test_a_job_cancelled_while_queued_is_not_computed(gate: Gate, loop: EngineLoop) -> None:
+    first, gone, last = job(1, 1), job(2, 2), job(3)
+    loop.submit([first, gone, last])
+    assert gate.entered.wait(5)
+    gone.future.cancel()
+    gate.open.set()
+    assert last.future.result(5).vectors.tolist() == [[3, 3]]
+    assert gate.batches == [2, 1]
+
+
+def test_a_broken_batch_fails_its_jobs_and_no_other(gate: Gate, loop: EngineLoop) -> None:
+    first, broken, after = job(1, 1), job(13, 1, 1), job(2)
+    loop.submit([first, broken, after])
+    gate.open.set()
+    assert first.future.result(5).vectors.shape == (2, 2)
+    with pytest.raises(BackendError, match="broken"):
+        broken.future.result(5)
+    assert after.future.result(5).vectors.tolist() == [[2, 2]]
+    assert gate.batches == [2, 2, 1][:1] + gate.batches[1:]
+
+
+def test_a_vector_that_is_not_finite_fails_its_job_only(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    bad, good = job(14), job(1)
+    loop.submit([bad, good])
+    with pytest.raises(BackendError, match="not finite"):
+        bad.future.result(5)
+    assert good.future.result(5).vectors.tolist() == [[1, 1]]
+
+
+def test_stopping_tells_everyone_who_waits(gate: Gate) -> None:
+    loop = EngineLoop(gate, max_batch_tokens=8)
+    running, waiting = job(1, 1), job(2)
+    loop.submit([running, waiting])
+    assert gate.entered.wait(5)
+    stopper = threading.Thread(target=loop.stop)
+    stopper.start()
+    while loop.alive:
+        pass
+    gate.open.set()
+    stopper.join(5)
+    assert running.future.result(5).vectors.shape == (2, 2)
+    with pytest.raises(EngineStopped):
+        waiting.future.result(5)
+    with pytest.raises(EngineStopped):
+        loop.submit([job(3)])
+
+
+def test_the_loop_gives_what_the_engine_gives(tiny: Callable[..., Path]) -> None:
+    engine = Engine.load(tiny("qwen3"), dtype="float32")
+    reports: list[BatchReport] = []
+    loop = EngineLoop(engine, max_batch_tokens=64, on_batch=reports.append)
+    sequences = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 60, 100, 1, 7)]
+    whole = Job(sequences, EmbedOptions())
+    loop.submit([whole])
+    result = whole.future.result(10)
+    np.testing.assert_allclose(result.vectors, engine.embed([ids.tolist() for ids in sequences]), atol=1e-6)
+    assert sum(report.num_tokens for report in reports) == 171
+    assert result.queue_s >= 0
+    loop.stop()

@@ -1,0 +1,177 @@
+"""A model folder that cannot be served as meant is refused by name: config, pooling, weights, tokenizer."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import Engine, ModelError
+from engine.hub import resolve_model
+from engine.model_config import load_model_config
+
+Tiny = Callable[..., Path]
+
+
+@pytest.fixture
+def copy(tiny: Tiny, tmp_path: Path) -> Callable[..., Path]:
+    def make(kind: str, **config: Any) -> Path:
+        folder = tmp_path / kind
+        shutil.copytree(tiny(kind), folder)
+        edit(folder / "config.json", config)
+        return folder
+
+    return make
+
+
+def edit(path: Path, changes: dict[str, Any]) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value != "DELETE"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("bert", {"architectures": ["RobertaModel"]}, "RobertaModel is not supported; supported are BertForMaskedLM, BertModel"),
+        ("bert", {"architectures": []}, "model_type 'bert'"),
+        ("bert", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("bert", {"is_decoder": True}, "is_decoder"),
+        ("bert", {"hidden_size": 0}, "hidden_size is 0"),
+        ("bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        ("bert", {"vocab_size": "DELETE"}, "vocab_size is None"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
+        ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+    ],
+)
+def test_a_key_that_cannot_be_honoured_is_refused(copy: Callable[..., Path], kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match="config.json") as caught:
+        load_model_config(copy(kind, **changes))
+    assert message in str(caught.value)
+
+
+def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
+    flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
+    assert load_model_config(flat).rope_theta == 1_000_000.0
+
+
+def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
+    folder = copy("qwen3")
+    assert load_model_config(folder).causal
+    edit(folder / "config.json", {"is_causal": False})
+    assert not load_model_config(folder).causal
+
+
+def test_pooling_is_read_overridden_or_asked_for(copy: Callable[..., Path]) -> None:
+    folder = copy("bert")
+    assert load_model_config(folder).pooling == "cls"
+    assert load_model_config(folder, "mean").pooling == "mean"
+    pooling = folder / "1_Pooling" / "config.json"
+    pooling.write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}')
+    with pytest.raises(ModelError, match="max"):
+        load_model_config(folder)
+    pooling.write_text('{"pooling_mode_lasttoken": true, "include_prompt": false}')
+    with pytest.raises(ModelError, match="include_prompt"):
+        load_model_config(folder)
+    pooling.unlink()
+    with pytest.raises(ModelError, match="--pooling"):
+        load_model_config(folder)
+
+
+def test_a_module_we_do_not_have_is_refused(copy: Callable[..., Path]) -> None:
+    folder = copy("bert")
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
+    with pytest.raises(ModelError, match="Dense"):
+        load_model_config(folder)
+
+
+def test_every_tensor_is_used_or_reported(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    folder = copy("bert")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"embeddings.position_ids": torch.zeros(1, 4)}, folder / "model.safetensors")
+    with caplog.at_level("INFO", logger="engine.weights"):
+        Engine.load(folder, dtype="float32")
+    assert "embeddings.position_ids" in caplog.text
+    assert "pooler.dense.weight" in caplog.text
+    save_file(tensors | {"projection.weight": torch.zeros(4)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"projection\.weight"):
+        Engine.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("encoder.layer.1.output.dense.weight", None, "is missing"),
+        ("encoder.layer.1.output.dense.weight", torch.zeros(3, 3), r"has shape \[3, 3\], config.json asks for \[64, 96\]"),
+        ("encoder.layer.1.output.dense.bias", torch.zeros(64, dtype=torch.int8), "quantised"),
+    ],
+)
+def test_a_tensor_at_fault_is_named(copy: Callable[..., Path], name: str, tensor: torch.Tensor | None, message: str) -> None:
+    folder = copy("bert")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors | ({} if tensor is None else {name: tensor}), folder / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        Engine.load(folder)
+
+
+def test_files_that_are_missing_or_broken_are_named(copy: Callable[..., Path], tiny: Tiny, tmp_path: Path) -> None:
+    folder = copy("bert")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        Engine.load(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be loaded"):
+        Engine.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        Engine.load(folder)
+    sharded = tmp_path / "sharded"
+    shutil.copytree(tiny("bert", sharded=True), sharded)
+    shard = min(sharded.glob("*.safetensors"))
+    shard.rename(sharded / "elsewhere")
+    with pytest.raises(ModelError, match=shard.name):
+        Engine.load(sharded)
+    (sharded / "elsewhere").rename(shard)
+    shard.write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match="cannot be read as safetensors"):
+        Engine.load(sharded)
+
+
+def test_weights_that_are_not_finite_stop_the_load(copy: Callable[..., Path]) -> None:
+    folder = copy("bert")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["encoder.layer.0.output.dense.bias"][0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="not finite"):
+        Engine.load(folder)
+
+
+def test_dtypes_that_would_give_wrong_vectors_are_refused(tiny: Tiny) -> None:
+    with pytest.raises(ModelError, match="float16 is not supported on a CPU"):
+        Engine.load(tiny("bert"), dtype="float16", device="cpu")
+
+
+def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        resolve_model(str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match="neither a folder here nor"):
+        resolve_model("someone/no-such-model")
+
+
+def test_a_hub_model_in_the_cache_is_found_offline(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "abc"
+    shutil.copytree(tiny("bert"), snapshot)
+    refs = tmp_path / "models--someone--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    assert resolve_model("someone/tiny") == snapshot

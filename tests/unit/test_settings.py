@@ -1,0 +1,83 @@
+"""Settings: three sources, one order, and an error that names the place, the value and the way out."""
+
+from pathlib import Path
+
+import pytest
+
+from serve_app.app import PoolArgs, Share, deploy_config, machine_share
+from serve_app.settings import Settings, SettingsError, load_settings, pool_name
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("port: 1000\ndtype: fp32\nmax_client_batch_size: 5\n")
+    settings = load_settings({"port": "3000", "dtype": None}, {"EMBERFORGE_PORT": "2000", "EMBERFORGE_DTYPE": "bf16", "PORT": "9"}, file)
+    assert (settings.port, settings.dtype, settings.max_client_batch_size) == (3000, "bfloat16", 5)
+
+
+def test_lists_come_from_flags_and_comma_separated_variables() -> None:
+    flags = load_settings({"models": ["a", "b"], "served_model_name": ["x", "y"]}, {})
+    variables = load_settings({}, {"EMBERFORGE_MODELS": "a,b", "EMBERFORGE_SERVED_MODEL_NAME": "x, y"})
+    assert flags == variables
+    assert flags.names == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "parts"),
+    [
+        ({"port": "0"}, {}, ["--port = '0'", "greater than or equal to 1"]),
+        ({"port": "x"}, {}, ["--port = 'x'", "valid integer"]),
+        ({}, {"EMBERFORGE_MAX_BATCH_TOKENS": "-5"}, ["EMBERFORGE_MAX_BATCH_TOKENS = '-5'", "greater than or equal to 1"]),
+        ({}, {"EMBERFORGE_PRT": "5"}, ["EMBERFORGE_PRT is not a setting", "port"]),
+        ({"dtype": "int8"}, {}, ["--dtype = 'int8'", "float32"]),
+        ({"pooling": "max"}, {}, ["--pooling = 'max'", "mean"]),
+        ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),
+        ({"models": ["org/a", "other/a"]}, {}, ["share a name", "served_model_name"]),
+        ({"request_timeout_s": "0"}, {}, ["--request-timeout-s = '0'", "greater than 0"]),
+    ],
+)
+def test_a_bad_value_is_named_with_the_way_out(flags: dict[str, object], env: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags, env)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["prot: 1\n", "- a\n", "a: [\n"])
+def test_a_bad_file_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    with pytest.raises(SettingsError, match="settings.yaml"):
+        load_settings({}, {}, file)
+
+
+def test_pool_names_are_safe_in_a_path() -> None:
+    assert pool_name("Qwen/Qwen3-Embedding-0.6B") == "Qwen3-Embedding-0.6B"
+    assert pool_name("/models/my model/") == "my-model"
+    assert pool_name("ü/é") == "-"
+
+
+def test_the_written_config_gives_the_same_settings_back() -> None:
+    settings = load_settings({"models": ["a/x", "b/y"], "max_client_batch_size": "7", "dtype": "fp32"}, {})
+    config = deploy_config(settings, Share(2, 1.0, 0, 100))
+    first, second = config["applications"]
+    assert (first["route_prefix"], second["route_prefix"]) == ("/", "/pools/y")
+    args = PoolArgs.model_validate(second["args"])
+    assert args.model == "b/y"
+    assert args.settings == settings.model_copy(update={"num_threads": 2})
+
+
+def test_a_misspelt_key_in_the_config_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_token"):
+        PoolArgs.model_validate({"model": "x", "settings": {"models": ["x"], "max_batch_token": 5}})
+
+
+def test_a_machine_is_shared_between_models() -> None:
+    assert machine_share(1, 8, 0) == Share(num_threads=8, num_cpus=4.0, num_gpus=0, max_surge_percent=100)
+    assert machine_share(3, 2, 0).num_threads == 1
+    assert machine_share(2, 8, 1) == Share(num_threads=1, num_cpus=1, num_gpus=0.5, max_surge_percent=0)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 5  # type: ignore[misc]
