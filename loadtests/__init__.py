@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table, and writes it with the machine it ran on into loadtests/results/."""

@@ -1,0 +1,121 @@
+"""A load generator that costs little: one process, one event loop, HTTP/1.1 over raw streams.
+
+Any answer but 2xx ends the run. Open-loop latency is counted from when a request was due, so a server that falls
+behind cannot hide it by slowing the client down.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import orjson
+import uvloop
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one run measured."""
+
+    latencies_s: list[float]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return len(self.latencies_s) / self.seconds
+
+
+class _Connection:
+    """One keep-alive connection; one request at a time."""
+
+    def __init__(self, host: str, port: int, path: str) -> None:
+        self._host, self._port = host, port
+        self._head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: ".encode()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, body: bytes) -> bytes:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._host, self._port, limit=1 << 24)
+        reader, writer = self._streams
+        writer.write(self._head + str(len(body)).encode() + b"\r\n\r\n" + body)
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        if b"content-length:" in head:
+            content = await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n", 1)[0]))
+        else:
+            content = await _chunked(reader)
+        if not head.startswith(b"http/1.1 2"):
+            raise RuntimeError(f"{head.splitlines()[0]!r}: {content[:300]!r}")
+        return content
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
+
+async def _chunked(reader: asyncio.StreamReader) -> bytes:
+    parts = []
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        parts.append(await reader.readexactly(size))
+        await reader.readexactly(2)
+    await reader.readexactly(2)
+    return b"".join(parts)
+
+
+def bodies(texts: Sequence[str]) -> list[bytes]:
+    """One `/embed` request per text."""
+    return [orjson.dumps({"inputs": text}) for text in texts]
+
+
+def closed_loop(port: int, requests: Sequence[bytes], connections: int, path: str = "/embed") -> Load:
+    """`connections` clients, each sending its next request when it has its answer."""
+
+    async def main() -> Load:
+        queue = iter(requests)
+        latencies: list[float] = []
+
+        async def client() -> None:
+            connection = _Connection("127.0.0.1", port, path)
+            for body in queue:
+                start = perf_counter()
+                await connection.post(body)
+                latencies.append(perf_counter() - start)
+            connection.close()
+
+        start = perf_counter()
+        await asyncio.gather(*(client() for _ in range(connections)))
+        return Load(latencies, perf_counter() - start)
+
+    return _run(main())
+
+
+def open_loop(port: int, requests: Sequence[bytes], due: Sequence[float], path: str = "/embed") -> Load:
+    """Request i is sent at `due[i]` seconds, whatever the others do; connections are made as they are needed."""
+
+    async def main() -> Load:
+        idle: list[_Connection] = []
+        latencies: list[float] = []
+        start = perf_counter()
+
+        async def send(body: bytes, at: float) -> None:
+            connection = idle.pop() if idle else _Connection("127.0.0.1", port, path)
+            await connection.post(body)
+            latencies.append(perf_counter() - start - at)
+            idle.append(connection)
+
+        tasks = []
+        for body, at in zip(requests, due, strict=True):
+            await asyncio.sleep(max(0.0, start + at - perf_counter()))
+            tasks.append(asyncio.create_task(send(body, at)))
+        await asyncio.gather(*tasks)
+        seconds = perf_counter() - start
+        for connection in idle:
+            connection.close()
+        return Load(latencies, seconds)
+
+    return _run(main())
+
+
+def _run(main: Coroutine[Any, Any, Load]) -> Load:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)

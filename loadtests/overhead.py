@@ -1,0 +1,55 @@
+"""What serving costs around a free engine: our path, Ray Serve's default proxy, and plain uvicorn.
+
+    python -m loadtests.overhead
+"""
+
+from typing import Any
+
+import psutil
+
+from cluster.local_ray import free_port
+from loadtests.client import bodies, closed_loop
+from loadtests.report import write
+from loadtests.servers import cpu_seconds, running
+from loadtests.traces import percentile, short_texts
+
+DEFAULT_PROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
+TARGETS: list[tuple[str, str, dict[str, str], int]] = [
+    ("emberforge (HAProxy to the replica)", "stub", {}, 20_000),
+    ("same app, Ray Serve's default proxy", "stub", DEFAULT_PROXY, 2_000),
+    ("same API on plain uvicorn, no Ray", "stub-uvicorn", {}, 20_000),
+]
+
+
+def measure(name: str, kind: str, environment: dict[str, str], count: int) -> list[dict[str, Any]]:
+    port = free_port()
+    rows = []
+    with running(kind, port, **environment) as server:
+        closed_loop(port, bodies(short_texts(500, seed=0)), 16)
+        for connections in (1, 16):
+            rows.append({"server": name} | _run(server, port, connections, count // (4 if connections == 1 else 1)))
+    return rows
+
+
+def _run(server: psutil.Process, port: int, connections: int, count: int) -> dict[str, Any]:
+    requests = bodies(short_texts(count, seed=connections))
+    before = cpu_seconds(server)
+    load = closed_loop(port, requests, connections)
+    after = cpu_seconds(server)
+    used = {role: (after[role] - before.get(role, 0)) / count * 1e6 for role in after}
+    by_role = ", ".join(f"{role} {micros:.0f}" for role, micros in sorted(used.items(), key=lambda item: -item[1]) if micros >= 3)
+    return {
+        "connections": connections,
+        "requests": count,
+        "req/s": load.rate,
+        "p50 ms": percentile(load.latencies_s, 50) * 1e3,
+        "p99 ms": percentile(load.latencies_s, 99) * 1e3,
+        "CPU us per request": sum(used.values()),
+        "by process": by_role,
+    }
+
+
+if __name__ == "__main__":
+    table = [row for target in TARGETS for row in measure(*target)]
+    notes = ["closed loop, one short text a request (4-8 words, never repeated), the client on the same cores"]
+    write("overhead", "python -m loadtests.overhead", {"A stub engine that gives a fixed vector": table}, notes)

@@ -1,0 +1,209 @@
+"""The servers the benchmarks load, each started as a process of its own: `python -m loadtests.servers KIND PORT`.
+
+KIND is one of
+  stub           emberforge with a stub engine that gives a fixed vector: what serving costs
+  stub-uvicorn   the same API and stub on plain uvicorn, no Ray: the floor of the API
+  model          emberforge with the embedded model
+  model-cut      the same, but `@serve.batch` cuts the batches instead of the packer
+  st             sentence-transformers behind FastAPI with its own batching, as one would write it in an afternoon
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic, sleep
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+import torch
+
+MAX_CLIENT_BATCH = 2048
+
+
+@contextmanager
+def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process]:
+    """Start a server process, wait until it answers, end it and its descendants by pid."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()} | environment
+    command = [sys.executable, "-m", "loadtests.servers", kind, str(port)]
+    process = psutil.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = monotonic() + 120
+        while not _answers(port):
+            assert process.poll() is None, f"{kind} ended"
+            assert monotonic() < deadline, f"{kind} does not answer"
+            sleep(0.2)
+        yield process
+    finally:
+        descendants = process.children(recursive=True)
+        process.stdin.close()  # its sign to stop
+        try:
+            process.wait(20)
+        except psutil.TimeoutExpired:
+            process.kill()
+        for descendant in descendants:
+            if descendant.is_running():
+                descendant.kill()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+            return True
+    except (URLError, OSError):
+        return False
+
+
+def cpu_seconds(server: psutil.Process) -> dict[str, float]:
+    """CPU time so far, by role, of a server process and its descendants."""
+    roles: dict[str, float] = {}
+    for process in [server, *server.children(recursive=True)]:
+        try:
+            name, times = " ".join(process.cmdline()[:1]), process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        role = next((role for mark, role in _ROLES if mark in name), "other")
+        roles[role] = roles.get(role, 0.0) + times.user + times.system
+    return roles
+
+
+_ROLES = [
+    ("ServeReplica", "replica"),
+    ("haproxy", "haproxy"),
+    ("HAProxyManager", "haproxy manager"),
+    ("ProxyActor", "proxy"),
+    ("ServeController", "controller"),
+    ("gcs_server", "gcs"),
+    ("raylet", "raylet"),
+]
+
+
+class StubEngine:
+    """A fixed vector for every sequence, at once."""
+
+    def __init__(self) -> None:
+        from engine.hub import EMBEDDED_MODEL, resolve_model
+        from engine.model_config import load_model_config
+        from engine.tokenizer import Tokenizer
+
+        folder = resolve_model(EMBEDDED_MODEL)
+        self.config = load_model_config(folder)
+        self.tokenizer = Tokenizer.load(folder, self.config)
+        self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
+        self._vector = torch.rand(1, self.config.hidden_size)
+
+    def run(self, sequences: Sequence[Any], want_hidden: bool = False) -> Any:
+        from engine.engine import Output
+
+        return Output(self._vector.expand(len(sequences), -1), None)
+
+
+def _serve(kind: str, port: int) -> None:
+    """emberforge on a Ray of its own, until standard input closes."""
+    from cluster.local_ray import local_ray
+
+    with local_ray(num_cpus=os.cpu_count() or 1):
+        from ray import serve
+
+        from loadtests.replicas import REPLICAS
+        from serve_app.app import PoolArgs, bind
+        from serve_app.settings import Settings
+
+        settings = Settings(num_threads=os.cpu_count(), max_client_batch_size=MAX_CLIENT_BATCH, max_concurrent_requests=4096)
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        serve.run(bind(PoolArgs(model=settings.models[0], settings=settings), REPLICAS[kind]), name="bench", route_prefix="/")
+        sys.stdin.read()
+
+
+def _uvicorn(port: int) -> None:
+    """The API of a replica without Ray around it."""
+    import uvicorn
+
+    from engine.loop import EngineLoop
+    from engine.packer import Job
+    from serve_app.api import Api
+    from serve_app.backend import LocalBackend, LocalModel, ModelInfo
+    from serve_app.metrics import Metrics
+    from serve_app.settings import Settings
+
+    engine = StubEngine()
+    loop = EngineLoop(engine, engine.max_batch_tokens)
+    info = ModelInfo("stub", "stub", "float32", "stub", "mean", 384, 256, 16384, 0)
+
+    async def collect(job: Job) -> None:
+        loop.submit([job])
+
+    backend = LocalBackend(LocalModel(info, engine.tokenizer, collect), loop, {})
+    api = Api(backend, Settings(), Metrics("stub"))
+    _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
+
+
+def _sentence_transformers(port: int) -> None:
+    """FastAPI, a queue, and a thread that encodes up to 32 waiting texts at a time."""
+    import fastapi
+    import uvicorn
+    from pydantic import BaseModel
+    from sentence_transformers import SentenceTransformer
+
+    from engine.hub import EMBEDDED_MODEL, resolve_model
+
+    model = SentenceTransformer(str(resolve_model(EMBEDDED_MODEL)), device="cpu")
+    app = fastapi.FastAPI()
+    waiting: asyncio.Queue[tuple[str, asyncio.Future[list[float]]]] = asyncio.Queue()
+
+    class Body(BaseModel):
+        inputs: str
+
+    @app.get("/health")
+    async def health() -> None:
+        return None
+
+    @app.post("/embed")
+    async def embed(body: Body) -> list[list[float]]:
+        future = asyncio.get_running_loop().create_future()
+        await waiting.put((body.inputs, future))
+        return [await future]
+
+    async def encode() -> None:
+        while True:
+            batch = [await waiting.get()]
+            while len(batch) < 32 and not waiting.empty():
+                batch.append(waiting.get_nowait())
+            texts = [text for text, _ in batch]
+            vectors = await asyncio.to_thread(model.encode, texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
+            for (_, future), vector in zip(batch, vectors, strict=True):
+                if not future.done():
+                    future.set_result(vector.tolist())
+
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+    _until_stdin_closes(server, encode)
+
+
+def _until_stdin_closes(server: Any, background: Any = None) -> None:
+    async def main() -> None:
+        serving = asyncio.create_task(server.serve())
+        task = asyncio.create_task(background()) if background else None
+        await asyncio.to_thread(sys.stdin.read)
+        server.should_exit = True
+        await serving
+        if task:
+            task.cancel()
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+if __name__ == "__main__":
+    chosen, on = sys.argv[1], int(sys.argv[2])
+    if chosen == "stub-uvicorn":
+        _uvicorn(on)
+    elif chosen == "st":
+        _sentence_transformers(on)
+    else:
+        _serve(chosen, on)
