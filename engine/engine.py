@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import PackedBatch, pack
-from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens
+from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens, keep_freed_memory
 from engine.errors import BackendError, InvalidInput, ModelError
 from engine.hub import resolve_model
 from engine.model_config import ModelConfig, Pooling, load_model_config
@@ -68,6 +68,8 @@ class Engine:
         folder = resolve_model(str(model))
         config = load_model_config(folder, pooling)
         chosen_device = choose_device(device)
+        if chosen_device.type == "cpu":
+            keep_freed_memory()
         chosen_dtype = choose_dtype(dtype, chosen_device, config.family)
         tokenizer = Tokenizer.load(folder, config)
         with torch.inference_mode(), Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint:

@@ -35,6 +35,19 @@ class _Connection:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, body: bytes) -> bytes:
+        reused = self._streams is not None
+        try:
+            return await self._exchange(body)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            # A server may close an idle connection just as we reuse it (HAProxy does when it reloads); any HTTP client
+            # then sends once more on a new one. On a fresh connection it is an error.
+            if not reused:
+                raise
+            self.close()
+            self._streams = None
+            return await self._exchange(body)
+
+    async def _exchange(self, body: bytes) -> bytes:
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, self._port, limit=1 << 24)
         reader, writer = self._streams

@@ -88,7 +88,7 @@ class _Group:
                 per_sequence[:, index, :, length:].fill_(-math.inf)
         torch.softmax(scores, -1, out=scores)
         mixed = torch.bmm(scores, v).view(heads, -1, head_dim)  # [H, n W, D]
-        out[self.scatter] = mixed.index_select(1, self.tokens).transpose(0, 1)
+        out.index_copy_(0, self.scatter, mixed.index_select(1, self.tokens).transpose(0, 1))
 
 
 def _group(lengths: tuple[int, ...]) -> list[_Group]:

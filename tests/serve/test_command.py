@@ -79,7 +79,9 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
         assert [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
     finally:
         if terminal.process.poll() is None:
-            terminal.process.kill()
+            process = psutil.Process(terminal.process.pid)
+            for each in [*process.children(recursive=True), process]:
+                each.kill()
 
 
 @pytest.mark.parametrize(
