@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import SentenceTransformer
 
 from engine import Engine
@@ -35,6 +36,11 @@ def varied_texts() -> list[str]:
     return texts + [" ".join(SCRIPTS) * 3, "long " * 255, "long " * 254, "word " * 5000]
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def reference(minilm: Path) -> np.ndarray:
     model = SentenceTransformer(str(minilm), device="cpu", local_files_only=True)
@@ -42,8 +48,8 @@ def reference(minilm: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999)])
-def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray, dtype: str, least: float) -> None:
-    vectors = Engine.load(minilm, dtype=dtype).embed(varied_texts())  # type: ignore[arg-type]
+def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray, dtype: str, least: float, device: str) -> None:
+    vectors = Engine.load(minilm, dtype=dtype, device=device).embed(varied_texts())  # type: ignore[arg-type]
     assert vectors.shape == (200, 384)
     cosines = (vectors * reference).sum(axis=1)
     assert cosines.min() >= least
@@ -51,8 +57,8 @@ def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.9999)])
-def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least: float) -> None:
-    engine = Engine.load(minilm, dtype=dtype)  # type: ignore[arg-type]
+def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least: float, device: str) -> None:
+    engine = Engine.load(minilm, dtype=dtype, device=device)  # type: ignore[arg-type]
     texts = varied_texts()[:40]
     together = engine.embed(texts)
     alone = np.concatenate([engine.embed([text]) for text in texts])
@@ -61,8 +67,8 @@ def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least
     assert (same_length * alone).sum(axis=1).min() >= least
 
 
-def test_dimensions_are_cut_then_normalised(minilm: Path) -> None:
-    engine = Engine.load(minilm, dtype="float32")
+def test_dimensions_are_cut_then_normalised(minilm: Path, device: str) -> None:
+    engine = Engine.load(minilm, dtype="float32", device=device)
     full, cut = engine.embed(["test"], normalize=False), engine.embed(["test"], dimensions=128)
     expected = full[:, :128] / np.linalg.norm(full[:, :128])
     np.testing.assert_allclose(cut, expected, atol=1e-6)

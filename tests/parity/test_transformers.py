@@ -39,9 +39,12 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Engine:
-    return Engine.load(folder, dtype="float32")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])]
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
+    return Engine.load(folder, dtype="float32", device=request.param)
 
 
 def reference(folder: Path, ids: np.ndarray) -> torch.Tensor:
@@ -54,7 +57,7 @@ def reference(folder: Path, ids: np.ndarray) -> torch.Tensor:
 
 def test_hidden_states_equal_transformers_for_a_ragged_batch(folder: Path, engine: Engine) -> None:
     batch = sequences()
-    hidden = engine.forward(pack(batch, engine.device))
+    hidden = engine.forward(pack(batch, engine.device)).cpu()
     rows = hidden.split([len(ids) for ids in batch])
     for ids, ours in zip(batch, rows, strict=True):
         torch.testing.assert_close(ours, reference(folder, ids), rtol=1e-4, atol=2e-5)
@@ -66,26 +69,27 @@ def test_pooled_vector_does_not_depend_on_its_company(folder: Path, engine: Engi
     batch = {"alone": sequences([33]), "equal lengths": sequences([33] * 4), "ragged": sequences([33, 1, 90, 5])}[company]
     row = 0 if engine.config.pooling == "cls" else -1
     expected = reference(folder, batch[0])[row]
-    torch.testing.assert_close(engine.run(batch).pooled[0], expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(engine.run(batch).pooled[0].cpu(), expected, rtol=1e-4, atol=2e-5)
 
 
-def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path, device: str) -> None:
     """Ours against fp32 at most 1.5x what transformers loses in bf16 on the same inputs."""
-    engine = Engine.load(folder, dtype="bfloat16")
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    engine = Engine.load(folder, dtype="bfloat16", device=device)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval().to(device)
     ours = theirs = 0.0
     for ids in sequences([33, 64, 15, 100]):
         exact = reference(folder, ids)
         with torch.inference_mode():
-            low = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state[0].float()
-        ours += (engine.forward(pack([ids], engine.device)).float() - exact).square().sum().item()
+            low = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device)).last_hidden_state[0].float().cpu()
+        ours += (engine.forward(pack([ids], engine.device)).float().cpu() - exact).square().sum().item()
         theirs += (low - exact).square().sum().item()
     assert ours**0.5 <= 1.5 * theirs**0.5
 
 
 def test_bidirectional_qwen3_follows_the_checkpoint(tiny: Callable[..., Path]) -> None:
-    causal = Engine.load(tiny("qwen3"), dtype="float32")
-    both = Engine.load(tiny("qwen3", use_bidirectional_attention=True), dtype="float32")
+    causal = Engine.load(tiny("qwen3"), dtype="float32", device="cpu")
+    both = Engine.load(tiny("qwen3", use_bidirectional_attention=True), dtype="float32", device="cpu")
     assert causal.config.causal
     assert not both.config.causal
     first, other_end = sequences([20])[0], sequences([20])[0]

@@ -112,7 +112,7 @@ def test_stopping_tells_everyone_who_waits(gate: Gate) -> None:
 
 
 def test_the_loop_gives_what_the_engine_gives(tiny: Callable[..., Path]) -> None:
-    engine = Engine.load(tiny("qwen3"), dtype="float32")
+    engine = Engine.load(tiny("qwen3"), dtype="float32", device="cpu")
     reports: list[BatchReport] = []
     loop = EngineLoop(engine, max_batch_tokens=64, on_batch=reports.append)
     sequences = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 60, 100, 1, 7)]
