@@ -53,7 +53,9 @@ def _torch() -> Check:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     found = f"torch {torch.__version__}, {cuda}"
     if Path("/dev/nvidiactl").exists() and not torch.cuda.is_available():
-        return Check("torch", found, "this machine has an NVIDIA driver, but torch cannot use the GPU: install a CUDA build of torch")
+        return Check(
+            "torch", found, "this machine has an NVIDIA driver, but torch cannot use the GPU: install a CUDA build of torch"
+        )
     return Check("torch", found)
 
 
@@ -71,7 +73,8 @@ def _kernels() -> Check:
     if choose_device("auto").type == "cuda":
         return Check("kernels", "torch operators on CUDA")
     wide = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in cpu_flags()]
-    onednn = "oneDNN" if torch.backends.mkldnn.is_available() else "no oneDNN"
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    onednn = "oneDNN" if has_onednn else "no oneDNN"
     return Check("kernels", f"torch operators on the CPU: {onednn}, {', '.join(wide) or platform.machine()}")
 
 

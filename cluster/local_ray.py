@@ -21,6 +21,8 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # How long a stopping replica waits for HAProxy to forget it. HAProxy hears within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # Ray runs workers at nice 15; the engine is one, and would yield to whatever else the machine does.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
@@ -72,7 +74,13 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
-            ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="warning", object_store_memory=256 << 20)
+            ray.init(
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                object_store_memory=256 << 20,
+            )
             yield
         finally:
             _stop(psutil.Process())

@@ -81,4 +81,4 @@ def cpu_flags() -> frozenset[str]:
 
 def default_batch_tokens(device: torch.device) -> int:
     """The token budget of one forward pass where nobody sets one."""
-    return 16384 if device.type == "cuda" else 1024
+    return 16384 if device.type == "cuda" else 2048

@@ -36,7 +36,13 @@ class Engine:
     """One model, ready to run. Not thread-safe: one thread at a time calls `run` (see `engine/loop.py`)."""
 
     def __init__(
-        self, config: ModelConfig, tokenizer: Tokenizer, model: Model, dtype: torch.dtype, device: torch.device, max_batch_tokens: int
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        model: Model,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_batch_tokens: int,
     ) -> None:
         self.config, self.tokenizer, self.model = config, tokenizer, model
         self.dtype, self.device, self.max_batch_tokens = dtype, device, max_batch_tokens

@@ -4,7 +4,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 from typing import Protocol
 
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from engine.engine import Output
 from engine.errors import BackendError, EngineStopped
 from engine.packer import Job, Packer, Slice
-from engine.pooling import EmbedOptions, finish
+from engine.pooling import finish
 from engine.tokenizer import TokenIds
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,11 @@ class EngineLoop:
     """Owns the engine and the queue. `submit` may be called from any thread; only this thread runs the engine."""
 
     def __init__(
-        self, engine: Runs, max_batch_tokens: int, num_threads: int | None = None, on_batch: Callable[[BatchReport], None] | None = None
+        self,
+        engine: Runs,
+        max_batch_tokens: int,
+        num_threads: int | None = None,
+        on_batch: Callable[[BatchReport], None] | None = None,
     ) -> None:
         self._engine = engine
         self._packer = Packer(max_batch_tokens)
@@ -172,24 +178,21 @@ class EngineLoop:
 
 def _token_vectors(output: Output, starts: NDArray[np.int64]) -> list[Vectors]:
     assert output.hidden is not None, "asked for with want_hidden"
-    return [output.hidden[a:b].cpu().numpy() for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    return [output.hidden[a:b].cpu().numpy() for a, b in pairwise(starts)]
 
 
 def _succeed(job: Job) -> None:
     parts = job.results
+    vectors: Vectors | list[Vectors]
     if job.options.per_token:
         vectors = [array for part in parts for array in part]
     else:
         vectors = parts[0] if len(parts) == 1 else np.concatenate(parts)
     assert job.first_cut_at is not None, "a finished job was cut"
-    try:
+    with suppress(InvalidStateError):  # its caller left while the last batch ran
         job.future.set_result(Embeddings(vectors, job.first_cut_at - job.submitted_at, job.inference_s))
-    except InvalidStateError:
-        pass  # its caller left while the last batch ran
 
 
 def _fail(job: Job, error: Exception) -> None:
-    try:
+    with suppress(InvalidStateError):  # its caller left, or another batch of the same job failed first
         job.future.set_exception(error)
-    except InvalidStateError:
-        pass  # its caller left, or another batch of the same job failed first

@@ -62,13 +62,12 @@ def load_model_config(folder: Path, pooling: Pooling | None = None) -> ModelConf
     architecture = architectures[0] if architectures else f"(none, model_type {hf.get('model_type')!r})"
     if architecture not in _PARSERS:
         raise ModelError(
-            f"{folder / 'config.json'}: architecture {architecture} is not supported; supported are "
-            f"{', '.join(sorted(_PARSERS))}"
+            f"{folder / 'config.json'}: architecture {architecture} is not supported; supported are {', '.join(sorted(_PARSERS))}"
         )
     keys = _Keys(folder / "config.json", hf)
     fields = _PARSERS[architecture](keys)
     prompts, default_prompt_name = _read_prompts(folder)
-    limit, lower_case = _read_transformer_module(folder, keys, fields["max_position_embeddings"])
+    limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
     return ModelConfig(
         architecture=architecture,
         pooling=pooling or _read_pooling(folder, fields["hidden_size"]),
@@ -184,7 +183,7 @@ _PARSERS: dict[str, Callable[[_Keys], dict[str, Any]]] = {
 }
 
 
-def _read_transformer_module(folder: Path, keys: _Keys, positions: int) -> tuple[int, bool]:
+def _read_transformer_module(folder: Path, positions: int) -> tuple[int, bool]:
     """(max_input_length, lower_case) from sentence_bert_config.json, bounded by the position table."""
     path = folder / "sentence_bert_config.json"
     module = _read_json(path) or {}

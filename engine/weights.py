@@ -91,7 +91,7 @@ class Checkpoint:
         full = self._prefix + name
         if full not in self._file_of:
             raise ModelError(f"{self.folder}: tensor {full} is missing")
-        tensor: Tensor = self._file_of[full].get_tensor(full)
+        tensor: Tensor = self._file_of[full].get_tensor(full)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         if tensor.dtype not in _FLOATS:

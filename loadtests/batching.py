@@ -1,6 +1,6 @@
 """Batches under open-loop ragged arrivals: cut by the packer when the engine is free, or by `@serve.batch`.
 
-    python -m loadtests.batching
+python -m loadtests.batching
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from loadtests.report import write
 from loadtests.servers import running
 from loadtests.traces import arrivals, percentile, ragged_texts
 
-SECONDS = 20
+SECONDS = 12
 SHARES = (0.5, 0.8, 1.1)
 MEDIAN_WORDS = 15
 
@@ -62,7 +62,7 @@ def main() -> None:
     full = capacity()
     table = measure("the packer", "model", full) + measure("@serve.batch (32, 5 ms)", "model-cut", full)
     notes = [
-        f"open loop, Poisson arrivals for {SECONDS} s, ragged texts (lognormal, median {MEDIAN_WORDS} words), the same trace for both",
+        f"open loop, Poisson for {SECONDS} s, ragged texts (lognormal, median {MEDIAN_WORDS} words), same trace for both",
         "latency counts from when a request was due; client on the same cores",
     ]
     write("batching", "python -m loadtests.batching", {"all-MiniLM-L6-v2": table}, notes)

@@ -1,6 +1,6 @@
 """The engine on the CPU beside sentence-transformers: same process, same texts, turn by turn, floors included.
 
-    python -m loadtests.cpu_engine
+python -m loadtests.cpu_engine
 """
 
 import os
@@ -27,7 +27,9 @@ SHAPES = [(384, 1152), (384, 384), (384, 1536), (1536, 384)]
 FLOPS_PER_TOKEN = 6 * sum(2 * k * n for k, n in SHAPES)
 
 
-def throughput(systems: dict[str, Callable[[list[str]], Any]], count_tokens: Callable[[list[str]], int]) -> dict[str, list[float]]:
+def throughput(
+    systems: dict[str, Callable[[list[str]], Any]], count_tokens: Callable[[list[str]], int]
+) -> dict[str, list[float]]:
     """Tokens/s of each system in every round; each round has fresh texts, the same for all."""
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for run in range(ROUNDS + 1):
@@ -120,9 +122,11 @@ def main() -> None:
     ]
     texts = ragged_texts(100, seed=99)
     exact = peer.encode(texts, normalize_embeddings=True, show_progress_bar=False)
-    cosines = [f"{name} {float(np.min((engine.embed(texts) * exact).sum(1))):.6f}" for name, engine in (("fp32", fp32), ("bf16", bf16))]
+    cosines = [
+        f"{name} {float(np.min((engine.embed(texts) * exact).sum(1))):.6f}" for name, engine in (("fp32", fp32), ("bf16", bf16))
+    ]
     notes = [
-        f"{TEXTS} texts a round, lognormal, median 80 words, sigma 0.6, tokenisation included, {ROUNDS} rounds, {THREADS} threads",
+        f"{TEXTS} texts a round, lognormal, median 80 words, sigma 0.6, tokenised inside, {ROUNDS} rounds, {THREADS} threads",
         f"least cosine with sentence-transformers fp32 over 100 of these texts: {', '.join(cosines)}",
     ]
     write("cpu_engine", "python -m loadtests.cpu_engine", {"all-MiniLM-L6-v2, texts to vectors": rows, "Floors": floors}, notes)

@@ -1,6 +1,6 @@
 """The torch path on a GPU: tokens/s and short-query latency beside sentence-transformers, random weights at real shapes.
 
-    python -m loadtests.gpu_check
+python -m loadtests.gpu_check
 """
 
 import json

@@ -1,6 +1,6 @@
 """What serving costs around a free engine: our path, Ray Serve's default proxy, and plain uvicorn.
 
-    python -m loadtests.overhead
+python -m loadtests.overhead
 """
 
 from typing import Any

@@ -32,7 +32,7 @@ def write(name: str, command: str, tables: dict[str, Sequence[dict[str, Any]]], 
     facts = machine()
     lines = [f"# {name}", "", f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in facts.items()), ""]
     for title, rows in tables.items():
-        columns = list(rows[0])
+        columns = list({column: None for row in rows for column in row})
         lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         lines += ["| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |" for row in rows] + [""]
     lines += [f"* {note}" for note in notes]
@@ -45,7 +45,13 @@ def write(name: str, command: str, tables: dict[str, Sequence[dict[str, Any]]], 
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 100 else f"{value:.3g}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,.0f}"
+        if isinstance(value, float) and abs(value) >= 100
+        else f"{value:.3g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def _cpuinfo() -> list[str]:

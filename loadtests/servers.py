@@ -174,7 +174,9 @@ def _sentence_transformers(port: int) -> None:
             while len(batch) < 32 and not waiting.empty():
                 batch.append(waiting.get_nowait())
             texts = [text for text, _ in batch]
-            vectors = await asyncio.to_thread(model.encode, texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
+            vectors = await asyncio.to_thread(
+                model.encode, texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False
+            )
             for (_, future), vector in zip(batch, vectors, strict=True):
                 if not future.done():
                     future.set_result(vector.tolist())

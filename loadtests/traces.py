@@ -11,7 +11,9 @@ from engine.hub import EMBEDDED_MODEL, resolve_model
 
 def words() -> list[str]:
     """Whole words of the embedded model's vocabulary, the most frequent first."""
-    vocabulary = json.loads((Path(resolve_model(EMBEDDED_MODEL)) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    vocabulary = json.loads((Path(resolve_model(EMBEDDED_MODEL)) / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+        "vocab"
+    ]
     return [word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 2]
 
 

@@ -5,11 +5,11 @@ One module builds the HTTP API of an engine replica and of the gateway alike, ov
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Iterator, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -97,7 +97,7 @@ class Api:
             timings = Timings(body.input)
             result = await self._embed(model, body.input, options, EmbedOptions(dimensions=body.dimensions), timings)
         content = encode.openai_embeddings(
-            result.vectors, body.encoding_format or "float", model.info.served_model_name, timings.num_tokens
+            np.asarray(result.vectors), body.encoding_format or "float", model.info.served_model_name, timings.num_tokens
         )
         return _json(content, timings.headers())
 

@@ -39,8 +39,9 @@ def bind(args: PoolArgs, server: type[ModelServer] = ModelServer, **options: Any
     name = settings.names[settings.models.index(args.model)]
     elsewhere = {other: route_prefix(settings, other) for other in settings.names if other != name}
     ingress = serve.ingress()(server)
-    deployment = serve.deployment(ingress, name="ModelServer").options(**deployment_options(settings), **options)
-    return deployment.bind(args.model, name, settings, elsewhere)
+    deployment = serve.deployment(name="ModelServer")(ingress).options(**deployment_options(settings), **options)
+    application: serve.Application = deployment.bind(args.model, name, settings, elsewhere)
+    return application
 
 
 def route_prefix(settings: Settings, name: str) -> str:

@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.loop import Embeddings, EngineLoop
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
-from serve_app.errors import UnknownModel, Unhealthy
+from serve_app.errors import Unhealthy, UnknownModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Backend(Protocol):
 class LocalModel:
     """The model of this replica. `collect` hands a job to the engine's queue (through `@serve.batch`)."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Job], Awaitable["Future[Any]"]]) -> None:
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Job], Awaitable[None]]) -> None:
         self.info, self.tokenizer = info, tokenizer
         self._collect = collect
 
@@ -101,4 +100,3 @@ class LocalBackend:
 
     def backlog_s(self) -> float:
         return self._loop.backlog_s
-

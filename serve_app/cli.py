@@ -78,7 +78,9 @@ def serve(settings: Settings) -> None:
         console.print(f"model {model}")
         folder = resolve_model(model)
         config = load_model_config(folder, settings.pooling)
-        console.print(f"  {folder}\n  {config.architecture}, {config.hidden_size} dimensions, up to {config.max_input_length} tokens")
+        console.print(
+            f"  {folder}\n  {config.architecture}, {config.hidden_size} dimensions, up to {config.max_input_length} tokens"
+        )
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
@@ -125,7 +127,9 @@ def doctor(settings: Settings) -> None:
 
 
 cli.command()(_with_settings(serve))
-cli.command()(_with_settings(config, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")]))
+cli.command()(
+    _with_settings(config, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")])
+)
 cli.command()(_with_settings(doctor))
 
 
@@ -137,7 +141,7 @@ def available_cpus() -> int:
 def _end_on_signal() -> None:
     """Make the first Ctrl-C or SIGTERM end the server in order; more of them change nothing."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(_number: int, _frame: FrameType | None) -> None:
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, signal.SIG_IGN)
         console.print("stopping: requests in flight are finished first")

@@ -23,7 +23,9 @@ def to_json(value: Any) -> bytes:
 def openai_embeddings(vectors: Vectors, encoding_format: Literal["float", "base64"], model: str, num_tokens: int) -> bytes:
     """OpenAI's list of embeddings; base64 is of little-endian float32."""
     if encoding_format == "base64":
-        rows: Sequence[Any] = [binascii.b2a_base64(row, newline=False).decode("ascii") for row in vectors.astype("<f4", copy=False)]
+        rows: Sequence[Any] = [
+            binascii.b2a_base64(row, newline=False).decode("ascii") for row in vectors.astype("<f4", copy=False)
+        ]
     else:
         rows = list(vectors)
     return to_json(

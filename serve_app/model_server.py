@@ -80,4 +80,5 @@ class ModelServer:
 
 def _assigned_cpus() -> int:
     """The whole cores Ray gave this replica, at least one: as many threads compute."""
-    return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
+    assigned = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
+    return max(1, int(assigned.get("CPU", 1)))

@@ -28,7 +28,10 @@ _OPENAI_ERROR = {
         "code": {"type": "integer"},
     },
 }
-_OPENAI_LIST = {"type": "object", "properties": {"object": {"type": "string"}, "data": {"type": "array", "items": {"type": "object"}}}}
+_OPENAI_LIST = {
+    "type": "object",
+    "properties": {"object": {"type": "string"}, "data": {"type": "array", "items": {"type": "object"}}},
+}
 
 # path, body, schema of the answer, summary
 _POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
@@ -37,7 +40,12 @@ _POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
     ("/", schemas.EmbedRequest, _VECTORS, "Embeddings or similarity, by the shape of the body"),
     ("/embed_all", schemas.EmbedAllRequest, {"type": "array", "items": _VECTORS}, "One vector per token"),
     ("/similarity", schemas.SimilarityRequest, _FLOATS, "Cosine of one sentence with others"),
-    ("/tokenize", schemas.TokenizeRequest, {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}, "Tokens of texts"),
+    (
+        "/tokenize",
+        schemas.TokenizeRequest,
+        {"type": "array", "items": {"type": "array", "items": {"type": "object"}}},
+        "Tokens of texts",
+    ),
     ("/decode", schemas.DecodeRequest, {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
 ]
 _GETS = [

@@ -65,7 +65,8 @@ class Settings(BaseModel):
     def _names_are_distinct(self) -> "Settings":
         if self.served_model_name and len(self.served_model_name) != len(self.models):
             raise ValueError(
-                f"served_model_name has {len(self.served_model_name)} names for {len(self.models)} models; give one per model or none"
+                f"served_model_name has {len(self.served_model_name)} names for {len(self.models)} models; "
+                "give one per model or none"
             )
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):

@@ -54,7 +54,8 @@ class EncoderAttention:
     def __call__(self, qkv: Tensor) -> Tensor:
         """[T, 3, H, D] -> [T, H, D], contiguous. The same as `attention` on its three parts."""
         if not self._groups:
-            return attention(*qkv.unbind(1), self._batch, causal=False)
+            q, k, v = qkv.unbind(1)
+            return attention(q, k, v, self._batch, causal=False)
         heads, head_dim = qkv.shape[2:]
         by_head = qkv.flatten(1, 2).transpose(0, 1)  # [3 H, T, D]
         out = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype)

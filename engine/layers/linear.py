@@ -5,6 +5,9 @@ ride along in the same call: 2.6 ms instead of 4.1 ms for a short query in fp32,
 Zen 4 core (docs/decisions/002). Everywhere else, and as the reference, it is plain torch.
 """
 
+from functools import cache
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,16 +18,19 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
         self.bias, self.gelu = bias, gelu
-        self.packed = weight.device.type == "cpu" and _ONEDNN
+        self.packed = weight.device.type == "cpu" and _has_onednn(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` [T, N] is added to the result; it is not changed."""
         if not self.packed:
             return linear_reference(x, self.weight, self.bias, self.gelu, residual)
+        # Overloads are named: finding the right one by trial takes longer than the product itself.
+        fused = torch.ops.mkldnn._linear_pointwise
         if residual is not None:
-            return _binary(x, residual, self.weight, self.bias, "add")
-        return _unary(x, self.weight, self.bias, "gelu" if self.gelu else "none", [], "none" if self.gelu else "")
+            return cast(Tensor, fused.binary(x, residual, self.weight, self.bias, "add"))
+        activation: tuple[str, list[float], str] = ("gelu", [], "none") if self.gelu else ("none", [], "")
+        return cast(Tensor, fused.default(x, self.weight, self.bias, *activation))
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, residual: Tensor | None) -> Tensor:
@@ -35,15 +41,18 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool,
     return y if residual is None else y + residual
 
 
-def _has_onednn() -> bool:
-    """Whether this torch has the fused operators. They are what torch.compile emits for a CPU; older builds lack them."""
-    return torch.backends.mkldnn.is_available() and all(
-        hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
-    )
+@cache
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether the fused operators are there and take this dtype, found by trying.
 
-
-_ONEDNN = _has_onednn()
-if _ONEDNN:
-    # Named overloads: finding the right one by trial takes longer than the product itself.
-    _unary = torch.ops.mkldnn._linear_pointwise.default
-    _binary = torch.ops.mkldnn._linear_pointwise.binary
+    They are what torch.compile emits for a CPU: private to torch, absent from some builds, and without bf16 on CPUs
+    that lack the instructions for it.
+    """
+    try:
+        x, weight = torch.ones(1, 8, dtype=dtype), torch.ones(8, 8, dtype=dtype)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        y = torch.ops.mkldnn._linear_pointwise.binary(x, x, packed, None, "add")
+        y = torch.ops.mkldnn._linear_pointwise.default(y, packed, None, "gelu", [], "none")
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return bool(torch.isfinite(y).all())

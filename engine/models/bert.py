@@ -15,7 +15,7 @@ class Bert:
     """Weights of BertModel; `forward` gives its last hidden states."""
 
     # Buffers of old transformers, the pooler (a tanh layer no embedding uses) and the masked-LM head.
-    needless = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
+    needless: tuple[str, ...] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
@@ -59,7 +59,7 @@ class _Layer:
         self.heads = (3, config.n_heads, config.head_dim)
 
     def forward(self, hidden: Tensor, attention: EncoderAttention) -> Tensor:
-        mixed = attention(self.qkv(hidden).unflatten(-1, self.heads))  # [T, H, D]
+        mixed = attention(self.qkv(hidden).view(-1, *self.heads))  # [T, H, D]
         hidden = self.attention_norm(self.out(mixed.flatten(1), residual=hidden))
         return self.output_norm(self.down(self.up(hidden), residual=hidden))
 

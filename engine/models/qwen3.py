@@ -16,7 +16,7 @@ class Qwen3:
     """Weights of Qwen3Model; `forward` gives its last hidden states."""
 
     # Some checkpoints store the tied lm_head; none of it is needed without logits.
-    needless = ("lm_head.weight",)
+    needless: tuple[str, ...] = ("lm_head.weight",)
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
@@ -54,8 +54,8 @@ class _Layer:
         self.head_dim, self.causal = d, config.causal
 
     def forward(self, hidden: Tensor, batch: PackedBatch, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, D]
-        q, k, v = qkv.split(self.split, dim=1)
+        qkv = self.qkv(self.input_norm(hidden)).view(batch.num_tokens, -1, self.head_dim)  # [T, H + 2 K, D]
+        q, k, v = qkv.split(self.split, dim=1)  # type: ignore[no-untyped-call]
         q = Rotary.apply(self.q_norm(q), cos, sin)
         k = Rotary.apply(self.k_norm(k), cos, sin)
         hidden = self.out(attention(q, k, v, batch, causal=self.causal).flatten(1), residual=hidden)

@@ -33,10 +33,15 @@ def varied_texts() -> list[str]:
         words = " ".join(rng.choice(SCRIPTS) for _ in range(4)).split()
         count = max(1, int(rng.lognormal(3.2, 1.0)))
         texts.append(" ".join(rng.choice(words, size=count)))
-    return texts + [" ".join(SCRIPTS) * 3, "long " * 255, "long " * 254, "word " * 5000]
+    return [*texts, " ".join(SCRIPTS) * 3, "long " * 255, "long " * 254, "word " * 5000]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])])
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    ]
+)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

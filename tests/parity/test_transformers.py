@@ -39,7 +39,10 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
     return made
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
 
 
 @pytest.fixture(params=DEVICES, scope="module")

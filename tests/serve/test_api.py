@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
+from engine.tokenizer import EncodeOptions
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +32,10 @@ def test_embed_takes_a_string_a_list_ids_and_a_mix(client: httpx.Client, engine:
 
 def test_token_ids_are_used_as_given(client: httpx.Client, engine: Engine) -> None:
     """TEI decodes and encodes them again, without special tokens, and gets other vectors."""
-    window = engine.tokenizer.encode(["hello world"], truncate_off())[0].tolist()[1:-1]
+    window = engine.tokenizer.encode(["hello world"], EncodeOptions())[0].tolist()[1:-1]
     without_specials = client.post("embed", json={"inputs": [window]}).json()
     close(without_specials, engine.embed([window]))
     assert float(np.dot(without_specials[0], engine.embed(["hello world"])[0])) < 0.999
-
-
-def truncate_off():  # type: ignore[no-untyped-def]
-    from engine.tokenizer import EncodeOptions
-
-    return EncodeOptions(truncate=False)
 
 
 def test_embed_options(client: httpx.Client, engine: Engine) -> None:

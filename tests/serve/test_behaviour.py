@@ -37,7 +37,9 @@ def test_requests_that_wait_share_the_next_batch(deployed: Deploy) -> None:
         before = metric(client, "batch_seconds_count")
         answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"text {i}"}), range(20)))
         assert {answer.status_code for answer in answers} == {200}
-        assert metric(client, "batch_seconds_count") - before <= 8  # 20 requests of 4 tokens, budget 64, and the races at the start
+        assert (
+            metric(client, "batch_seconds_count") - before <= 8
+        )  # 20 requests of 4 tokens, budget 64, and the races at the start
 
 
 def test_a_client_that_leaves_while_queued_is_never_computed(deployed: Deploy) -> None:
@@ -58,14 +60,14 @@ def leave_at_once(client: httpx.Client, body: dict[str, Any]) -> None:
     request = client.build_request("POST", "embed", json=body)
     before = metric(client, "requests_in_flight")
     with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
-        head = f"POST {request.url.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(request.content)}\r\n\r\n"
+        size = len(request.content)
+        head = f"POST {request.url.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
         connection.sendall(head.encode() + request.content)
         wait_for(lambda: metric(client, "requests_in_flight") > before)
 
 
 def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> None:
     with deployed("/small", SlowServer, max_concurrent_requests=4) as client, ThreadPoolExecutor(30) as pool:
-        pid = metric(client, "requests_in_flight")
         answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"{i} " * 30}), range(30)))
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 429}
@@ -78,7 +80,7 @@ def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> No
         refused = next(each.result() for each in openai if each.result().status_code == 429)
         assert (refused.json()["error"]["code"], refused.json()["type"]) == (429, "Overloaded")
         assert client.post("embed", json={"inputs": "after"}).status_code == 200
-        assert metric(client, "requests_in_flight") == pid == 0
+        assert metric(client, "requests_in_flight") == 0
 
 
 def test_a_request_over_its_deadline_is_dropped_with_504(deployed: Deploy) -> None:
@@ -99,7 +101,10 @@ def test_one_bad_vector_or_batch_harms_nobody_else(deployed: Deploy) -> None:
         assert (bad.status_code, bad.json()["error_type"]) == (424, "Backend")
         assert "not finite" in bad.json()["error"]
         broken = client.post("embed", json={"inputs": [[101, 14, 102]]})
-        assert (broken.status_code, broken.json()) == (424, {"error": "Backend error: the device fell over", "error_type": "Backend"})
+        assert (broken.status_code, broken.json()) == (
+            424,
+            {"error": "Backend error: the device fell over", "error_type": "Backend"},
+        )
         assert client.post("embed", json={"inputs": "x"}).json() == good
         assert client.get("health").status_code == 200
 
@@ -119,7 +124,9 @@ def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
         wait_for(lambda: len(statuses) > 50)
         changed = Settings(num_threads=1, dtype="float32", max_client_batch_size=7)
         try:
-            serve.run(bind(PoolArgs(model=EMBEDDED_MODEL, settings=changed), max_surge_percent=100), name="again", route_prefix="/again")
+            serve.run(
+                bind(PoolArgs(model=EMBEDDED_MODEL, settings=changed), max_surge_percent=100), name="again", route_prefix="/again"
+            )
             wait_for(lambda: client.get("info").json()["max_client_batch_size"] == 7, 30)
             seen = len(statuses)
             wait_for(lambda: len(statuses) > seen + 50)

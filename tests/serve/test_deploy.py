@@ -43,9 +43,19 @@ def environment(short: Path) -> dict[str, str]:
 def test_the_written_config_is_the_same_server(tmp_path: Path, short: Path, environment: dict[str, str]) -> None:
     port, gcs, dashboard = free_port(), free_port(), free_port()
     file = tmp_path / "serve.yaml"
-    run(BIN / "emberforge", "config", "--port", port, "--dtype", "fp32", "--max-client-batch-size", 5, "-o", file, env=environment)
+    run(
+        BIN / "emberforge", "config", "--port", port, "--dtype", "fp32", "--max-client-batch-size", 5, "-o", file, env=environment
+    )
     assert yaml.safe_load(file.read_text())["applications"][0]["args"]["settings"]["max_client_batch_size"] == 5
-    start = ["start", "--head", "--block", f"--port={gcs}", f"--dashboard-port={dashboard}", "--num-cpus=4", "--object-store-memory=100000000"]
+    start = [
+        "start",
+        "--head",
+        "--block",
+        f"--port={gcs}",
+        f"--dashboard-port={dashboard}",
+        "--num-cpus=4",
+        "--object-store-memory=100000000",
+    ]
     head = psutil.Popen([str(BIN / "ray"), *start, f"--temp-dir={short}"], env=environment, stdout=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{dashboard}"

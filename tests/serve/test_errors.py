@@ -63,7 +63,11 @@ def test_openai_errors_carry_the_envelope_and_the_flat_fields(
     client: httpx.Client, body: object, status: int, error_type: str, text: str | None
 ) -> None:
     kind = {"content-type": "application/json"}
-    answer = client.post("v1/embeddings", content=body, headers=kind) if isinstance(body, bytes) else client.post("v1/embeddings", json=body)
+    answer = (
+        client.post("v1/embeddings", content=body, headers=kind)
+        if isinstance(body, bytes)
+        else client.post("v1/embeddings", json=body)
+    )
     assert answer.status_code == status
     content = answer.json()
     assert {content["type"], content["error"]["type"]} == {error_type}
@@ -99,7 +103,9 @@ SHAPES = [
 
 @pytest.mark.parametrize(("body", "status", "text"), SHAPES)
 @pytest.mark.parametrize("path", ["embed", ""])
-def test_a_body_of_another_shape_is_answered_in_plain_text(client: httpx.Client, path: str, body: bytes, status: int, text: str) -> None:
+def test_a_body_of_another_shape_is_answered_in_plain_text(
+    client: httpx.Client, path: str, body: bytes, status: int, text: str
+) -> None:
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"].startswith("text/plain")
@@ -107,7 +113,9 @@ def test_a_body_of_another_shape_is_answered_in_plain_text(client: httpx.Client,
 
 
 def test_a_list_of_many_wrong_items_is_refused_by_its_first(client: httpx.Client) -> None:
-    answer = client.post("embed", content=b'{"inputs": [' + b"null," * 99_999 + b"null]}", headers={"content-type": "application/json"})
+    answer = client.post(
+        "embed", content=b'{"inputs": [' + b"null," * 99_999 + b"null]}", headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 422
     assert len(answer.text) < 200
 

@@ -29,7 +29,9 @@ def assert_as_close_as_torch(ours: torch.Tensor, low: torch.Tensor, exact: torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 77])
-@pytest.mark.parametrize(("bias", "gelu", "residual"), [(True, False, False), (True, True, False), (True, False, True), (False, False, True)])
+@pytest.mark.parametrize(
+    ("bias", "gelu", "residual"), [(True, False, False), (True, True, False), (True, False, True), (False, False, True)]
+)
 def test_linear(dtype: torch.dtype, rows: int, bias: bool, gelu: bool, residual: bool) -> None:
     torch.manual_seed(0)
     wide = torch.randn(rows, 128).to(dtype)
@@ -39,7 +41,9 @@ def test_linear(dtype: torch.dtype, rows: int, bias: bool, gelu: bool, residual:
     before = r.clone()
     ours = Linear(weight, *given[0])(x, given[1])
     low = linear_reference(x, weight, *given[0], given[1])
-    exact = linear_reference(*(t.double() if t is not None else None for t in (x, weight, given[0][0])), gelu, r.double() if residual else None)
+    exact = linear_reference(
+        *(t.double() if t is not None else None for t in (x, weight, given[0][0])), gelu, r.double() if residual else None
+    )
     assert_as_close_as_torch(ours, low, exact)
     assert torch.equal(r, before)
 

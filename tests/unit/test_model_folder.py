@@ -51,8 +51,10 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
     ],
 )
-def test_a_key_that_cannot_be_honoured_is_refused(copy: Callable[..., Path], kind: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match="config.json") as caught:
+def test_a_key_that_cannot_be_honoured_is_refused(
+    copy: Callable[..., Path], kind: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
         load_model_config(copy(kind, **changes))
     assert message in str(caught.value)
 

@@ -1,6 +1,7 @@
 """The packer's promises, over arbitrary arrivals: order, budget, cancellation, and that nothing starves."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -55,7 +56,7 @@ def test_no_batch_is_cut_short_while_the_next_sequence_would_fit(sizes: list[lis
     for each in sizes:
         packer.add(job(each))
     batches = drained(packer)
-    for batch, following in zip(batches, batches[1:], strict=False):
+    for batch, following in pairwise(batches):
         assert tokens(batch) + len(following[0].sequences[0]) > budget
 
 
