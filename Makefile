@@ -2,8 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Downloads nothing but packages; set by hand to serve models of the Hub.
-export HF_HUB_DISABLE_TELEMETRY := 1
 
 .PHONY: serve test check test-gpu bench clean
 
@@ -23,7 +21,7 @@ check: $(VENV)/.installed-test
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m gpu tests/parity
 
-# Each prints a table and writes it with the machine into loadtests/results/. Takes about ten minutes; keep the machine quiet.
+# Each prints a table and writes it with the machine into loadtests/results/. Takes about fifteen minutes; keep the machine quiet.
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.cpu_engine
 	$(BIN)/python -m loadtests.overhead
