@@ -106,9 +106,13 @@ def load_settings(flags: Mapping[str, Any], env: Mapping[str, str] = os.environ,
     if unknown:
         raise SettingsError(f"{unknown[0]} is not a setting; settings are {', '.join(known)}")
     try:
-        return Settings.model_validate(values)
+        settings = Settings.model_validate(values)
     except ValidationError as error:
         raise SettingsError(_explain(error, sources)) from None
+    # A replica has another working directory; the model keeps the name it was given.
+    folders = tuple(str(Path(model).resolve()) if Path(model).is_dir() else model for model in settings.models)
+    names = settings.served_model_name if folders == settings.models else settings.names
+    return settings.model_copy(update={"models": folders, "served_model_name": names})
 
 
 def _read_file(path: Path | None) -> dict[str, Any]:

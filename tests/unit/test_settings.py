@@ -80,6 +80,14 @@ def test_a_machine_is_shared_between_models() -> None:
     assert machine_share(2, 8, 1) == Share(num_threads=1, num_cpus=1, num_gpus=0.5, max_surge_percent=0)
 
 
+def test_a_folder_becomes_absolute_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings({"models": ["./mine", "org/other"]}, {})
+    assert settings.models == (str(tmp_path / "mine"), "org/other")
+    assert settings.names == ("./mine", "org/other")
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().port = 5  # type: ignore[misc]
