@@ -40,7 +40,6 @@ class BatchReport:
 
     num_tokens: int
     num_seqs: int
-    num_jobs: int
     seconds: float
 
 
@@ -140,7 +139,7 @@ class EngineLoop:
                 _fail(part.job, BackendError(str(error)))
             return
         seconds = perf_counter() - start
-        self._report(batch, sequences, seconds)
+        self._report(sequences, seconds)
         for part, result in zip(batch, results, strict=True):
             if isinstance(result, BackendError):
                 _fail(part.job, result)
@@ -168,12 +167,12 @@ class EngineLoop:
                 results.append(finished[part.job.options][rows])
         return results
 
-    def _report(self, batch: list[Slice], sequences: list[TokenIds], seconds: float) -> None:
+    def _report(self, sequences: list[TokenIds], seconds: float) -> None:
         num_tokens = sum(map(len, sequences))
         rate = num_tokens / seconds
         self._tokens_per_s = rate if not self._tokens_per_s else 0.9 * self._tokens_per_s + 0.1 * rate
         if self._on_batch is not None:
-            self._on_batch(BatchReport(num_tokens, len(sequences), len(batch), seconds))
+            self._on_batch(BatchReport(num_tokens, len(sequences), seconds))
 
 
 def _token_vectors(output: Output, starts: NDArray[np.int64]) -> list[Vectors]:

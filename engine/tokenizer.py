@@ -191,8 +191,7 @@ def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
 
 def _tokens_of(text: str, encoding: Encoding) -> list[Token]:
     """`tokenizers` gives offsets in characters, TEI answers bytes; `text` is the slice of the input."""
-    byte_at = np.zeros(len(text) + 1, dtype=np.int64)
-    np.cumsum([len(char.encode("utf-8", "replace")) for char in text], out=byte_at[1:]) if text else None
+    byte_at = np.cumsum([0, *(len(char.encode("utf-8", "replace")) for char in text)])
     tokens = []
     for token_id, name, (start, stop), special in zip(
         encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -59,12 +60,10 @@ class Api:
         self.app = self._build()
 
     def _build(self) -> ASGIApp:
-        def post(path: str, handler: Callable[[Request], Awaitable[Response]], openai: bool = False) -> Route:
-            return Route(path, self._guarded(path, handler, openai), methods=["POST"])
+        def route(method: str, path: str, handler: Callable[[Request], Awaitable[Response]], openai: bool = False) -> Route:
+            return Route(path, self._guarded(path, handler, openai), methods=[method])
 
-        def get(path: str, handler: Callable[[Request], Awaitable[Response]], openai: bool = False) -> Route:
-            return Route(path, self._guarded(path, handler, openai), methods=["GET"])
-
+        get, post = partial(route, "GET"), partial(route, "POST")
         routes = [
             post("/v1/embeddings", self.openai_embeddings, openai=True),
             post("/embeddings", self.openai_embeddings, openai=True),

@@ -10,7 +10,7 @@ from engine.batch import PackedBatch
 
 # Widths of the score matrix are multiples of this: torch's bf16 softmax is twice as slow on a ragged row end.
 _WIDTH = 32
-# Below this length one fused call is quicker than the steps of `_GroupedAttention`.
+# Below this length one fused call is quicker than the steps of `_Group.attend`.
 _SHORT = 24
 
 
@@ -43,8 +43,7 @@ class EncoderAttention:
     """Bidirectional attention with as many key as query heads, for a whole batch; made once a batch, used by each layer.
 
     On a CPU, sequences of like length are laid side by side, padded to a common width for the score matrix alone, and
-    go through two batched products: torch's fused CPU attention reaches a third of that on 110 tokens
-    (docs/decisions/002).
+    go through two batched products: torch's fused CPU attention takes a third longer on 110 tokens (docs/decisions/002).
     """
 
     def __init__(self, batch: PackedBatch, device: torch.device) -> None:
