@@ -5,54 +5,143 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.attention import attention_tiles
+from engine.model_config import Pooling
+from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences laid end to end with no padding. T = total tokens, B = sequences."""
+    """Sequences laid end to end with no padding. T = total tokens, B = sequences.
 
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, restarts at 0 in every sequence
-    cu_seqlens: Tensor  # [B + 1] int32, cu_seqlens[0] == 0 and cu_seqlens[-1] == T
+    Parts of one int32 buffer, so that a batch reaches the device in one copy.
+    """
+
+    token_ids: Tensor  # [T]
+    bounds: Tensor  # [T, 2], the sequence each token belongs to: [first token, one past its last)
+    cu_seqlens: Tensor  # [B + 1], cu_seqlens[0] == 0 and cu_seqlens[-1] == T
+    pooled_rows: Tensor  # [B], the token that last-token or cls pooling reads
+    dimensions: Tensor  # [B], leading dimensions a vector keeps
+    normalize: Tensor  # [B], 0 or 1
+    tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference
+    pooled_tiles: Tensor  # [B, 2], the same for the pooled rows alone
     lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
 
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How many tokens, sequences and tiles a batch has room for; decides where each part lies in the buffer."""
+
+    num_tokens: int
+    num_seqs: int
+    num_tiles: int
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each part, in order. Pairs come first: kernels read them eight bytes at a time."""
+        return {
+            "bounds": (self.num_tokens, 2),
+            "tiles": (self.num_tiles, 2),
+            "pooled_tiles": (self.num_seqs if self.num_tiles else 0, 2),
+            "token_ids": (self.num_tokens,),
+            "cu_seqlens": (self.num_seqs + 1,),
+            "pooled_rows": (self.num_seqs,),
+            "dimensions": (self.num_seqs,),
+            "normalize": (self.num_seqs,),
+        }
+
     @property
-    def max_seqlen(self) -> int:
-        return max(self.lengths)
+    def size(self) -> int:
+        """Numbers in the buffer."""
+        return sum(int(np.prod(shape)) for shape in self.parts().values())
+
+    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        found, start = {}, 0
+        for name, shape in self.parts().items():
+            found[name] = (slice(start, start := start + int(np.prod(shape))), shape)
+        return found
+
+    def view(self, buffer: Tensor, lengths: tuple[int, ...]) -> PackedBatch:
+        """The parts of a filled buffer."""
+        parts = {name: buffer[part].view(shape) for name, (part, shape) in self.slices().items()}
+        return PackedBatch(**parts, lengths=lengths)
 
 
-def pack(sequences: Sequence[TokenIds], device: torch.device) -> PackedBatch:
-    """Lay sequences end to end on `device`, in the order given.
+@dataclass(frozen=True, slots=True)
+class BatchPacker:
+    """What packing needs to know of a model: made once, used for every batch."""
 
-    Args:
-        sequences: at least one int32 array, each with at least one id.
-    """
-    lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
-    cu_seqlens = np.zeros(len(sequences) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
-    token_ids = np.concatenate(sequences).astype(np.int64)
-    positions = np.arange(len(token_ids), dtype=np.int64) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
-    return PackedBatch(
-        token_ids=_to_device(token_ids, device),
-        positions=_to_device(positions, device),
-        cu_seqlens=_to_device(cu_seqlens, device),
-        lengths=tuple(lengths.tolist()),
-    )
+    pooling: Pooling
+    hidden_size: int
+    tile_tokens: int | None  # depth of an attention tile; None where the reference attention runs
 
+    def pack(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, device: torch.device | None = None
+    ) -> PackedBatch:
+        """Lay sequences end to end on `device`, in the order given.
 
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+        Args:
+            sequences: at least one int32 array, each with at least one id.
+            options: one per sequence; None asks for whole, normalised vectors.
+        """
+        device = device or torch.device("cpu")
+        lengths = tuple(map(len, sequences))
+        tiles = self.tiles(lengths)
+        shape = BatchShape(sum(lengths), len(lengths), len(tiles))
+        buffer = torch.empty(shape.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.fill(buffer.numpy(), shape, sequences, tiles, options)
+        return shape.view(buffer.to(device, non_blocking=True), lengths)
+
+    def tiles(self, lengths: Sequence[int]) -> NDArray[np.int32]:
+        if self.tile_tokens is None:
+            return np.empty((0, 2), dtype=np.int32)
+        return attention_tiles(lengths, self.tile_tokens)
+
+    def fill(
+        self,
+        buffer: NDArray[np.int32],
+        shape: BatchShape,
+        sequences: Sequence[TokenIds],
+        tiles: NDArray[np.int32],
+        options: Sequence[EmbedOptions] | None = None,
+    ) -> None:
+        """Write a batch into a buffer of a shape that may be larger; what is left over computes nothing that is read.
+
+        Padding tokens are sequences of their own, of token 0; padding tiles are empty; padding sequences pool row 0.
+        """
+        part = {name: buffer[where].reshape(parts) for name, (where, parts) in shape.slices().items()}
+        num_seqs = len(sequences)
+        ends = np.cumsum(np.fromiter(map(len, sequences), dtype=np.int32, count=num_seqs), dtype=np.int32)
+        num_tokens = int(ends[-1])
+        starts = np.empty_like(ends)
+        starts[0], starts[1:] = 0, ends[:-1]
+
+        np.concatenate(sequences, out=part["token_ids"][:num_tokens])
+        part["token_ids"][num_tokens:] = 0
+        bounds = np.stack((starts, ends), axis=1)
+        part["bounds"][:num_tokens] = np.repeat(bounds, ends - starts, axis=0)
+        padding = np.arange(num_tokens, shape.num_tokens, dtype=np.int32)
+        part["bounds"][num_tokens:] = np.stack((padding, padding + 1), axis=1)
+        part["cu_seqlens"][0] = 0
+        part["cu_seqlens"][1 : num_seqs + 1] = ends
+        part["cu_seqlens"][num_seqs + 1 :] = num_tokens
+        part["tiles"][: len(tiles)] = tiles
+        part["tiles"][len(tiles) :] = 0
+        rows = starts if self.pooling == "cls" else ends - 1
+        part["pooled_rows"][:num_seqs] = rows
+        part["pooled_rows"][num_seqs:] = 0
+        if shape.num_tiles:
+            part["pooled_tiles"][:num_seqs] = np.stack((rows, rows + 1), axis=1)
+            part["pooled_tiles"][num_seqs:] = 0
+        part["dimensions"][:] = self.hidden_size
+        part["normalize"][:] = 1
+        if options is not None:
+            part["dimensions"][:num_seqs] = [each.dimensions or self.hidden_size for each in options]
+            part["normalize"][:num_seqs] = [each.normalize for each in options]

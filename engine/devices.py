@@ -30,12 +30,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, family: Family) -> torch.dtype:
-    """bfloat16 wherever the device multiplies it natively, else float32.
+    """bfloat16 wherever the device multiplies it natively; float16 on older GPUs, where the family bears it; else float32.
 
     Raises: ModelError for float16 on a CPU, and for Qwen3, whose activations overflow it (TEI#845).
     """
     if name == "auto":
-        return torch.bfloat16 if has_native_bf16(device) else torch.float32
+        if has_native_bf16(device):
+            return torch.bfloat16
+        return torch.float16 if device.type == "cuda" and family != "qwen3" else torch.float32
     dtype = DTYPES[cast(DtypeName, name)]
     if dtype == torch.float16 and device.type == "cpu":
         raise ModelError("float16 is not supported on a CPU; use bfloat16 or float32")
@@ -80,5 +82,5 @@ def cpu_flags() -> frozenset[str]:
 
 
 def default_batch_tokens(device: torch.device) -> int:
-    """The token budget of one forward pass where nobody sets one."""
-    return 16384 if device.type == "cuda" else 2048
+    """The token budget of one forward pass where nobody sets one; on a GPU, until it has been measured."""
+    return 8192 if device.type == "cuda" else 2048

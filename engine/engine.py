@@ -1,8 +1,8 @@
 """`Engine`: one loaded model on one device; ids in, vectors out. Usable alone, with no server around it."""
 
 import logging
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,29 +11,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import PackedBatch, pack
+from engine import memory
+from engine.batch import BatchPacker, PackedBatch
+from engine.cuda import CudaRunner
 from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens, keep_freed_memory
 from engine.errors import BackendError, InvalidInput, ModelError
+from engine.flight import Flight, Landed, Output
 from engine.hub import resolve_model
+from engine.kernels.attention import usable_tile_tokens
 from engine.model_config import ModelConfig, Pooling, load_model_config
 from engine.models import MODELS, Model
-from engine.pooling import POOLERS, EmbedOptions, check_dimensions, finish
+from engine.pooling import EmbedOptions, check_dimensions, pool
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from engine.weights import Checkpoint
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What one forward pass gives, on the engine's device."""
-
-    pooled: Tensor  # [B, hidden_size] fp32, neither cut nor normalised
-    hidden: Tensor | None  # [T, hidden_size] fp32, only where asked for
-
-
 class Engine:
-    """One model, ready to run. Not thread-safe: one thread at a time calls `run` (see `engine/loop.py`)."""
+    """One model, ready to run. Not thread-safe: one thread at a time calls `launch` (see `engine/loop.py`)."""
 
     def __init__(
         self,
@@ -42,11 +38,14 @@ class Engine:
         model: Model,
         dtype: torch.dtype,
         device: torch.device,
-        max_batch_tokens: int,
+        max_batch_tokens: int | None,
     ) -> None:
         self.config, self.tokenizer, self.model = config, tokenizer, model
-        self.dtype, self.device, self.max_batch_tokens = dtype, device, max_batch_tokens
-        self._pool = POOLERS[config.pooling]
+        self.dtype, self.device = dtype, device
+        group = config.n_heads // config.n_kv_heads
+        self.packer = BatchPacker(config.pooling, config.hidden_size, usable_tile_tokens(group, config.head_dim, dtype, device))
+        self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
+        self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
     @classmethod
     def load(
@@ -59,13 +58,14 @@ class Engine:
         max_batch_tokens: int | None = None,
         num_threads: int | None = None,
     ) -> "Engine":
-        """Load a model folder, a Hub id, or the embedded model, and run it once.
+        """Load a model folder, a Hub id, or the embedded model, and run it: once on a CPU; on a GPU until the best token
+        budget is known and the memory of the largest batch is set aside.
 
         Args:
             dtype: "auto" takes bfloat16 where the device computes it natively, else float32.
             device: "auto" takes the first GPU if there is one.
             pooling: for folders that do not name theirs.
-            max_batch_tokens: token budget of one forward pass; None takes the device's default.
+            max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
         Raises: ModelError with the file and the way out.
         """
@@ -74,17 +74,25 @@ class Engine:
         folder = resolve_model(str(model))
         config = load_model_config(folder, pooling)
         chosen_device = choose_device(device)
+        chosen_dtype = choose_dtype(dtype, chosen_device, config.family)
         if chosen_device.type == "cpu":
             keep_freed_memory()
-        chosen_dtype = choose_dtype(dtype, chosen_device, config.family)
+        else:
+            torch.cuda.set_device(chosen_device)
+            # Split products would be summed up in bf16 otherwise; everything else accumulates in fp32.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         tokenizer = Tokenizer.load(folder, config)
-        with torch.inference_mode(), Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint:
+        with (
+            memory.reservation(chosen_device),
+            torch.inference_mode(),
+            Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint,
+        ):
+            memory.check_fits(checkpoint.num_bytes, chosen_device, str(folder))
             network = MODELS[config.family](config, checkpoint)
             checkpoint.finish(network.needless)
-        engine = cls(
-            config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens or default_batch_tokens(chosen_device)
-        )
-        engine._warm_up()
+            engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens)
+            engine._warm_up(max_batch_tokens)
         return engine
 
     def embed(
@@ -107,22 +115,39 @@ class Engine:
         check_dimensions(dimensions, self.config.hidden_size)
         options = EmbedOptions(normalize=normalize, dimensions=dimensions)
         sequences = self.tokenizer.encode(inputs, EncodeOptions(truncate, truncation_direction, prompt_name))
-        vectors = np.empty((len(sequences), dimensions or self.config.hidden_size), dtype=np.float32)
+        width = dimensions or self.config.hidden_size
+        vectors = np.empty((len(sequences), width), dtype=np.float32)
         # Longest first, so that every pass holds sequences of like length and the largest pass comes first.
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
-        for rows in self._cut(order, sequences):
-            pooled = self.run([sequences[i] for i in rows]).pooled
-            vectors[rows] = finish(pooled, options).cpu().numpy()
-        if not np.isfinite(vectors).all():
-            raise BackendError("the model gave a vector that is not finite")
+        flights: deque[tuple[list[int], Flight]] = deque()
+        for rows in [*self._cut(order, sequences), None]:
+            if rows is not None:
+                flights.append((rows, self.launch([sequences[i] for i in rows], [options] * len(rows))))
+            while flights and (rows is None or len(flights) > 1):  # one pass runs while the next is packed
+                done, flight = flights.popleft()
+                output = flight.wait()
+                if not output.finite.all():
+                    raise BackendError("the model gave a vector that is not finite")
+                vectors[done] = output.vectors[:, :width]
         return vectors
 
-    @torch.inference_mode()
-    def run(self, sequences: Sequence[TokenIds], want_hidden: bool = False) -> Output:
-        """One forward pass over at least one sequence, whatever its size."""
-        batch = pack(sequences, self.device)
-        hidden = self.forward(batch)
-        return Output(self._pool(hidden, batch), hidden.float() if want_hidden else None)
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Flight:
+        """Start one forward pass over at least one sequence, whatever its size; on a CPU it is over on return.
+
+        Args:
+            options: one per sequence; None asks for whole, normalised vectors.
+        Raises: OutOfMemory when it does not fit; BackendError; DeviceLost when the device is gone for good.
+        """
+        options = options or [EmbedOptions()] * len(sequences)
+        with torch.inference_mode():
+            if self._cuda is not None:
+                return self._cuda.launch(sequences, options, want_hidden)
+            vectors, finite, hidden = self._vectors(self.packer.pack(sequences, options), want_hidden)
+            return Landed(
+                Output(vectors.numpy(), finite.numpy().astype(bool), None if hidden is None else hidden.float().numpy())
+            )
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -130,8 +155,20 @@ class Engine:
         return self.model.forward(batch)
 
     @property
+    def passes_in_flight(self) -> int:
+        """How many passes it pays to have launched: a GPU is given the next one while it computes."""
+        return 1 if self._cuda is None else 2
+
+    @property
     def dtype_name(self) -> DtypeName:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+    def _vectors(self, batch: PackedBatch, want_hidden: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(vectors, finite, hidden states where wanted) of a batch on the engine's device."""
+        pooled_only = self.config.pooling != "mean" and not want_hidden
+        hidden = self.model.forward(batch, pooled_only)
+        vectors, finite = pool(hidden, batch, self.config.pooling)
+        return vectors, finite, hidden if want_hidden else None
 
     def _cut(self, order: list[int], sequences: Sequence[TokenIds]) -> list[list[int]]:
         """`order` in groups of at most `max_batch_tokens` tokens, at least one sequence each."""
@@ -145,10 +182,12 @@ class Engine:
             room -= len(sequences[index])
         return groups
 
-    def _warm_up(self) -> None:
-        """One small forward: the first call of a kernel pays for its choice, and a broken model stops here."""
-        pooled = self.run(self.tokenizer.encode(["warm up"], EncodeOptions())).pooled
-        if not torch.isfinite(pooled).all():
+    def _warm_up(self, max_batch_tokens: int | None) -> None:
+        """The first call of a kernel pays for its choice, and a broken model stops here."""
+        if not self.launch(self.tokenizer.encode(["warm up"], EncodeOptions())).wait().finite.all():
             raise ModelError(
                 f"the model gives vectors that are not finite in {self.dtype_name}; try --dtype float32 or check the weights"
             )
+        if self._cuda is not None:
+            self.max_batch_tokens = self._cuda.tune(self.config.vocab_size, self.config.max_input_length, max_batch_tokens)
+            log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self._cuda.max_graph_tokens)

@@ -28,5 +28,13 @@ class BackendError(EmberError):
     """The forward pass failed, or gave a vector that is not finite."""
 
 
+class OutOfMemory(BackendError):
+    """A batch needs more memory than the device has left; a smaller one may fit."""
+
+
 class EngineStopped(EmberError):
     """The engine has ended: on request, or because its device can no longer be used."""
+
+
+class DeviceLost(EngineStopped):
+    """The device fails whatever it is asked (a sticky CUDA error); only a new process can use it again."""

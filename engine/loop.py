@@ -1,6 +1,12 @@
-"""The engine's own thread: cuts a batch whenever the device is free, runs it, hands the results back."""
+"""The engine's own thread: cuts a batch when the device is about to be free, runs it, hands the results back.
+
+On a GPU two batches are in flight: while one computes, the next is cut, packed and queued behind it. A batch that would
+not fill the token budget is cut as late as that allows, so that what arrives meanwhile still joins it. A second thread
+waits for the results: the first is then never held up by a pass that takes longer than foreseen.
+"""
 
 import logging
+import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
@@ -12,17 +18,17 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from engine.engine import Output
-from engine.errors import BackendError, EngineStopped
+from engine.errors import BackendError, DeviceLost, EngineStopped, OutOfMemory
+from engine.flight import Flight, Output, Vectors
 from engine.packer import Job, Packer, Slice
-from engine.pooling import finish
+from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 
 log = logging.getLogger(__name__)
 
-Vectors = NDArray[np.float32]
+# The next batch is cut this long before the running one should end, besides the time that launching takes.
+_MARGIN_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """One forward pass, for metrics."""
+    """One forward pass, for metrics. `seconds` count from when the device was free for it."""
 
     num_tokens: int
     num_seqs: int
@@ -46,11 +52,25 @@ class BatchReport:
 class Runs(Protocol):
     """What the loop needs of an engine; the benchmarks put a stub here."""
 
-    def run(self, sequences: Sequence[TokenIds], want_hidden: bool = False) -> Output: ...
+    @property
+    def passes_in_flight(self) -> int: ...
+
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Flight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    batch: list[Slice]
+    flight: Flight
+    num_tokens: int
+    num_seqs: int
+    started_at: float
 
 
 class EngineLoop:
-    """Owns the engine and the queue. `submit` may be called from any thread; only this thread runs the engine."""
+    """Owns the engine and the queue. `submit` may be called from any thread; only this class's thread launches passes."""
 
     def __init__(
         self,
@@ -58,16 +78,21 @@ class EngineLoop:
         max_batch_tokens: int,
         num_threads: int | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
+        on_split: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._packer = Packer(max_batch_tokens)
         self._num_threads = num_threads
-        self._on_batch = on_batch
+        self._on_batch, self._on_split = on_batch, on_split
         self._wake = threading.Condition()
         self._stopping = False
-        self._tokens_per_s = 0.0
+        self._in_flight = 0
+        self._clock = _Clock()
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._deliverer = threading.Thread(target=self._deliver_all, name="engine-results", daemon=True)
         self._thread.start()
+        self._deliverer.start()
 
     @property
     def alive(self) -> bool:
@@ -84,7 +109,7 @@ class EngineLoop:
     @property
     def backlog_s(self) -> float:
         """Seconds the queue would take at the rate measured so far; 0 before anything was measured."""
-        return self.queued_tokens / self._tokens_per_s if self._tokens_per_s else 0.0
+        return self.queued_tokens / self._clock.tokens_per_s if self._clock.tokens_per_s else 0.0
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; each one's future hears the end. Raises: EngineStopped when nobody would run them."""
@@ -96,51 +121,97 @@ class EngineLoop:
             self._wake.notify()
 
     def stop(self) -> None:
-        """End the thread after the batch it is running; jobs still queued fail with EngineStopped."""
+        """End both threads after the batches in flight; jobs still queued fail with EngineStopped."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+        self._deliverer.join()
 
     def _main(self) -> None:
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
             while (batch := self._next_batch()) is not None:
-                self._run(batch)
+                self._launch(batch)
         except BaseException:
             log.exception("the engine thread ended")
         finally:
             with self._wake:
                 self._stopping = True
                 left = self._packer.drain()
+            self._launched.put(None)
             for job in left:
                 _fail(job, EngineStopped("the engine stopped before this request was computed"))
 
     def _next_batch(self) -> list[Slice] | None:
-        """Wait for work and cut it; None once the loop is to stop."""
+        """Wait until a batch should be cut and cut it; None once the loop is to stop."""
         with self._wake:
             while not self._stopping:
-                if batch := self._packer.take():
+                wait_s = self._wait_s()
+                if wait_s is not None and wait_s <= 0 and (batch := self._packer.take()):
                     return batch
-                self._wake.wait()
+                self._wake.wait(None if wait_s is None or wait_s <= 0 else wait_s)
         return None
 
-    def _run(self, batch: list[Slice]) -> None:
+    def _wait_s(self) -> float | None:
+        """Seconds until the next cut if nothing happens; None where only an arrival or a landing changes anything."""
+        if not len(self._packer) or self._in_flight >= self._engine.passes_in_flight:
+            return None
+        if not self._in_flight or self._packer.queued_tokens >= self._packer.max_batch_tokens:
+            return 0.0
+        return self._clock.free_at - self._clock.launch_s - _MARGIN_S - perf_counter()
+
+    def _launch(self, batch: list[Slice]) -> None:
+        """Start a pass over these slices; what does not fit into memory is halved, down to single sequences."""
         start = perf_counter()
         for part in batch:
             part.job.first_cut_at = part.job.first_cut_at or start
         sequences = [ids for part in batch for ids in part.sequences]
+        options = [part.job.options for part in batch for _ in range(part.start, part.stop)]
+        num_tokens = sum(map(len, sequences))
         try:
-            results = self._compute(batch, sequences)
-        except Exception as error:
-            log.exception("a batch of %d sequences failed", len(sequences))
-            for part in batch:
-                _fail(part.job, BackendError(str(error)))
+            flight = self._engine.launch(sequences, options, any(part.job.options.per_token for part in batch))
+        except OutOfMemory as error:
+            if len(sequences) == 1:
+                _fail_all(batch, error)
+                return
+            log.warning("a batch of %d sequences, %d tokens was split: %s", len(sequences), num_tokens, error)
+            if self._on_split is not None:
+                self._on_split()
+            for half in _halves(batch, len(sequences)):
+                self._launch(half)
             return
-        seconds = perf_counter() - start
-        self._report(sequences, seconds)
-        for part, result in zip(batch, results, strict=True):
+        except Exception as error:
+            self._broken(batch, error)
+            return
+        launched = _Launched(batch, flight, num_tokens, len(sequences), start)
+        with self._wake:
+            self._in_flight += 1
+            self._clock.launched(num_tokens, start)
+        if flight.landed:
+            self._deliver(launched)
+        else:
+            self._launched.put(launched)
+
+    def _deliver_all(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            self._deliver(launched)
+
+    def _deliver(self, launched: _Launched) -> None:
+        try:
+            output = launched.flight.wait()
+        except Exception as error:
+            self._broken(launched.batch, error)
+            return
+        finally:
+            with self._wake:
+                self._in_flight -= 1
+                seconds = self._clock.landed(launched.num_tokens, launched.started_at)
+                self._wake.notify()
+        if self._on_batch is not None:
+            self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
+        for part, result in zip(launched.batch, _results(launched.batch, output), strict=True):
             if isinstance(result, BackendError):
                 _fail(part.job, result)
                 continue
@@ -149,35 +220,76 @@ class EngineLoop:
             if part.stop == len(part.job.sequences):
                 _succeed(part.job)
 
-    def _compute(self, batch: list[Slice], sequences: list[TokenIds]) -> list[Vectors | list[Vectors] | BackendError]:
-        """One forward pass; then per slice its vectors, or the error that is its alone."""
-        output = self._engine.run(sequences, want_hidden=any(part.job.options.per_token for part in batch))
-        finished = {options: finish(output.pooled, options).cpu().numpy() for options in {part.job.options for part in batch}}
-        finite = torch.isfinite(output.pooled).all(dim=1).cpu().numpy()
-        token_rows = np.cumsum([0, *map(len, sequences)])
-        results: list[Vectors | list[Vectors] | BackendError] = []
-        row = 0
-        for part in batch:
-            rows = slice(row, row := row + part.stop - part.start)
-            if not finite[rows].all():
-                results.append(BackendError("the model gave a vector that is not finite"))
-            elif part.job.options.per_token:
-                results.append(_token_vectors(output, token_rows[rows.start : rows.stop + 1]))
-            else:
-                results.append(finished[part.job.options][rows])
-        return results
-
-    def _report(self, sequences: list[TokenIds], seconds: float) -> None:
-        num_tokens = sum(map(len, sequences))
-        rate = num_tokens / seconds
-        self._tokens_per_s = rate if not self._tokens_per_s else 0.9 * self._tokens_per_s + 0.1 * rate
-        if self._on_batch is not None:
-            self._on_batch(BatchReport(num_tokens, len(sequences), seconds))
+    def _broken(self, batch: list[Slice], error: Exception) -> None:
+        """One batch failed: its jobs hear why. A lost device ends the engine: nothing after it could succeed."""
+        log.error("a batch of %d requests failed", len(batch), exc_info=error)
+        if isinstance(error, DeviceLost):
+            with self._wake:
+                self._stopping = True
+                self._wake.notify()
+        _fail_all(batch, error if isinstance(error, BackendError | EngineStopped) else BackendError(str(error)))
 
 
-def _token_vectors(output: Output, starts: NDArray[np.int64]) -> list[Vectors]:
-    assert output.hidden is not None, "asked for with want_hidden"
-    return [output.hidden[a:b].cpu().numpy() for a, b in pairwise(starts)]
+class _Clock:
+    """When the device will be free, learnt from the passes before: seconds a token by size of batch, seconds to launch."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self.launch_s = 0.0
+        self.free_at = 0.0
+        self._landed_at = 0.0
+        self._seconds: dict[int, float] = {}  # of a pass, by the bits of its number of tokens
+
+    def launched(self, num_tokens: int, started_at: float) -> None:
+        now = perf_counter()
+        self.launch_s = _blend(self.launch_s, now - started_at)
+        self.free_at = max(self.free_at, now) + self._seconds.get(num_tokens.bit_length(), 0.0)
+
+    def landed(self, num_tokens: int, started_at: float) -> float:
+        """Seconds the pass had the device for: since it was launched, or since the one before it landed."""
+        now = perf_counter()
+        seconds = now - max(started_at, self._landed_at)
+        self._landed_at = now
+        kind = num_tokens.bit_length()
+        self._seconds[kind] = _blend(self._seconds.get(kind, 0.0), seconds)
+        self.tokens_per_s = _blend(self.tokens_per_s, num_tokens / seconds)
+        return seconds
+
+
+def _blend(old: float, new: float) -> float:
+    return 0.9 * old + 0.1 * new if old else new
+
+
+def _results(batch: list[Slice], output: Output) -> list[Vectors | list[Vectors] | BackendError]:
+    """Per slice its vectors, or the error that is its alone."""
+    token_rows = np.cumsum([0, *(len(ids) for part in batch for ids in part.sequences)])
+    results: list[Vectors | list[Vectors] | BackendError] = []
+    row = 0
+    for part in batch:
+        rows = slice(row, row := row + part.stop - part.start)
+        if not output.finite[rows].all():
+            results.append(BackendError("the model gave a vector that is not finite"))
+        elif part.job.options.per_token:
+            assert output.hidden is not None, "asked for with want_hidden"
+            results.append([output.hidden[a:b] for a, b in pairwise(token_rows[rows.start : rows.stop + 1])])
+        else:
+            results.append(np.ascontiguousarray(output.vectors[rows, : part.job.options.dimensions]))
+    return results
+
+
+def _halves(batch: list[Slice], num_seqs: int) -> tuple[list[Slice], list[Slice]]:
+    """The first half of a batch's sequences and the rest, in order; a slice may be cut in two."""
+    first: list[Slice] = []
+    second: list[Slice] = []
+    room = num_seqs // 2
+    for part in batch:
+        middle = min(part.stop, part.start + room)
+        room -= middle - part.start
+        if middle > part.start:
+            first.append(Slice(part.job, part.start, middle))
+        if middle < part.stop:
+            second.append(Slice(part.job, middle, part.stop))
+    return first, second
 
 
 def _succeed(job: Job) -> None:
@@ -190,6 +302,11 @@ def _succeed(job: Job) -> None:
     assert job.first_cut_at is not None, "a finished job was cut"
     with suppress(InvalidStateError):  # its caller left while the last batch ran
         job.future.set_result(Embeddings(vectors, job.first_cut_at - job.submitted_at, job.inference_s))
+
+
+def _fail_all(batch: list[Slice], error: Exception) -> None:
+    for part in batch:
+        _fail(part.job, error)
 
 
 def _fail(job: Job, error: Exception) -> None:

@@ -1,15 +1,16 @@
-"""Hidden states -> one vector per sequence, and what a request may ask to be done with it."""
+"""What a request may ask to be done with its vectors, and hidden states -> one vector per sequence."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch import PackedBatch
+from engine import kernels
 from engine.errors import InvalidInput
 from engine.model_config import Pooling
+
+if TYPE_CHECKING:
+    from engine.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +26,20 @@ class EmbedOptions:
     per_token: bool = False
 
 
-def pool_mean(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """Mean over each sequence's tokens, summed in fp32.
+def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling) -> tuple[Tensor, Tensor]:
+    """One vector per sequence: pooled, cut to its dimensions, normalised where asked.
 
     Args:
-        hidden: [T, hidden_size], any float dtype.
-    Returns: [B, hidden_size] fp32.
-    Source: `Pooling(pooling_mode="mean")` of sentence-transformers.
+        hidden: [T, hidden_size], or [B, hidden_size] when the model computed the pooled rows alone.
+    Returns: [B, hidden_size] fp32 with zeros past a row's dimensions, and [B] int32: 1 where all values are finite.
     """
-    lengths = torch.tensor(batch.lengths, device=hidden.device)
-    return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
-
-
-def pool_cls(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """The first token of each sequence. [T, hidden_size] -> [B, hidden_size] fp32."""
-    return hidden[batch.cu_seqlens[:-1].long()].float()
-
-
-def pool_last_token(hidden: Tensor, batch: PackedBatch) -> Tensor:
-    """The final token of each sequence. [T, hidden_size] -> [B, hidden_size] fp32.
-
-    Source: `last_token_pool`, Qwen3-Embedding model card; with no padding the last token is the last row.
-    """
-    return hidden[batch.cu_seqlens[1:].long() - 1].float()
-
-
-POOLERS: dict[Pooling, Callable[[Tensor, PackedBatch], Tensor]] = {
-    "mean": pool_mean,
-    "cls": pool_cls,
-    "last_token": pool_last_token,
-}
+    if pooling == "mean":
+        pooled = kernels.pool_mean(hidden, batch.cu_seqlens)
+    elif len(hidden) == len(batch.pooled_rows):  # also where every sequence is one token: row b is sequence b then
+        pooled = hidden
+    else:
+        pooled = hidden.index_select(0, batch.pooled_rows)
+    return kernels.pool_finish(pooled, batch.dimensions, batch.normalize)
 
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
@@ -63,15 +48,3 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
         raise InvalidInput("`dimensions` should be positive")
     if dimensions is not None and dimensions > hidden_size:
         raise InvalidInput("`dimensions` should be smaller than the maximum embedding dimension.")
-
-
-def finish(pooled: Tensor, options: EmbedOptions) -> Tensor:
-    """Cut to `dimensions`, then L2-normalise: in this order, so that a cut vector has length one too.
-
-    Args:
-        pooled: [B, hidden_size] fp32.
-    Returns: [B, dimensions or hidden_size] fp32.
-    """
-    if options.dimensions is not None:
-        pooled = pooled[:, : options.dimensions]
-    return F.normalize(pooled, dim=-1, eps=1e-12) if options.normalize else pooled

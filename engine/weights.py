@@ -8,6 +8,7 @@ or stops the load: an unknown tensor may be the one that makes the vectors right
 import fnmatch
 import json
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,12 +34,14 @@ class Checkpoint:
         self._stack = ExitStack()
         self._file_of: dict[str, safe_open] = {}
         self._taken: set[str] = set()
+        self._untaken: dict[safe_open, int] = {}  # how many tensors of a file are still to come
         for path in _shards(folder):
             try:
                 file = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
             self._file_of |= dict.fromkeys(file.keys(), file)
+            self._untaken[file] = len(file.keys())
         self._prefix = ""
 
     def __enter__(self) -> "Checkpoint":
@@ -46,6 +49,12 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """What all tensors take in the model's dtype, from the headers alone."""
+        shapes = (file.get_slice(name).get_shape() for name, file in self._file_of.items())
+        return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         """Settle which of `prefixes` the names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
@@ -91,12 +100,17 @@ class Checkpoint:
         full = self._prefix + name
         if full not in self._file_of:
             raise ModelError(f"{self.folder}: tensor {full} is missing")
-        tensor: Tensor = self._file_of[full].get_tensor(full)  # type: ignore[no-untyped-call]
+        file = self._file_of[full]
+        tensor: Tensor = file.get_tensor(full)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         if tensor.dtype not in _FLOATS:
             raise ModelError(f"{self.folder}: tensor {full} is stored as {tensor.dtype}; quantised weights are not supported")
-        self._taken.add(full)
+        if full not in self._taken:
+            self._taken.add(full)
+            self._untaken[file] -= 1
+            if not self._untaken[file]:  # drop the map of a shard that is done: its pages count as ours until then
+                file.__exit__(None, None, None)
         return tensor
 
 

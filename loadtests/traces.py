@@ -34,6 +34,13 @@ def short_texts(count: int, seed: int) -> list[str]:
     return [" ".join(rng.choice(vocabulary, size=rng.integers(4, 9))) for _ in range(count)]
 
 
+def mixed_lengths(total_tokens: int, seed: int, most: int = 2048) -> list[int]:
+    """Tokens of each sequence of a packed batch: lognormal, median 150, sigma 0.8, 8 to `most`; the last is cut to fit."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(150), 0.8, total_tokens // 8 + 1)
+    ends = np.cumsum(np.clip(drawn, 8, most).astype(int)).clip(max=total_tokens)
+    return [int(length) for length in np.diff(ends, prepend=0) if length]
+
+
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
     """Seconds after the start at which requests are due: Poisson, so bursts are part of it."""
     return list(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)))

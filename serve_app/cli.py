@@ -16,12 +16,15 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from cluster import doctor as doctor_report
 from cluster.local_ray import SERVE_ENV, local_ray
 from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
+from engine.kernels import report as kernel_report
 from engine.model_config import load_model_config
 from serve_app.settings import Settings, SettingsError, load_settings
 
@@ -126,11 +129,41 @@ def doctor(settings: Settings) -> None:
         raise typer.Exit(1)
 
 
+def kernels(
+    arch: Annotated[str, typer.Option(metavar="LIST", help="Chips, as in 90,sm_120")] = kernel_report.DEFAULT_ARCHS,
+) -> None:
+    """Compile every kernel for every chip named, with no GPU, and print what each takes."""
+    capabilities = kernel_report.parse_archs(arch)
+    start = monotonic()
+    with console.status("compiling"):
+        rows = kernel_report.report(capabilities)
+    seconds = monotonic() - start
+
+    table = Table("arch", "kernel", "variant", box=box.SIMPLE_HEAD)
+    for heading in ("registers", "shared KB", "spills B"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        numbers = (str(row.registers), f"{row.shared_bytes / 1024:.1f}", str(row.spill_bytes))
+        cells = ("", "", "failed") if row.error else numbers
+        table.add_row(row.arch, row.kernel, row.label, *cells, style="red" if kernel_report.problem(row) else None)
+    problems = kernel_report.problems(rows)
+    line = f"{sum(not row.error for row in rows)} of {len(rows)} kernels compiled in {seconds:.0f} s"
+    if min(capabilities) < (8, 0):
+        line += "; before sm_80 without attention and in fp16 only"
+    line += f"; wrong: {'; '.join(problems)}" if problems else "; nothing spills"
+    output = Console(highlight=False, markup=False, width=120)  # so that a row is one line, in a pipe too
+    output.print(table)
+    output.print(line, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
+
+
 cli.command()(_with_settings(serve))
 cli.command()(
     _with_settings(config, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")])
 )
 cli.command()(_with_settings(doctor))
+cli.command()(kernels)
 
 
 def available_cpus() -> int:

@@ -1,1 +1,1 @@
-"""The layers all families share, in plain torch: the CPU path, and the reference for the CUDA kernels to come."""
+"""The layers all families share: weights, and the operation that uses them."""

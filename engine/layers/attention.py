@@ -1,12 +1,13 @@
-"""Attention over packed sequences: each attends to itself only, and no linear layer ever sees padding."""
+"""Attention of a whole batch: our kernel on a GPU; on a CPU, batched products over sequences of like length."""
 
 import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from engine import kernels
 from engine.batch import PackedBatch
+from engine.kernels import reference
 
 # Widths of the score matrix are multiples of this: torch's bf16 softmax is twice as slow on a ragged row end.
 _WIDTH = 32
@@ -14,50 +15,35 @@ _WIDTH = 32
 _SHORT = 24
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, batch: PackedBatch, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v within each sequence, one sequence after the other.
+class Attention:
+    """softmax(q k^T / sqrt(D)) v within each sequence; made once a batch, used by each layer.
 
-    Args:
-        q: [T, H, D]; k, v: [T, K, D] with H a multiple of K (grouped queries). Any strides.
-        causal: a token sees itself and what is before it; else the whole sequence.
-    Returns: [T, H, D], contiguous.
-    """
-    grouped = q.shape[1] != k.shape[1]
-    if batch.num_seqs == 1:
-        return _one_sequence(q, k, v, causal, grouped).contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    start = 0
-    for length in batch.lengths:
-        rows = slice(start, start := start + length)
-        out[rows] = _one_sequence(q[rows], k[rows], v[rows], causal, grouped)
-    return out
-
-
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, grouped: bool) -> Tensor:
-    """[L, H, D] -> [L, H, D]."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, D]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)[0].transpose(0, 1)
-
-
-class EncoderAttention:
-    """Bidirectional attention with as many key as query heads, for a whole batch; made once a batch, used by each layer.
-
-    On a CPU, sequences of like length are laid side by side, padded to a common width for the score matrix alone, and
-    go through two batched products: torch's fused CPU attention takes a third longer on 110 tokens (docs/decisions/002).
+    On a CPU, encoders' sequences of like length are laid side by side, padded to a common width for the score matrix
+    alone, and go through two batched products: torch's fused CPU attention takes a third longer on 110 tokens
+    (docs/decisions/002).
     """
 
-    def __init__(self, batch: PackedBatch, device: torch.device) -> None:
-        self._batch = batch
-        self._groups = _group(batch.lengths) if device.type == "cpu" and batch.max_seqlen > _SHORT else []
+    def __init__(self, batch: PackedBatch, heads: tuple[int, int], causal: bool) -> None:
+        """`heads` are (query heads, key heads)."""
+        self._batch, self._causal = batch, causal
+        self._split = (heads[0], heads[1], heads[1])
+        encoder = not causal and heads[0] == heads[1] and not batch.token_ids.is_cuda
+        self._groups = _group(batch.lengths) if encoder and max(batch.lengths) > _SHORT else []
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """[T, 3, H, D] -> [T, H, D], contiguous. The same as `attention` on its three parts."""
-        if not self._groups:
-            q, k, v = qkv.unbind(1)
-            return attention(q, k, v, self._batch, causal=False)
-        heads, head_dim = qkv.shape[2:]
-        by_head = qkv.flatten(1, 2).transpose(0, 1)  # [3 H, T, D]
-        out = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype)
+    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> Tensor:
+        """[T, H + 2 K, D] -> [T, H, D], contiguous. With `pooled_only`, only rows that pooling reads need be right."""
+        if self._groups:
+            return self._encoder(qkv)
+        q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
+        batch = self._batch
+        if not len(batch.tiles):
+            return reference.attention(q, k, v, batch.lengths, self._causal)
+        return kernels.attention(q, k, v, batch.pooled_tiles if pooled_only else batch.tiles, batch.bounds, self._causal)
+
+    def _encoder(self, qkv: Tensor) -> Tensor:
+        heads = self._split[0]
+        by_head = qkv.transpose(0, 1)  # [3 H, T, D]
+        out = torch.empty(qkv.shape[0], heads, qkv.shape[2], dtype=qkv.dtype)
         for group in self._groups:
             group.attend(by_head, out)
         return out

@@ -1,32 +1,27 @@
-"""LayerNorm and RMSNorm."""
+"""LayerNorm and RMSNorm: a norm's weights."""
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from engine import kernels
 
 
 class LayerNorm:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias, over the last axis; statistics in fp32."""
+    """y = (x - mean) / sqrt(var + eps) * weight + shift, over the last axis; statistics in fp32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
-        self.weight, self.bias, self.eps = weight, bias, eps
+    def __init__(self, weight: Tensor, shift: Tensor, eps: float) -> None:
+        self.weight, self.shift, self.eps = weight, shift, eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, C] -> [T, C], dtype kept."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[T, C] -> [T, C], dtype kept. `bias` [C] is added to x first: one that the linear layer before left over."""
+        return kernels.layer_norm(x, self.weight, self.shift, self.eps, bias)
 
 
 class RMSNorm:
-    """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis; statistics in fp32.
-
-    The normalised value is rounded to x's dtype before it meets the weight, as in transformers' Qwen3RMSNorm.
-    """
+    """y = x / sqrt(mean(x^2) + eps) * weight, over the last axis; statistics in fp32."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C], dtype kept."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        """[T, C] -> [T, C], dtype kept."""
+        return kernels.rms_norm(x, self.weight, self.eps)

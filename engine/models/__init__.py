@@ -17,8 +17,11 @@ class Model(Protocol):
 
     needless: tuple[str, ...]  # tensors of the checkpoint that embeddings do not use, as glob patterns
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """The last hidden states, [T, hidden_size], after the final norm."""
+    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        """The last hidden states after the final norm, [T, hidden_size].
+
+        With `pooled_only`, only the rows that pooling reads, [B, hidden_size]: the last layer computes no other.
+        """
         ...
 
 

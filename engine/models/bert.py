@@ -1,10 +1,10 @@
 """BERT: post-norm encoder layers, learned absolute positions, exact GeLU."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from engine import kernels
 from engine.batch import PackedBatch
-from engine.layers.attention import EncoderAttention
+from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.model_config import ModelConfig
@@ -27,14 +27,14 @@ class Bert:
         self.positions = (positions.float() + types[0].float()).to(positions.dtype)
         self.norm = _layer_norm(config, checkpoint, "embeddings.LayerNorm")
         self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
+        self.heads = (config.n_heads, config.n_heads)
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        hidden = F.embedding(batch.token_ids, self.words) + F.embedding(batch.positions, self.positions)  # [T, C]
-        hidden = self.norm(hidden)
-        attention = EncoderAttention(batch, hidden.device)
-        for layer in self.layers:
-            hidden = layer.forward(hidden, attention)
-        return hidden
+    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words, self.positions))  # [T, C]
+        attention = Attention(batch, self.heads, causal=False)
+        for layer in self.layers[:-1]:
+            hidden = layer.forward(hidden, batch, attention)
+        return self.layers[-1].forward(hidden, batch, attention, pooled_only)
 
 
 class _Layer:
@@ -56,12 +56,22 @@ class _Layer:
         self.up = linear("intermediate.dense", wide, c, gelu=True)
         self.down = linear("output.dense", c, wide)
         self.output_norm = _layer_norm(config, checkpoint, f"{name}output.LayerNorm")
-        self.heads = (3, config.n_heads, config.head_dim)
+        self.head_dim = config.head_dim
 
-    def forward(self, hidden: Tensor, attention: EncoderAttention) -> Tensor:
-        mixed = attention(self.qkv(hidden).view(-1, *self.heads))  # [T, H, D]
-        hidden = self.attention_norm(self.out(mixed.flatten(1), residual=hidden))
-        return self.output_norm(self.down(self.up(hidden), residual=hidden))
+    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
+        qkv = self.qkv(hidden).view(len(hidden), -1, self.head_dim)  # [T, 3 H, D]
+        mixed = attention(qkv, pooled_only).flatten(1)  # [T, C]
+        if pooled_only:
+            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
+        hidden = _add_norm(self.attention_norm, self.out, mixed, hidden)
+        return _add_norm(self.output_norm, self.down, self.up(hidden), hidden)
+
+
+def _add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
+    """norm(linear(x) + residual). On a GPU the norm adds the bias: it reads the row anyway."""
+    if x.is_cuda:
+        return norm(linear.add_to(residual, x), bias=linear.bias)
+    return norm(linear(x, residual=residual))
 
 
 def _layer_norm(config: ModelConfig, checkpoint: Checkpoint, name: str) -> LayerNorm:

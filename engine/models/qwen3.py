@@ -1,13 +1,13 @@
 """Qwen3 as an embedding model: pre-norm decoder layers, GQA with per-head QK-norm, RoPE, SwiGLU."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
+from engine import kernels
 from engine.batch import PackedBatch
-from engine.layers.attention import attention
+from engine.kernels.reference import rope_table
+from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import Rotary
 from engine.model_config import ModelConfig
 from engine.weights import Checkpoint
 
@@ -21,20 +21,21 @@ class Qwen3:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
         self.embed_tokens = checkpoint.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
+        self.angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
+        self.layers = [_Layer(config, checkpoint, index, self.angles) for index in range(config.n_layers)]
         self.norm = RMSNorm(checkpoint.take("norm.weight", config.hidden_size), config.norm_eps)
-        self.rotary = Rotary(config.head_dim, config.rope_theta, checkpoint.device)
+        self.heads, self.causal = (config.n_heads, config.n_kv_heads), config.causal
 
-    def forward(self, batch: PackedBatch) -> Tensor:
-        hidden = F.embedding(batch.token_ids, self.embed_tokens)  # [T, C]
-        cos, sin = self.rotary.table(batch.positions, hidden.dtype)
-        for layer in self.layers:
-            hidden = layer.forward(hidden, batch, cos, sin)
-        return self.norm(hidden)
+    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        hidden = kernels.embed(batch.token_ids, batch.bounds, self.embed_tokens)  # [T, C]
+        attention = Attention(batch, self.heads, self.causal)
+        for layer in self.layers[:-1]:
+            hidden = layer.forward(hidden, batch, attention)
+        return self.norm(self.layers[-1].forward(hidden, batch, attention, pooled_only))
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, index: int) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, index: int, angles: Tensor) -> None:
         name = f"layers.{index}."
         c, d, heads, kv_heads = config.hidden_size, config.head_dim, config.n_heads, config.n_kv_heads
         qkv = [f"{name}self_attn.{part}_proj.weight" for part in "qkv"]
@@ -50,14 +51,14 @@ class _Layer:
         self.mlp_norm = norm("post_attention_layernorm", c)
         self.gate_up = Linear(checkpoint.take_rows(gate_up, [config.intermediate_size] * 2, c))
         self.down = Linear(checkpoint.take(f"{name}mlp.down_proj.weight", c, config.intermediate_size))
-        self.split = (heads, kv_heads, kv_heads)
-        self.head_dim, self.causal = d, config.causal
+        self.n_heads, self.head_dim, self.angles = heads, d, angles
 
-    def forward(self, hidden: Tensor, batch: PackedBatch, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv(self.input_norm(hidden)).view(batch.num_tokens, -1, self.head_dim)  # [T, H + 2 K, D]
-        q, k, v = qkv.split(self.split, dim=1)  # type: ignore[no-untyped-call]
-        q = Rotary.apply(self.q_norm(q), cos, sin)
-        k = Rotary.apply(self.k_norm(k), cos, sin)
-        hidden = self.out(attention(q, k, v, batch, causal=self.causal).flatten(1), residual=hidden)
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, residual=hidden)
+    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
+        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
+        q_norm, k_norm = self.q_norm, self.k_norm
+        kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.bounds, q_norm.eps, self.n_heads)
+        mixed = attention(qkv, pooled_only).flatten(1)  # [T, H D]
+        if pooled_only:
+            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, ...]
+        hidden = self.out(mixed, residual=hidden)
+        return self.down(kernels.swiglu(self.gate_up(self.mlp_norm(hidden))), residual=hidden)

@@ -1,0 +1,234 @@
+"""The GPU side of an engine: batches in flight, CUDA graphs of the short ones, the token budget, errors.
+
+Everything runs in order on one stream. `launch` packs into pinned memory and returns once the work is queued, so the
+host prepares batch n + 1 while the GPU computes batch n.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch import BatchPacker, BatchShape, PackedBatch
+from engine.errors import BackendError, DeviceLost, OutOfMemory
+from engine.flight import Output
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds
+
+log = logging.getLogger(__name__)
+
+# Token counts that get a CUDA graph, padded to the next one: at most a fifth is wasted above 64 tokens.
+GRAPH_TOKENS = (*(16, 32), *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512))
+MAX_GRAPHS = 64
+_BUDGETS = (1024, 2048, 4096, 8192, 16384)
+# A budget that reaches this share of the best rate is enough: more only adds latency.
+_ENOUGH = 0.95
+
+Forward = Callable[[PackedBatch, bool], tuple[Tensor, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFlight:
+    vectors: Tensor  # pinned
+    finite: Tensor  # pinned
+    hidden: Tensor | None  # pinned
+    done: torch.cuda.Event
+
+    @property
+    def landed(self) -> bool:
+        return False
+
+    def wait(self) -> Output:
+        with cuda_errors("a forward pass"):
+            self.done.synchronize()
+        hidden = None if self.hidden is None else self.hidden.numpy()
+        return Output(self.vectors.numpy(), self.finite.numpy().astype(bool), hidden)
+
+
+class CudaRunner:
+    """Runs `forward` on one GPU. Not thread-safe, except that flights may be waited for anywhere."""
+
+    def __init__(self, forward: Forward, packer: BatchPacker, device: torch.device) -> None:
+        self._forward, self._packer, self._device = forward, packer, device
+        self._stream = torch.cuda.Stream(device)
+        self._graphs = _Graphs(forward, self._stream, device)
+        self.max_graph_tokens = 0  # until `tune` has found where graphs pay
+
+    def launch(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions], want_hidden: bool) -> CudaFlight:
+        """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
+        lengths = [len(ids) for ids in sequences]
+        num_tokens, num_seqs = sum(lengths), len(lengths)
+        tiles = self._packer.tiles(lengths)
+        graphed = num_tokens <= self.max_graph_tokens and not want_hidden
+        shape = self._graph_shape(num_tokens, num_seqs) if graphed else BatchShape(num_tokens, num_seqs, len(tiles))
+        with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
+            staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
+            self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
+            hidden = None
+            if graphed:
+                vectors, finite = self._graphs.replay(shape, staging)
+            else:
+                batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
+                vectors, finite, hidden = self._forward(batch, want_hidden)
+            host_vectors, host_finite = _to_host(vectors[:num_seqs]), _to_host(finite[:num_seqs])
+            host_hidden = None if hidden is None else _to_host(hidden.float())
+            # Who waits for a short pass spins, for the few microseconds' sake; who waits for a long one sleeps.
+            done = torch.cuda.Event(blocking=not graphed)
+            done.record()
+        return CudaFlight(host_vectors, host_finite, host_hidden, done)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
+    def tune(self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None) -> int:
+        """Find the token budget and where graphs pay, by running; returns the budget, or the one given.
+
+        The device's memory for the largest batch and the longest input is taken now and kept by torch's allocator, so
+        that a later batch cannot fail for it, and a second engine on the card sees what is left.
+        """
+        budget = max_batch_tokens or self._find_budget(vocab_size, max_input_length)
+        self._try(vocab_size, [1] * min(budget, 4096))
+        self._try(vocab_size, _like(budget, max_input_length))
+        if max_input_length > budget and not self._try(vocab_size, [max_input_length]):
+            log.warning("inputs of %d tokens do not fit into what this GPU has left; longer ones may fail", max_input_length)
+        if not self.max_graph_tokens:
+            self._find_graph_limit(vocab_size, max_input_length)
+        self.launch([_ids(16, vocab_size)], [EmbedOptions()], False).wait()
+        return budget
+
+    def _find_budget(self, vocab_size: int, longest: int) -> int:
+        rates: dict[int, float] = {}
+        for budget in _BUDGETS:
+            seconds = self._seconds(vocab_size, _like(budget, longest))
+            if seconds is None:
+                break
+            rates[budget] = budget / seconds
+            if len(rates) >= 3 and rates[budget] < 1.02 * min(list(rates.values())[-3:-1]):
+                break  # flat since two doublings
+        if not rates:
+            raise OutOfMemory(f"a batch of {_BUDGETS[0]} tokens does not fit beside the weights; free memory on this GPU")
+        best = max(rates.values())
+        return next(budget for budget, rate in rates.items() if rate >= _ENOUGH * best)
+
+    def _find_graph_limit(self, vocab_size: int, longest: int) -> None:
+        """Graphs pay while launching the kernels one by one takes about as long as they run; padding costs above that."""
+        for tokens in (4096, 2048, 1024, 512, 256):
+            sequences = [_ids(length, vocab_size) for length in _like(tokens, longest)]
+            options = [EmbedOptions()] * len(sequences)
+            self.launch(sequences, options, False).wait()
+            start = perf_counter()
+            flight = self.launch(sequences, options, False)
+            queued = perf_counter()
+            flight.wait()
+            if perf_counter() - start < 2 * (queued - start) or tokens == 256:
+                self.max_graph_tokens = tokens
+                return
+
+    def _seconds(self, vocab_size: int, lengths: list[int], repeats: int = 3) -> float | None:
+        """Seconds of one pass, passes following one another; None where it does not fit."""
+        if not self._try(vocab_size, lengths):
+            return None
+        sequences, options = [_ids(length, vocab_size) for length in lengths], [EmbedOptions()] * len(lengths)
+        start = perf_counter()
+        flights = [self.launch(sequences, options, False) for _ in range(repeats)]
+        flights[-1].wait()
+        return (perf_counter() - start) / repeats
+
+    def _try(self, vocab_size: int, lengths: list[int]) -> bool:
+        try:
+            self.launch([_ids(length, vocab_size) for length in lengths], [EmbedOptions()] * len(lengths), False).wait()
+        except OutOfMemory:
+            return False
+        return True
+
+    def _graph_shape(self, num_tokens: int, num_seqs: int) -> BatchShape:
+        tokens = next(size for size in GRAPH_TOKENS if size >= num_tokens)
+        seqs = 1
+        while seqs < num_seqs:
+            seqs *= 4
+        depth = self._packer.tile_tokens
+        # Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one.
+        num_tiles = 0 if depth is None else 2 * -(-tokens // depth) + 1
+        return BatchShape(tokens, min(seqs, tokens), num_tiles)
+
+
+class _Graphs:
+    """Forward passes captured as CUDA graphs, by shape; made when first needed, the longest unused one given up first.
+
+    All share one memory pool: they run one after the other on one stream, and what a pass leaves behind is copied out
+    before the next begins.
+    """
+
+    def __init__(self, forward: Forward, stream: torch.cuda.Stream, device: torch.device) -> None:
+        self._forward, self._stream, self._device = forward, stream, device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: OrderedDict[BatchShape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def replay(self, shape: BatchShape, staging: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the pass over a filled buffer: (vectors, finite), valid until the next replay."""
+        if shape not in self._graphs:
+            self._graphs[shape] = self._capture(shape, staging)
+            while len(self._graphs) > MAX_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(shape)
+        graph, buffer, vectors, finite = self._graphs[shape]
+        buffer.copy_(staging, non_blocking=True)
+        graph.replay()
+        return vectors, finite
+
+    def _capture(self, shape: BatchShape, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+        buffer = staging.to(self._device, non_blocking=True)
+        batch = shape.view(buffer, ())
+        self._forward(batch, False)  # kernels are compiled and libraries set up outside of the capture
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            vectors, finite, _ = self._forward(batch, False)
+        finally:
+            graph.capture_end()
+        return graph, buffer, vectors, finite
+
+
+@contextmanager
+def cuda_errors(what: str) -> Iterator[None]:
+    """Turn torch's errors into ours; whether the device survived is found by asking it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise OutOfMemory(f"{what} does not fit into GPU memory: {error}") from error
+    except RuntimeError as error:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as sticky:
+            raise DeviceLost(f"the GPU can no longer be used after {what}: {sticky}") from error
+        if "ALLOC_FAILED" in str(error):  # a library's own allocation
+            torch.cuda.empty_cache()
+            raise OutOfMemory(f"{what} does not fit into GPU memory: {error}") from error
+        raise BackendError(f"{what} failed: {error}") from error
+
+
+def _to_host(x: Tensor) -> Tensor:
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
+def _like(num_tokens: int, longest: int) -> list[int]:
+    """Lengths that fill a budget as ragged traffic would: texts of some 200 tokens."""
+    length = min(200, longest)
+    return [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
+
+
+def _ids(length: int, vocab_size: int) -> TokenIds:
+    return np.arange(length, dtype=np.int32) % vocab_size

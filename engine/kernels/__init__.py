@@ -1,0 +1,13 @@
+"""The operations of a forward pass. On a GPU in 16 bits our own CUDA kernels, everywhere else plain torch (`reference`).
+
+Which of the two runs is decided here, by where the tensor lies, so that a model is written once.
+"""
+
+from engine.kernels.activation import gelu, swiglu
+from engine.kernels.attention import attention
+from engine.kernels.embed import embed
+from engine.kernels.norm import layer_norm, rms_norm
+from engine.kernels.pool import pool_finish, pool_mean
+from engine.kernels.rope import norm_rope
+
+__all__ = ["attention", "embed", "gelu", "layer_norm", "norm_rope", "pool_finish", "pool_mean", "rms_norm", "swiglu"]

@@ -1,0 +1,40 @@
+"""SwiGLU, and bias + exact GeLU."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.launch import Kernel, half, runs_on
+
+THREADS = 256
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. [T, 2 I], gate in the left half -> [T, I], dtype kept."""
+    if not runs_on(gate_up):
+        return reference.swiglu(gate_up)
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    _kernel("swiglu", width, gate_up.dtype, gate_up.device)(-(-num_rows * width // (8 * THREADS)), gate_up, out, num_rows)
+    return out
+
+
+def gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """GeLU (the exact one, with erf) of x + bias, in place. x [T, I], bias [I]; returns x."""
+    if not runs_on(x):
+        return reference.gelu(x, bias)
+    num_rows, width = x.shape
+    _kernel("gelu", width, x.dtype, x.device)(-(-num_rows * width // (8 * THREADS)), x, bias, num_rows)
+    return x
+
+
+@cache
+def _kernel(entry: str, width: int, dtype: torch.dtype, device: torch.device) -> Kernel:
+    return Kernel("activation", entry, activation_defines(width, dtype), device, THREADS)
+
+
+def activation_defines(width: int, dtype: torch.dtype) -> dict[str, int]:
+    assert width % 8 == 0, "rows are read eight values at a time"
+    return {"I": width, "THREADS": THREADS, "HALF": half(dtype)}

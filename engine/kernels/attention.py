@@ -1,0 +1,137 @@
+"""Varlen attention over packed sequences, and the tiles its blocks work on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.launch import Kernel, half
+
+_NO_LIMIT = 1 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How a block divides the work: rows, keys a step, 16-row tiles a warp, blocks an SM should hold."""
+
+    block_m: int
+    block_n: int
+    m_tiles: int
+    min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        return 2 * self.block_m // self.m_tiles
+
+    def shared_bytes(self, head_dim: int) -> int:
+        pitch = head_dim if head_dim % 64 == 0 else head_dim + 8
+        return (self.block_m + 2 * self.block_n) * pitch * 2
+
+
+# By head_dim, for chips with 163 KB or more of shared memory an SM, and for those with 100 (sm_86, sm_89, sm_12x).
+_LARGE = {
+    32: TileShape(128, 128, 2, 2),
+    64: TileShape(128, 64, 2, 2),
+    96: TileShape(128, 64, 2, 2),
+    128: TileShape(128, 64, 2, 2),
+    256: TileShape(64, 32, 1, 2),
+}
+_SMALL = _LARGE | {128: TileShape(128, 32, 2, 2), 96: TileShape(128, 32, 2, 2)}
+HEAD_DIMS = tuple(_LARGE)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, bounds: Tensor, causal: bool, window: int | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v within each sequence of a packed batch.
+
+    Args:
+        q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
+        tiles: [n, 2] int32 on the device, as `attention_tiles` cuts them; rows of no tile are left unwritten.
+        bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last).
+        causal: a token sees itself and what is before it; else its whole sequence.
+        window: it sees no token further away than this; None for no limit.
+    Returns: [T, H, D], contiguous.
+    """
+    heads, head_dim = q.shape[1:]
+    kernel = attention_kernel(head_dim, heads // k.shape[1], q.dtype, q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    left = _NO_LIMIT if window is None else window
+    kernel(
+        (k.shape[1], len(tiles)),
+        q,
+        k,
+        v,
+        out,
+        tiles,
+        bounds,
+        q.stride(0),
+        k.stride(0),
+        out.stride(0),
+        left,
+        0 if causal else left,
+        np.float32(math.log2(math.e) / math.sqrt(head_dim)),
+    )
+    return out
+
+
+def usable_tile_tokens(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Depth of a tile for these heads, or None where `reference.attention` has to do: CPUs, float32, before sm_80."""
+    if device.type != "cuda" or dtype == torch.float32 or head_dim not in HEAD_DIMS:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return tile_tokens(group, head_dim, capability) if capability >= (8, 0) else None
+
+
+def tile_tokens(group: int, head_dim: int, capability: tuple[int, int]) -> int:
+    """Tokens of one tile: its rows are (token, query head of the group) pairs."""
+    return tile_shape(head_dim, capability).block_m // group
+
+
+def tile_shape(head_dim: int, capability: tuple[int, int]) -> TileShape:
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    return (_SMALL if small else _LARGE)[head_dim]
+
+
+def attention_tiles(lengths: Sequence[int], depth: int) -> NDArray[np.int32]:
+    """Cut a packed batch into tiles of at most `depth` tokens, the most work first.
+
+    A sequence begins a tile of its own unless all of it fits into what is left of the last one: so short sequences share
+    a tile, and no tile walks the keys of a sequence only for its stray end.
+    """
+    tiles: list[tuple[int, int, int]] = []  # keys to walk at most, first token, one past the last
+    start = 0
+    for length in lengths:
+        end = start + length
+        if tiles and end - tiles[-1][1] <= depth:
+            keys, first, _ = tiles[-1]
+            tiles[-1] = (keys + length, first, end)
+        else:
+            tiles += [(length, first, min(first + depth, end)) for first in range(start, end, depth)]
+        start = end
+    tiles.sort(key=lambda tile: -tile[0])
+    return np.array([tile[1:] for tile in tiles], dtype=np.int32)
+
+
+@cache
+def attention_kernel(head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> Kernel:
+    shape = tile_shape(head_dim, torch.cuda.get_device_capability(device))
+    defines = attention_defines(head_dim, group, dtype, shape)
+    return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
+
+
+def attention_defines(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape) -> dict[str, int]:
+    return {
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "BLOCK_M": shape.block_m,
+        "BLOCK_N": shape.block_n,
+        "M_TILES": shape.m_tiles,
+        "MIN_BLOCKS": shape.min_blocks,
+        "HALF": half(dtype),
+    }

@@ -1,0 +1,87 @@
+"""CUDA C++ source -> cubin for one compute capability, by NVRTC, kept on disk.
+
+No compiler, no headers and no GPU are needed, only the NVRTC library that torch's CUDA builds bring along. A kernel is
+specialised at compile time by macros (a model's widths are constants to it), takes 0.05-0.5 s once, and comes from the
+cache afterwards, keyed by source, options, target and NVRTC version.
+"""
+
+import io
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from cuda.core import ObjectCode, Program, ProgramOptions
+from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
+
+from engine.errors import ModelError
+
+_SOURCES = Path(__file__).parent / "csrc"
+# Shared memory a block may have on the smallest chip we run on (sm_86, sm_89, sm_12x), in bytes.
+MAX_SHARED_BYTES = 99 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the compiler says one kernel takes."""
+
+    registers: int
+    shared_bytes: int  # static; dynamic shared memory is the launcher's
+    spill_bytes: int
+
+
+def compile_kernel(source: str, defines: Mapping[str, int], arch: str) -> ObjectCode:
+    """Compile `csrc/<source>.cu` for `arch`, e.g. "sm_90", or take it from the cache.
+
+    Raises: ModelError with the compiler's words.
+    """
+    program = _program(source, defines, arch)
+    try:
+        return program.compile("cubin", cache=_cache())
+    except Exception as error:  # cuda.core's NVRTCError is private
+        raise ModelError(f"kernel {source}.cu does not compile for {arch}: {error}") from error
+
+
+def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Resources]:
+    """Compile afresh and read the assembler's report: entry point -> what it takes. Needs no GPU."""
+    log = io.StringIO()
+    _program(source, defines, arch, report=True).compile("cubin", logs=log)
+    found = {}
+    for part in log.getvalue().split("Compiling entry function ")[1:]:
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        used = re.search(r"Used (\d+) registers", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        assert spills and used, f"the assembler reports in another form now: {part}"
+        found[part.split("'")[1]] = Resources(int(used[1]), int(shared[1]) if shared else 0, int(spills[1]) + int(spills[2]))
+    return found
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: `EMBERFORGE_KERNEL_CACHE`, else the user's cache folder."""
+    chosen = os.environ.get("EMBERFORGE_KERNEL_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "emberforge" / "kernels"
+
+
+def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = False) -> Program:
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+        ptxas_options=["-v"] if report else None,
+    )
+    text = "".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", f"{source}.cu"))
+    try:
+        return Program(text, "c++", options)
+    except Exception as error:  # no library to load: cuda.core raises what its loader raises
+        raise ModelError(f"NVRTC cannot be used ({error}); install it with: pip install nvidia-cuda-nvrtc") from error
+
+
+@cache
+def _cache() -> FileStreamProgramCache | InMemoryProgramCache:
+    """On disk where that can be written, else for this process only (a read-only container)."""
+    try:
+        return FileStreamProgramCache(cache_folder())
+    except OSError:
+        return InMemoryProgramCache()

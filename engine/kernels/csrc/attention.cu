@@ -1,0 +1,265 @@
+// Varlen attention, forward: softmax(Q K^T / sqrt(D)) V inside each sequence of a packed batch.
+//   q [T, K * GROUP, D], k and v [T, K, D], out [T, K * GROUP, D]; 16-bit, rows strided, so that Q, K and V may be parts
+//   of one fused buffer.  tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
+//   bounds int2 [T]: the sequence each token belongs to, [x, y).
+//   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
+//   smaller left, bidirectional neither.
+//
+// One block computes a tile of BLOCK_M rows for one key head. A row is (token, query head of the group), so K and V are
+// loaded once for all query heads that share them, and a causal tile is only BLOCK_M / GROUP tokens deep: far fewer
+// masked-out products on short texts. A tile may hold several short sequences; it then walks all their keys, masked.
+// Most blocks of keys need no mask: whether one does is a comparison of two scalars.
+//
+// FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V
+// fragment read from shared memory feeds M_TILES products; K of the next block is fetched under softmax and P V, V under
+// Q K^T. Two blocks share an SM and fill each other's gaps.
+// The running maximum is raised only when a score outgrows it by 2^8 (a warp votes): rescaling the accumulator is as
+// much work as the softmax itself, and p <= 256 loses nothing in fp32 sums and in 16-bit p.
+//
+// Floor: 4 * D * (visible query-key pairs) flops per query head at the mma.sync rate (62 % of wgmma's on Hopper).
+#define D HEAD_DIM
+
+constexpr int WARPS = BLOCK_M / (16 * M_TILES);
+constexpr int THREADS = 32 * WARPS;
+constexpr int TILE_TOKENS = BLOCK_M / GROUP;
+constexpr int CHUNKS = D / 8;  // 16-byte chunks of a row
+constexpr bool SWIZZLED = D % 64 == 0;
+constexpr int PITCH = SWIZZLED ? D : D + 8;
+constexpr int N_TILES = BLOCK_N / 8, D_TILES = D / 8;
+constexpr float RAISE = 8.f;  // in powers of two
+
+// Where chunk `c` of row `r` lies in a tile in shared memory, in bytes. Eight rows that ldmatrix reads together fall on
+// eight different 16-byte bank groups: by XOR where a row is a multiple of 128 bytes, else by an odd pitch.
+__device__ __forceinline__ u32 place(int r, int c) { return (r * PITCH + 8 * (SWIZZLED ? c ^ (r & 7) : c)) * 2; }
+
+// `at` two chunks further, `steps` times. One XOR with a constant, so that no register holds each step's address.
+__device__ __forceinline__ u32 advance(u32 at, int steps) {
+    return SWIZZLED ? (at ^ (steps % 4 * 32)) + steps / 4 * 128 : at + steps * 32;
+}
+
+__device__ __forceinline__ void copy_async(u32 shared, const u16* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_group 0;"); }
+
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#endif
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A thread copies one 16-byte chunk of every ROW_STEP-th row; where a row is no power of two of chunks, some lanes idle.
+constexpr u32 ROW_LANES = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
+constexpr int ROW_STEP = THREADS / ROW_LANES;
+
+// BLOCK_N rows of K or V. `x` is this thread's chunk of its first row; `rows` exist from there on, the others become zeros.
+__device__ __forceinline__ void load_keys(u32 shared, const u16* x, int stride, int rows) {
+    const u32 r = threadIdx.x / ROW_LANES, c = threadIdx.x % ROW_LANES;
+    if (ROW_LANES != CHUNKS && c >= CHUNKS) return;
+#pragma unroll
+    for (int i = 0; i < BLOCK_N; i += ROW_STEP) {
+        if (BLOCK_N % ROW_STEP != 0 && i + r >= BLOCK_N) break;
+        const bool valid = i < rows;
+        copy_async(shared + place(i + r, c), x + (valid ? i * stride : 0), valid);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ out,
+          const int2* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
+          i64 left_, i64 right_, float scale_log2) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int2 tile = tiles[blockIdx.y];
+    if (tile.x == tile.y) return;
+    const int kv_head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 q_tile = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const u32 k_tile = q_tile + BLOCK_M * PITCH * 2, v_tile = k_tile + BLOCK_N * PITCH * 2;
+    const int stride = static_cast<int>(kv_stride), left = static_cast<int>(left_), right = static_cast<int>(right_);
+
+    // Keys any row of the tile sees, and those every row sees; both ends grow with the token.
+    auto first_key = [&](int token) { return max(bounds[token].x, token - left); };
+    auto last_key = [&](int token) { return min(bounds[token].y, token + right + 1); };
+    const int begin = first_key(tile.x), end = last_key(tile.y - 1);
+    const int all_begin = first_key(tile.y - 1), all_end = last_key(tile.x);
+
+    const int chunk = threadIdx.x % ROW_LANES, first_row = threadIdx.x / ROW_LANES;
+#pragma unroll
+    for (int i = 0; i < BLOCK_M; i += ROW_STEP) {
+        const int r = i + first_row, token = tile.x + r / GROUP;
+        const bool valid = r < TILE_TOKENS * GROUP && token < tile.y;
+        const u16* row = q + (valid ? token : tile.x) * q_stride + (kv_head * GROUP + r % GROUP) * D;
+        if (ROW_LANES == CHUNKS || chunk < CHUNKS) copy_async(q_tile + place(r, chunk), row + chunk * 8, valid);
+    }
+    // This thread's chunk of the next block of keys; the values lie at the same distance everywhere.
+    const u16* next = k + (begin + first_row) * kv_stride + kv_head * D + chunk * 8;
+    const i64 to_values = v - k;
+    load_keys(k_tile, next, stride, end - begin - first_row);
+    copy_commit();
+
+    float o[M_TILES][D_TILES][4] = {};
+    float row_max[M_TILES][2], row_sum[M_TILES][2];
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row_max[m][h] = -1e30f, row_sum[m][h] = 0.f;
+
+    // Where this lane's rows of the first ldmatrix of each tile lie.
+    const int warp_row = warp * 16 * M_TILES;
+    const u32 q_at = q_tile + place(warp_row + lane % 16, lane / 16);
+    const u32 k_at = k_tile + place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 v_at = v_tile + place(lane % 16, lane / 16);
+    for (int key = begin; key < end; key += BLOCK_N) {
+        copy_wait();
+        __syncthreads();  // K is there, and nobody reads the previous V any more
+        load_keys(v_tile, next + to_values, stride, end - key - first_row);
+        copy_commit();
+
+        float s[M_TILES][N_TILES][4] = {};
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d) {
+            u32 a[M_TILES][4];
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+                ldmatrix(a[m], advance(q_at, d) + m * 16 * PITCH * 2);
+#pragma unroll
+            for (int n = 0; n < N_TILES; n += 2) {
+                u32 b[4];
+                ldmatrix(b, advance(k_at, d) + n * 8 * PITCH * 2);
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    mma(s[m][n], a[m], b[0], b[1]);
+                    mma(s[m][n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+
+        copy_wait();
+        __syncthreads();  // V is there, and nobody reads this K any more
+        next += BLOCK_N * stride;
+        if (key + BLOCK_N < end) load_keys(k_tile, next, stride, end - key - BLOCK_N - first_row);
+        copy_commit();
+
+        if (key < all_begin || key + BLOCK_N > all_end) {
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = warp_row + m * 16 + lane / 4 + h * 8;
+                    const int token = min(tile.x + row / GROUP, tile.y - 1);
+                    const int first = first_key(token), span = last_key(token) - first;
+                    const int from = first - key - lane % 4 * 2;
+#pragma unroll
+                    for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e)
+                            if (static_cast<u32>(n * 8 + e - from) >= static_cast<u32>(span))
+                                s[m][n][2 * h + e] = __int_as_float(0xff800000);
+                }
+        }
+
+        // This thread's largest score of a row; its three neighbours hold the rest of the row.
+        auto largest = [&](int m, int h) {
+            float x = fmaxf(s[m][0][2 * h], s[m][0][2 * h + 1]);
+#pragma unroll
+            for (int n = 1; n < N_TILES; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+            return x * scale_log2;
+        };
+        bool raise = false;
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) raise |= largest(m, h) > row_max[m][h] + RAISE;
+        if (__any_sync(0xffffffffu, raise)) {
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float x = largest(m, h);
+                    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+                    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+                    x = fmaxf(x, row_max[m][h]);
+                    const float shrink = exp2_fast(row_max[m][h] - x);
+                    row_max[m][h] = x;
+                    row_sum[m][h] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < D_TILES; ++n) o[m][n][2 * h] *= shrink, o[m][n][2 * h + 1] *= shrink;
+                }
+        }
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    s[m][n][e] = exp2_fast(fmaf(s[m][n][e], scale_log2, -row_max[m][e / 2]));
+                    row_sum[m][e / 2] += s[m][n][e];
+                }
+
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 16; ++n) {
+            u32 p[M_TILES][4];
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    p[m][e] = pack(s[m][2 * n + e / 2][e % 2 * 2], s[m][2 * n + e / 2][e % 2 * 2 + 1]);
+#pragma unroll
+            for (int d = 0; d < D_TILES; d += 2) {
+                u32 b[4];
+                ldmatrix_transposed(b, advance(v_at, d / 2) + n * 16 * PITCH * 2);
+#pragma unroll
+                for (int m = 0; m < M_TILES; ++m) {
+                    mma(o[m][d], p[m], b[0], b[1]);
+                    mma(o[m][d + 1], p[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // Through the warp's own rows of the Q tile, which nobody else reads, so that rows leave in whole 16-byte chunks.
+    copy_wait();
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float inverse = 1.f / lanes_sum<4>(row_sum[m][h]);
+            const int row = warp_row + m * 16 + lane / 4 + h * 8;
+#pragma unroll
+            for (int d = 0; d < D_TILES; ++d)
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(q_tile + place(row, d) + lane % 4 * 4),
+                             "r"(pack(o[m][d][2 * h] * inverse, o[m][d][2 * h + 1] * inverse)));
+        }
+    __syncwarp();
+    out += kv_head * GROUP * D;
+#pragma unroll
+    for (int i = 0; i < 16 * M_TILES * CHUNKS; i += 32) {
+        const int r = warp_row + (i + lane) / CHUNKS, c = (i + lane) % CHUNKS;
+        const int token = tile.x + r / GROUP;
+        if (r < TILE_TOKENS * GROUP && token < tile.y) {
+            const Vec8 chunk = *reinterpret_cast<const Vec8*>(shared + place(r, c));
+            store8(out + token * out_stride + (r % GROUP) * D, c, chunk);
+        }
+    }
+}

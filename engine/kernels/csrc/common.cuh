@@ -1,0 +1,84 @@
+// What every kernel shares. Put in front of each source by compile.py: NVRTC ships no headers, so none are included.
+//   HALF: 1 for fp16, 0 for bf16. Both are handled as bit patterns; arithmetic is fp32.
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+#ifndef HALF
+#define HALF 0
+#endif
+
+struct alignas(16) Vec8 {  // eight 16-bit values, the widest load there is
+    u32 word[4];
+};
+
+__device__ __forceinline__ float low(u32 pair) {
+#if HALF
+    float x;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(pair));
+    return x;
+#else
+    return __uint_as_float(pair << 16);
+#endif
+}
+
+__device__ __forceinline__ float high(u32 pair) {
+#if HALF
+    float x;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(x) : "r"(pair));
+    return x;
+#else
+    return __uint_as_float(pair & 0xffff0000u);
+#endif
+}
+
+__device__ __forceinline__ u32 pack(float a, float b) {  // a in the low half
+    u32 pair;
+#if HALF && __CUDA_ARCH__ < 800
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(pair) : "f"(a), "f"(b));
+#elif HALF
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+#endif
+    return pair;
+}
+
+__device__ __forceinline__ void unpack(const Vec8& v, float x[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = low(v.word[i]);
+        x[2 * i + 1] = high(v.word[i]);
+    }
+}
+
+__device__ __forceinline__ Vec8 pack(const float x[8]) {
+    Vec8 v;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v.word[i] = pack(x[2 * i], x[2 * i + 1]);
+    return v;
+}
+
+// [i] of a row of 16-bit values, in steps of eight.
+__device__ __forceinline__ Vec8 load8(const u16* row, i64 i) { return reinterpret_cast<const Vec8*>(row)[i]; }
+__device__ __forceinline__ void store8(u16* row, i64 i, const Vec8& v) { reinterpret_cast<Vec8*>(row)[i] = v; }
+
+template <int WIDTH>
+__device__ __forceinline__ float lanes_sum(float x) {  // over aligned groups of WIDTH lanes
+#pragma unroll
+    for (int step = WIDTH / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+
+// Over the WARPS warps of a block; `scratch` holds WARPS floats and may be used again only after a barrier.
+template <int WARPS>
+__device__ __forceinline__ float block_sum(float x, float* scratch) {
+    x = lanes_sum<32>(x);
+    if (WARPS == 1) return x;
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) x += scratch[i];
+    return x;
+}

@@ -1,0 +1,38 @@
+"""Embedding gather."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.launch import Kernel, half, runs_on
+
+THREADS = 256
+
+
+def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
+    """words[token_ids], plus positions[place in the sequence] where there is a position table.
+
+    Args:
+        token_ids: [T] int32; bounds: [T, 2] int32, the sequence each token belongs to.
+        words: [vocab_size, C]; positions: [max_position_embeddings, C].
+    Returns: [T, C], dtype of `words`.
+    """
+    if not runs_on(words):
+        return reference.embed(token_ids, bounds, words, positions)
+    num_tokens, width = len(token_ids), words.shape[1]
+    out = torch.empty(num_tokens, width, dtype=words.dtype, device=words.device)
+    kernel = _kernel(width, positions is not None, words.dtype, words.device)
+    kernel(-(-num_tokens * width // (8 * THREADS)), token_ids, bounds, words, 0 if positions is None else positions, out, num_tokens)
+    return out
+
+
+@cache
+def _kernel(width: int, positions: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
+    return Kernel("embed", "embed", embed_defines(width, positions, dtype), device, THREADS)
+
+
+def embed_defines(width: int, positions: bool, dtype: torch.dtype) -> dict[str, int]:
+    assert width % 8 == 0, "rows are read eight values at a time"
+    return {"C": width, "POSITIONS": int(positions), "THREADS": THREADS, "HALF": half(dtype)}

@@ -1,0 +1,63 @@
+"""Loaded kernels and their launch on torch's current stream."""
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from cuda.bindings import driver
+from cuda.core import LaunchConfig, Stream, launch
+from torch import Tensor
+
+from engine.errors import BackendError
+from engine.kernels.compile import compile_kernel
+
+NO_DEFINES: Mapping[str, int] = MappingProxyType({})
+
+
+class Kernel:
+    """One entry point, compiled for one device; call it with its grid and arguments."""
+
+    def __init__(
+        self, source: str, entry: str, defines: Mapping[str, int], device: torch.device, threads: int, shared_bytes: int = 0
+    ) -> None:
+        code = compile_kernel(source, defines, arch_of(device))
+        self._code = code  # keeps the module loaded
+        self._kernel = code.get_kernel(entry)
+        self._device = device
+        self._threads, self._shared_bytes = threads, shared_bytes
+        if shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, int(self._kernel.handle), device.index or 0)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise BackendError(f"kernel {entry} needs {shared_bytes} bytes of shared memory: {status}")
+
+    def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
+        """Launch. Tensors are passed by address, whole numbers as 64 bits, floats as numpy float32; nothing is checked here."""
+        config = LaunchConfig(grid=grid, block=self._threads, shmem_size=self._shared_bytes)
+        launch(_stream(torch.cuda.current_stream(self._device).cuda_stream), config, self._kernel, *map(_argument, arguments))
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether our kernels take this tensor: 16-bit, on a GPU. float32 on a GPU takes the reference path: it is for checks."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def arch_of(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def half(dtype: torch.dtype) -> int:
+    """The HALF macro."""
+    return int(dtype == torch.float16)
+
+
+def _argument(value: object) -> object:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+@cache
+def _stream(handle: int) -> Stream:
+    return Stream.from_handle(handle)

@@ -1,0 +1,88 @@
+"""Residual add + RMSNorm or LayerNorm."""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.launch import Kernel, half, runs_on
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, statistics in fp32.
+
+    Args:
+        x: [T, C], contiguous.
+        residual: [T, C]; if given, x is added to it in place first and the sum is what is normalised.
+    Returns: [T, C], dtype kept.
+    """
+    if not runs_on(x):
+        return reference.rms_norm(x, weight, eps, residual)
+    out = torch.empty_like(x)
+    kernel = norm_kernel(x.shape[1], x.dtype, x.device, layer=False, bias=False, residual=0 if residual is None else 2)
+    kernel(x.shape[0], x, residual, None, weight, None, out, eps)
+    return out
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, shift: Tensor, eps: float, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """(y - mean) / sqrt(var + eps) * weight + shift of y = x + bias + residual, statistics in fp32.
+
+    Args:
+        x, residual: [T, C], contiguous; bias, weight, shift: [C].
+    Returns: [T, C], dtype kept; nothing is changed in place.
+    """
+    if not runs_on(x):
+        return reference.layer_norm(x, weight, shift, eps, bias, residual)
+    out = torch.empty_like(x)
+    kernel = norm_kernel(x.shape[1], x.dtype, x.device, layer=True, bias=bias is not None, residual=int(residual is not None))
+    kernel(x.shape[0], x, residual, bias, weight, shift, out, eps)
+    return out
+
+
+class NormKernel:
+    def __init__(self, defines: dict[str, int], device: torch.device) -> None:
+        self._rows = defines["ROWS"]
+        self._kernel = Kernel("norm", "add_norm", defines, device, defines["ROW_THREADS"] * self._rows)
+
+    def __call__(
+        self,
+        num_rows: int,
+        x: Tensor,
+        residual: Tensor | None,
+        bias: Tensor | None,
+        weight: Tensor,
+        shift: Tensor | None,
+        out: Tensor,
+        eps: float,
+    ) -> None:
+        grid = -(-num_rows // self._rows)
+        self._kernel(grid, x, _or_null(residual), _or_null(bias), weight, _or_null(shift), out, num_rows, np.float32(eps))
+
+
+@cache
+def norm_kernel(width: int, dtype: torch.dtype, device: torch.device, layer: bool, bias: bool, residual: int) -> NormKernel:
+    return NormKernel(norm_defines(width, dtype, layer, bias, residual), device)
+
+
+def norm_defines(width: int, dtype: torch.dtype, layer: bool, bias: bool, residual: int) -> dict[str, int]:
+    """A warp takes up to 1024 values of a row: 32 a lane, which stay in registers."""
+    assert width % 8 == 0, "rows are read eight values at a time"
+    row_threads = 32 * -(-width // 1024)
+    rows = 4 if row_threads == 32 else 1
+    return {
+        "C": width,
+        "ROW_THREADS": row_threads,
+        "ROWS": rows,
+        "LAYER": int(layer),
+        "BIAS": int(bias),
+        "RESIDUAL": residual,
+        "HALF": half(dtype),
+    }
+
+
+def _or_null(tensor: Tensor | None) -> Tensor | int:
+    return 0 if tensor is None else tensor

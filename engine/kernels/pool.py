@@ -1,0 +1,51 @@
+"""Mean over each sequence, and what makes a vector of a pooled row: cut, normalise, look for non-finite values."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.launch import Kernel, half, runs_on
+
+THREADS = 256
+
+
+def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean over each sequence's tokens, summed in fp32. [T, C], [B + 1] int32 -> [B, C] fp32."""
+    if not runs_on(hidden):
+        return reference.pool_mean(hidden, cu_seqlens)
+    num_seqs, width = len(cu_seqlens) - 1, hidden.shape[1]
+    out = torch.empty(num_seqs, width, device=hidden.device)
+    _kernel("pool_mean", width, False, hidden.dtype, hidden.device)((num_seqs, -(-width // 64)), hidden, cu_seqlens, out)
+    return out
+
+
+def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut each row to its own number of dimensions, then L2-normalise it where asked: in this order, so that a cut vector
+    has length one too.
+
+    Args:
+        pooled: [B, C], fp32 or 16-bit, contiguous.
+        dimensions: [B] int32, 1 .. C.  normalize: [B] int32, 0 or 1.
+    Returns: [B, C] fp32 with zeros past a row's dimensions, and [B] int32: 1 where every value kept was finite.
+    """
+    if not pooled.is_cuda:
+        return reference.pool_finish(pooled, dimensions, normalize)
+    num_seqs, width = pooled.shape
+    out = torch.empty(num_seqs, width, device=pooled.device)
+    finite = torch.empty(num_seqs, dtype=torch.int32, device=pooled.device)
+    rows, sums = (0, pooled) if pooled.dtype == torch.float32 else (pooled, 0)
+    kernel = _kernel("pool_finish", width, rows is pooled, pooled.dtype, pooled.device)
+    kernel(num_seqs, rows, sums, dimensions, normalize, out, finite)
+    return out, finite
+
+
+@cache
+def _kernel(entry: str, width: int, from_rows: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
+    return Kernel("pool", entry, pool_defines(width, from_rows, dtype), device, THREADS)
+
+
+def pool_defines(width: int, from_rows: bool, dtype: torch.dtype) -> dict[str, int]:
+    assert width % 8 == 0, "rows are read eight values at a time"
+    return {"C": width, "FROM_ROWS": int(from_rows), "THREADS": THREADS, "HALF": half(dtype)}

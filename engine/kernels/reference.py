@@ -1,0 +1,111 @@
+"""Every operation in plain torch: the specification our kernels are tested against, and the path of CPUs and float32."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """The normalised value is rounded to x's dtype before it meets the weight, as in transformers' Qwen3RMSNorm."""
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, shift: Tensor, eps: float, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    if bias is not None:
+        x = x + bias
+    if residual is not None:
+        x = x + residual
+    return F.layer_norm(x, weight.shape, weight, shift, eps)
+
+
+def rope_table(head_dim: int, theta: float, positions: int, device: torch.device) -> Tensor:
+    """cos and sin of every position's angles, [positions, D / 2, 2] fp32.
+
+    Angles in fp32: bf16 holds whole numbers exactly only up to 256, so far positions would share an angle.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), 1.0 / theta**exponents)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+
+
+def norm_rope(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, bounds: Tensor, eps: float, n_heads: int) -> None:
+    """Source: `apply_rotary_pos_emb` of transformers' Qwen3, cos and sin rounded to the dtype of `qkv` as there."""
+    kv_heads = (qkv.shape[1] - n_heads) // 2
+    angles = table[places(bounds)].to(qkv.dtype).unsqueeze(1)  # [T, 1, D / 2, 2]
+    cos, sin = (torch.cat((part, part), dim=-1) for part in angles.unbind(-1))  # [T, 1, D]
+    for heads, weight in ((qkv[:, :n_heads], q_weight), (qkv[:, n_heads : n_heads + kv_heads], k_weight)):
+        normed = rms_norm(heads, weight, eps)
+        first, second = normed.chunk(2, dim=-1)
+        heads.copy_(normed * cos + torch.cat((-second, first), dim=-1) * sin)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
+    hidden = F.embedding(token_ids, words)
+    return hidden if positions is None else hidden + F.embedding(places(bounds), positions)
+
+
+def places(bounds: Tensor) -> Tensor:
+    """Each token's position in its own sequence. [T, 2] int32 -> [T] int32."""
+    return torch.arange(len(bounds), device=bounds.device, dtype=torch.int32) - bounds[:, 0]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool, window: int | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v within each sequence, one sequence after the other.
+
+    Args:
+        q: [T, H, D]; k, v: [T, K, D] with H a multiple of K (grouped queries). Any strides.
+        causal: a token sees itself and what is before it; else the whole sequence.
+        window: it sees no token further away than this.
+    Returns: [T, H, D], contiguous.
+    """
+    if len(lengths) == 1:
+        return _one_sequence(q, k, v, causal, window).contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start := start + length)
+        out[rows] = _one_sequence(q[rows], k[rows], v[rows], causal, window)
+    return out
+
+
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Tensor:
+    """[L, H, D] -> [L, H, D]."""
+    mask = None
+    if window is not None:
+        at = torch.arange(len(q), device=q.device)
+        distance = at[:, None] - at[None, :]
+        mask = (distance <= window) & (distance >= (0 if causal else -window))
+        causal = False
+    grouped = q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
+
+
+def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Source: `Pooling(pooling_mode="mean")` of sentence-transformers."""
+    return torch.segment_reduce(hidden.float(), "mean", offsets=cu_seqlens.long(), unsafe=True)
+
+
+def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> tuple[Tensor, Tensor]:
+    columns = torch.arange(pooled.shape[1], device=pooled.device)
+    kept = columns < dimensions.unsqueeze(1)
+    out = torch.where(kept, pooled.float(), 0.0)
+    finite = torch.isfinite(out).all(dim=1)
+    out = torch.where(normalize.bool().unsqueeze(1), F.normalize(out, dim=-1, eps=1e-12), out)
+    return out, finite.int()

@@ -1,0 +1,138 @@
+"""What the compiler makes of every kernel on every chip: registers, shared memory, spills. Needs no GPU."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from cuda.bindings import nvrtc
+
+from engine.errors import ModelError
+from engine.kernels.activation import activation_defines
+from engine.kernels.attention import HEAD_DIMS, attention_defines, tile_shape
+from engine.kernels.compile import MAX_SHARED_BYTES, compile_report
+from engine.kernels.embed import embed_defines
+from engine.kernels.norm import norm_defines
+from engine.kernels.pool import pool_defines
+from engine.kernels.rope import rope_defines
+
+DEFAULT_ARCHS = "80,86,89,90,100,120,121"
+_GROUPS = (1, 2, 4, 7, 8)  # query heads a key head
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way a source is specialised."""
+
+    source: str
+    label: str
+    defines: Mapping[str, int]
+    dynamic_shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry point of a variant on one chip; where the variant does not compile, `error` says why and the rest is 0."""
+
+    arch: str
+    kernel: str
+    label: str
+    registers: int = 0
+    shared_bytes: int = 0  # static and dynamic
+    spill_bytes: int = 0
+    error: str = ""
+
+
+def parse_archs(text: str) -> list[tuple[int, int]]:
+    """ "80,sm_120" -> [(8, 0), (12, 0)], each once. Raises: ModelError for what this NVRTC cannot compile for."""
+    known = _known_archs()
+    chosen = []
+    for value in text.split(","):
+        number = value.strip().removeprefix("sm_")
+        if number not in known:
+            raise ModelError(f"arch {value.strip()!r} is unknown to this NVRTC; it knows {', '.join(known)}")
+        chosen.append((int(number[:-1]), int(number[-1])))
+    return list(dict.fromkeys(chosen))
+
+
+def variants(capability: tuple[int, int]) -> Iterator[Variant]:
+    """Every specialisation worth watching, as the launchers would compile it for this chip.
+
+    Before sm_80 there is no bf16, no cp.async and no mma of m16n8k16: fp16 only, and no attention.
+    """
+    modern = capability >= (8, 0)
+    dtype = torch.bfloat16 if modern else torch.float16
+    if modern:
+        yield from (_attention(head_dim, group, dtype, capability) for head_dim in HEAD_DIMS for group in _GROUPS)
+        yield from (_attention(head_dim, group, torch.float16, capability) for head_dim, group in ((64, 1), (128, 4)))
+    for width in (384, 768, 1024, 2560, 4096, 5120):
+        for residual in (0, 2):
+            label = f"C {width}, RMS{', residual' * (residual > 0)}"
+            yield Variant("norm", label, norm_defines(width, dtype, layer=False, bias=False, residual=residual))
+        for bias, residual in ((False, 0), (True, 0), (False, 1), (True, 1)):
+            label = f"C {width}, Layer{', bias' * bias}{', residual' * residual}"
+            yield Variant("norm", label, norm_defines(width, dtype, layer=True, bias=bias, residual=residual))
+    for heads in (16, 32, 40):
+        yield Variant("rope", f"head_dim 128, {heads}/8 heads", rope_defines(128, heads, 8, dtype))
+    for width in (1536, 3072, 9728, 12288):
+        yield Variant("activation", f"I {width}", activation_defines(width, dtype))
+    yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
+    yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
+    for width in (384, 1024, 4096):
+        for from_rows in (True, False):
+            label = f"C {width}, from {'rows' if from_rows else 'sums'}"
+            yield Variant("pool", label, pool_defines(width, from_rows, dtype))
+
+
+def report(capabilities: Sequence[tuple[int, int]]) -> list[Row]:
+    """Compile every variant for every capability, as many at a time as there are cores (NVRTC releases the GIL)."""
+    jobs = [(variant, f"sm_{major}{minor}") for major, minor in capabilities for variant in variants((major, minor))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [row for rows in pool.map(compile_rows, *zip(*jobs, strict=True)) for row in rows]
+
+
+def compile_rows(variant: Variant, arch: str) -> list[Row]:
+    """A row for each entry point of the variant's source."""
+    label = f"{variant.label}, {'fp16' if variant.defines['HALF'] else 'bf16'}"
+    try:
+        found = compile_report(variant.source, variant.defines, arch)
+    except ModelError:  # no NVRTC: it would be the same for every variant
+        raise
+    except Exception as error:  # cuda.core's NVRTCError is private
+        return [Row(arch, variant.source, label, error=" ".join(str(error).split()))]
+    return [
+        Row(arch, entry, label, used.registers, used.shared_bytes + variant.dynamic_shared_bytes, used.spill_bytes)
+        for entry, used in found.items()
+    ]
+
+
+def problem(row: Row) -> str:
+    """What is wrong with this row; empty where nothing is."""
+    if row.error:
+        return f"does not compile: {row.error}"
+    if row.spill_bytes:
+        return f"spills {row.spill_bytes} bytes"
+    if row.shared_bytes > MAX_SHARED_BYTES and (row.arch in ("sm_86", "sm_89") or row.arch.startswith("sm_12")):
+        return f"takes {row.shared_bytes / 1024:.1f} KB of shared memory, {MAX_SHARED_BYTES // 1024} is the limit"
+    return ""
+
+
+def problems(rows: Sequence[Row]) -> list[str]:
+    """One line for each row with something wrong."""
+    return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
+
+
+def _attention(head_dim: int, group: int, dtype: torch.dtype, capability: tuple[int, int]) -> Variant:
+    shape = tile_shape(head_dim, capability)
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head"
+    return Variant("attention", label, attention_defines(head_dim, group, dtype, shape), shape.shared_bytes(head_dim))
+
+
+def _known_archs() -> list[str]:
+    try:
+        status, archs = nvrtc.nvrtcGetSupportedArchs()
+    except Exception as error:  # no library to load: cuda.bindings raises what its loader raises
+        raise ModelError(f"NVRTC cannot be used ({error}); install it with: pip install nvidia-cuda-nvrtc") from error
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    return [str(arch) for arch in archs]

@@ -1,0 +1,42 @@
+"""GPU memory as a good neighbour: refuse what cannot fit, and stay within what was taken at start."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.errors import ModelError
+
+# What a loaded engine may still take: CUDA graphs made later, and the allocator's rounding.
+_GROWTH_BYTES = 512 << 20
+# Beside the weights there must be room for the smallest token budget.
+_LEAST_WORKSPACE_BYTES = 256 << 20
+
+
+def check_fits(weight_bytes: int, device: torch.device, model: str) -> None:
+    """Raises: ModelError naming the numbers, before anything is copied."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if weight_bytes + _LEAST_WORKSPACE_BYTES > free:
+        raise ModelError(
+            f"{model} has {weight_bytes / 2**30:.1f} GiB of weights in this dtype, {device} has {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB free; free some, take another GPU, or a smaller dtype or model"
+        )
+
+
+@contextmanager
+def reservation(device: torch.device) -> Iterator[None]:
+    """Load inside; afterwards this process cannot take more of the GPU than it then holds and a small growth.
+
+    A load runs the largest batch, so what it needs is held by then. Whatever else shares the card can count on the rest:
+    a batch that would reach into it fails as out of memory here, and is split, instead of failing there.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    yield
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = torch.cuda.memory_reserved(device) + _GROWTH_BYTES
+    torch.cuda.set_per_process_memory_fraction(min(1.0, held / total), device)

@@ -1,0 +1,63 @@
+"""Seconds of GPU work without the host's cost of launching it, and the two ceilings a kernel is measured against."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+CALLS, REPLAYS = 20, 10
+LONG_S = 5e-3  # a call that takes this long hides its launches
+
+
+def seconds_of(call: Callable[[int], object], captured: bool = True) -> float:
+    """Median seconds of one call on the GPU.
+
+    Args:
+        call: given the number of the call, 0 .. CALLS - 1, so that it may rotate over buffers. What it returns is kept until
+            all calls of a round have run, so that no output is written over the one before, in cache.
+        captured: up to CALLS calls become one CUDA graph, replayed REPLAYS times. False where the host's part cannot be
+            captured; that and calls of milliseconds are timed one by one.
+    """
+    stream = _side_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)  # compiles, picks algorithms, allocates
+        once = _median_seconds(lambda: call(1), 1)
+        if once > LONG_S or not captured:
+            return once if once > 0.2 else _median_seconds(lambda: call(2), 3 if captured else REPLAYS)
+        graph = torch.cuda.CUDAGraph()
+        calls = min(CALLS, int(4 * LONG_S / once))
+        with torch.cuda.graph(graph, stream=stream):
+            _ = [call(i) for i in range(calls)]
+        return _median_seconds(graph.replay, REPLAYS) / calls
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s of a 2 GiB copy on the device, read and written."""
+    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda _: target.copy_(source))
+
+
+def gemm_rate(size: int = 8192) -> float:
+    """FLOP/s of torch.mm on square bf16 matrices of random values: zeros would draw less power and run faster."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * size**3 / seconds_of(lambda _: torch.mm(a, b))
+
+
+def _median_seconds(run: Callable[[], object], repeats: int) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda._sleep(1 << 20)  # half a millisecond's start for the host: work waits for the GPU, not the GPU for work
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    events[-1].synchronize()
+    return median(before.elapsed_time(after) for before, after in pairwise(events)) / 1e3
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()

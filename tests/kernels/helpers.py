@@ -1,0 +1,66 @@
+"""What the tests of our kernels share: the measure of closeness, poisoned outputs, ragged batches on the device."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.attention import attention_tiles, tile_tokens
+
+DEVICE = torch.device("cuda", 0)
+DTYPES = [torch.bfloat16, torch.float16]
+RAGGED = (1, 7, 33, 128, 2, 129, 5, 300, 1, 1, 1)
+_GUARD = 130  # rows around a buffer: more than a block of keys
+
+
+def assert_as_close_as_torch(ours: Tensor, low: Tensor, exact: Tensor, factor: float = 2.0) -> None:
+    """Our error against fp64 may be at most `factor` times the error torch makes in our dtype. NaN never passes."""
+    assert (ours.dtype, ours.shape, low.shape) == (low.dtype, exact.shape, exact.shape)
+    assert not ours.isnan().any(), f"{int(ours.isnan().sum())} of {ours.numel()} values are NaN"
+    ours_err = (ours.double() - exact).abs().max()
+    torch_err = (low.double() - exact).abs().max()
+    assert ours_err <= factor * torch_err + 1e-6, f"{ours_err=:.2e} {torch_err=:.2e}"
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, torch.empty and its like hold NaN (whole numbers: the largest), so that a value nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)  # brings torch.utils.deterministic.fill_uninitialized_memory with it
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def bounds_of(lengths: Sequence[int]) -> Tensor:
+    """[T, 2] int32, the sequence each token belongs to: [first token, one past its last)."""
+    ends = np.cumsum(lengths)
+    pairs = np.stack((ends - lengths, ends), axis=1).astype(np.int32)
+    return torch.from_numpy(np.repeat(pairs, lengths, axis=0)).to(DEVICE)
+
+
+def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
+    """[B + 1] int32."""
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
+
+
+def tile_depth(heads: tuple[int, int], head_dim: int) -> int:
+    """Tokens of a tile on this device; `heads` are (query heads, key heads)."""
+    return tile_tokens(heads[0] // heads[1], head_dim, torch.cuda.get_device_capability(DEVICE))
+
+
+def tiles_of(lengths: Sequence[int], depth: int) -> Tensor:
+    """[n, 2] int32."""
+    return torch.from_numpy(attention_tiles(lengths, depth)).to(DEVICE)
+
+
+def random_qkv(num_tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, H, D], k and v [T, K, D]: parts of one fused buffer, as in a model, with rows of NaN before and after it."""
+    torch.manual_seed(0)
+    shape = (num_tokens + 2 * _GUARD, heads[0] + 2 * heads[1], head_dim)
+    buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
+    q, k, v = buffer[_GUARD:-_GUARD].normal_().split((heads[0], heads[1], heads[1]), dim=1)
+    return q, k, v

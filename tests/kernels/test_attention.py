@@ -1,0 +1,210 @@
+"""Varlen attention against the reference in fp64: no worse than torch, whatever the shapes, tiles, masks and scores."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers import (
+    DEVICE,
+    DTYPES,
+    RAGGED,
+    assert_as_close_as_torch,
+    bounds_of,
+    poisoned,
+    random_qkv,
+    tile_depth,
+    tiles_of,
+)
+from torch import Tensor
+
+from engine import kernels
+from engine.kernels import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+HEAD_DIMS = [32, 64, 96, 128, 256]
+HEADS = [(4, 4), (8, 2), (7, 1), (6, 3), (16, 8)]
+QKV = tuple[Tensor, Tensor, Tensor]
+
+# Sequences that need not share a tile, or whose tiles have other company, differ by the rounding of p alone.
+both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+
+
+def heads_of(qkv: QKV) -> tuple[int, int]:
+    return qkv[0].shape[1], qkv[1].shape[1]
+
+
+def ours(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None) -> Tensor:
+    """Our attention into an output full of NaN; `tiles` other than those of the whole batch, if given."""
+    if tiles is None:
+        tiles = tiles_of(lengths, tile_depth(heads_of(qkv), qkv[0].shape[2]))
+    bounds = bounds_of(lengths)
+    with poisoned():
+        return kernels.attention(*qkv, tiles, bounds, causal, window)
+
+
+def check(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None) -> None:
+    q, k, v = qkv
+    out = ours(qkv, lengths, causal, window)
+    assert out.is_contiguous()
+    low = reference.attention(q, k, v, tuple(lengths), causal, window)
+    exact = reference.attention(q.double(), k.double(), v.double(), tuple(lengths), causal, window)
+    assert_as_close_as_torch(out, low, exact)
+
+
+def rows(qkv: QKV, first: int, end: int) -> QKV:
+    q, k, v = qkv
+    return q[first:end], k[first:end], v[first:end]
+
+
+def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
+    """p is rounded to 16 bits relative to another running maximum: up to eps times the values, which are below 4 or so."""
+    eps = torch.finfo(one.dtype).eps
+    torch.testing.assert_close(one, other, rtol=2 * eps, atol=4 * eps)
+
+
+@both_masks
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_ragged_batch(head_dim: int, heads: tuple[int, int], window: int | None, causal: bool) -> None:
+    check(random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16), RAGGED, causal, window)
+
+
+@both_masks
+@pytest.mark.parametrize(("head_dim", "heads"), list(zip(HEAD_DIMS, HEADS, strict=True)))
+def test_ragged_batch_in_fp16(head_dim: int, heads: tuple[int, int], causal: bool) -> None:
+    check(random_qkv(sum(RAGGED), heads, head_dim, torch.float16), RAGGED, causal)
+
+
+@both_masks
+@pytest.mark.parametrize("heads", [(4, 4), (7, 1)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_lengths_around_a_tile(head_dim: int, heads: tuple[int, int], causal: bool) -> None:
+    depth = tile_depth(heads, head_dim)
+    batches = [
+        [1],
+        [depth - 1],
+        [depth],
+        [depth + 1],
+        [depth, 1],
+        [1, depth],
+        [depth - 1, 1, 1],
+        [2 * depth + 1],
+        [24] * 40,
+        [1] * 300,
+    ]
+    for lengths in batches:
+        check(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, causal)
+
+
+@both_masks
+@pytest.mark.parametrize("heads", [(8, 2), (7, 1)])
+def test_window_edges(heads: tuple[int, int], causal: bool) -> None:
+    qkv = random_qkv(sum(RAGGED), heads, 64, torch.bfloat16)
+    assert torch.equal(ours(qkv, RAGGED, causal, window=max(RAGGED)), ours(qkv, RAGGED, causal))
+    assert torch.equal(ours(qkv, RAGGED, causal, window=0), qkv[2].repeat_interleave(heads[0] // heads[1], dim=1))
+
+
+@both_masks
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize(("head_dim", "heads"), [(32, (4, 4)), (128, (8, 2)), (256, (7, 1))])
+def test_rows_of_no_tile_are_left_alone(head_dim: int, heads: tuple[int, int], window: int | None, causal: bool) -> None:
+    qkv = random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16)
+    bounds = bounds_of(RAGGED)
+    pooled = (bounds[:, 1] - 1 if causal else bounds[:, 0]).unique()  # last-token or cls pooling
+    out = ours(qkv, RAGGED, causal, window, tiles=torch.stack((pooled, pooled + 1), dim=1))
+    assert_same_but_for_rounding(out[pooled], ours(qkv, RAGGED, causal, window)[pooled])
+    others = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
+    others[pooled] = False
+    assert out[others].isnan().all()
+
+
+@both_masks
+def test_padding_tiles_do_nothing(causal: bool) -> None:
+    qkv = random_qkv(sum(RAGGED), (8, 2), 128, torch.bfloat16)
+    tiles = tiles_of(RAGGED, tile_depth((8, 2), 128))
+    padding = torch.tensor([[0, 0], [9, 9], [sum(RAGGED), sum(RAGGED)]], dtype=torch.int32, device=DEVICE)
+    padded = torch.cat((padding, tiles, padding[:1]))
+    assert torch.equal(ours(qkv, RAGGED, causal, tiles=padded), ours(qkv, RAGGED, causal))
+    assert ours(qkv, RAGGED, causal, tiles=padding).isnan().all()
+
+
+@both_masks
+@pytest.mark.parametrize("tiles_each", [1, 3])
+@pytest.mark.parametrize(("head_dim", "heads"), [(32, (4, 4)), (96, (6, 3)), (128, (8, 2)), (256, (7, 1))])
+def test_texts_that_fill_their_tiles_are_the_same_alone_bit_for_bit(
+    head_dim: int, heads: tuple[int, int], tiles_each: int, causal: bool
+) -> None:
+    length = tiles_each * tile_depth(heads, head_dim)
+    qkv = random_qkv(5 * length, heads, head_dim, torch.bfloat16)
+    together = ours(qkv, [length] * 5, causal)
+    alone = [ours(rows(qkv, first, first + length), [length], causal) for first in range(0, 5 * length, length)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@both_masks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [RAGGED, (24,) * 20], ids=["ragged", "equal"])
+@pytest.mark.parametrize(("head_dim", "heads"), [(32, (4, 4)), (128, (8, 2)), (256, (7, 1))])
+def test_company_changes_nothing_but_rounding(
+    head_dim: int, heads: tuple[int, int], lengths: Sequence[int], dtype: torch.dtype, causal: bool
+) -> None:
+    qkv = random_qkv(sum(lengths), heads, head_dim, dtype)
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    alone = [ours(rows(qkv, start, start + n), [n], causal) for start, n in zip(starts, lengths, strict=True)]
+    assert_same_but_for_rounding(ours(qkv, lengths, causal), torch.cat(alone))
+
+
+@pytest.mark.xfail(strict=True, reason="a masked value weighs 0, and 0 * NaN is NaN: it reaches whoever shares its tile")
+def test_a_text_gone_to_nan_spoils_no_other() -> None:
+    qkv = random_qkv(12, (4, 4), 64, torch.bfloat16)
+    qkv[2][:5] = torch.nan
+    assert ours(qkv, [5, 7], causal=True)[5:].isfinite().all()
+
+
+@both_masks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "heads"), [(32, (4, 4)), (128, (8, 2)), (256, (7, 1))])
+def test_large_scores(head_dim: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+    qkv = random_qkv(sum(RAGGED), heads, head_dim, dtype)
+    qkv[0].mul_(30)
+    check(qkv, RAGGED, causal)
+
+
+@both_masks
+@pytest.mark.parametrize(("start", "slope"), [(0, 0.5), (0, 4), (0, 40), (0, -4), (0, -40), (-400, 4), (400, -4)])
+@pytest.mark.parametrize(("head_dim", "heads"), [(32, (4, 4)), (128, (8, 2)), (256, (7, 1))])
+def test_scores_that_grow_or_shrink_along_the_keys(
+    head_dim: int, heads: tuple[int, int], start: float, slope: float, causal: bool
+) -> None:
+    """`start` and, over 64 keys, `slope` are what is added to a score before softmax: the running maximum is raised in each
+    block of keys, or never again after the first."""
+    lengths = [700, 20, 300]
+    q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
+    places = reference.places(bounds_of(lengths)).unsqueeze(1)
+    q[..., 0] = 8
+    k[..., 0] = (start + slope / 64 * places) * head_dim**0.5 / 8
+    check((q, k, v), lengths, causal)
+
+
+@both_masks
+def test_graph_replay_equals_eager(causal: bool) -> None:
+    heads, head_dim = (8, 2), 128
+    batches = [[1, 7, 33, 128, 87], [256], [64] * 4, [1] * 256]  # 256 tokens each
+    cut = [tiles_of(lengths, tile_depth(heads, head_dim)) for lengths in batches]
+    q, k, v = random_qkv(256, heads, head_dim, torch.bfloat16)
+    tiles = torch.zeros(max(map(len, cut)), 2, dtype=torch.int32, device=DEVICE)
+    bounds = bounds_of(batches[0])
+    kernels.attention(q, k, v, tiles, bounds, causal)  # compiles and loads, which a capture cannot
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.attention(q, k, v, tiles, bounds, causal)
+    for lengths, mine in zip(batches, cut, strict=True):
+        for x in (q, k, v):
+            x.normal_()
+        bounds.copy_(bounds_of(lengths))
+        tiles.zero_()[: len(mine)] = mine
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, ours((q, k, v), lengths, causal))

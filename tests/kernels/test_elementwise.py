@@ -1,0 +1,209 @@
+"""The kernels around attention and matrix products against fp64: no worse than torch in 16 bits, nothing left unwritten."""
+
+import pytest
+import torch
+from helpers import DEVICE, DTYPES, RAGGED, assert_as_close_as_torch, bounds_of, cu_seqlens_of, poisoned
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine import kernels
+from engine.kernels import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+EPS = 1e-6
+in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+widths = pytest.mark.parametrize("width", [40, 384, 768, 1024, 2560, 4096])
+row_counts = pytest.mark.parametrize("num_rows", [1, 3, 127, 129, 1000])
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def normal(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device=DEVICE) + mean).to(dtype)
+
+
+def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+@in_16_bits
+@widths
+@row_counts
+def test_rms_norm(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = normal(num_rows, width, dtype=dtype), normal(width, dtype=dtype, mean=1)
+    with poisoned():
+        ours = kernels.rms_norm(x, weight, EPS)
+    assert_as_close_as_torch(ours, reference.rms_norm(x, weight, EPS), rms_norm_exact(x, weight))
+
+
+@in_16_bits
+@widths
+@row_counts
+def test_rms_norm_adds_to_the_residual_in_place(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (normal(n, width, dtype=dtype) for n in (num_rows, num_rows, 1))
+    weight, before = weight[0], (x.clone(), residual.clone())
+    low = reference.rms_norm(x, weight, EPS, residual.clone())
+    exact = rms_norm_exact(x.double() + residual.double(), weight)
+    with poisoned():
+        ours = kernels.rms_norm(x, weight, EPS, residual)
+    assert_as_close_as_torch(ours, low, exact)
+    assert torch.equal(residual, before[0] + before[1])
+    assert torch.equal(x, before[0])
+
+
+@in_16_bits
+@widths
+@row_counts
+@pytest.mark.parametrize(("with_bias", "with_residual"), [(False, False), (True, False), (False, True), (True, True)])
+def test_layer_norm(num_rows: int, width: int, dtype: torch.dtype, with_bias: bool, with_residual: bool) -> None:
+    x, weight, shift = normal(num_rows, width, dtype=dtype), normal(width, dtype=dtype, mean=1), normal(width, dtype=dtype)
+    bias = normal(width, dtype=dtype) if with_bias else None
+    residual = normal(num_rows, width, dtype=dtype) if with_residual else None
+    given = [tensor for tensor in (x, bias, residual) if tensor is not None]
+    before = [tensor.clone() for tensor in given]
+    with poisoned():
+        ours = kernels.layer_norm(x, weight, shift, EPS, bias, residual)
+    low = reference.layer_norm(x, weight, shift, EPS, bias, residual)
+    exact = F.layer_norm(sum(tensor.double() for tensor in given), (width,), weight.double(), shift.double(), EPS)
+    assert_as_close_as_torch(ours, low, exact)
+    assert all(map(torch.equal, given, before))
+
+
+@in_16_bits
+@pytest.mark.parametrize("width", [40, 384, 2560])
+def test_layer_norm_far_from_zero(width: int, dtype: torch.dtype) -> None:
+    """E[y^2] - mean^2 would lose the variance here."""
+    x = normal(129, width, dtype=dtype, mean=200)
+    weight, shift = normal(width, dtype=dtype, mean=1), normal(width, dtype=dtype)
+    exact = F.layer_norm(x.double(), (width,), weight.double(), shift.double(), EPS)
+    assert_as_close_as_torch(kernels.layer_norm(x, weight, shift, EPS), reference.layer_norm(x, weight, shift, EPS), exact)
+
+
+@in_16_bits
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (7, 1), (14, 2), (3, 3), (16, 8), (32, 8), (40, 8)])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_norm_rope(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    check_norm_rope(RAGGED, head_dim, heads, dtype)
+
+
+@in_16_bits
+def test_norm_rope_at_far_positions(dtype: torch.dtype) -> None:
+    check_norm_rope((5, 30001, 2), 64, (2, 1), dtype)
+
+
+def check_norm_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    n_heads, rotated = heads[0], sum(heads)
+    qkv = normal(sum(lengths), rotated + heads[1], head_dim, dtype=dtype)
+    weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
+    table, bounds = reference.rope_table(head_dim, 1e6, max(lengths), DEVICE), bounds_of(lengths)
+
+    each = torch.stack([weights[int(head >= n_heads)] for head in range(rotated)])  # [H + K, D]
+    cos, sin = table.double()[reference.places(bounds)].unsqueeze(1).unbind(-1)  # [T, 1, D / 2]
+    first, second = rms_norm_exact(qkv[:, :rotated], each).chunk(2, dim=-1)
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    ours, low = qkv.clone(), qkv.clone()
+    reference.norm_rope(low, *weights, table, bounds, EPS, n_heads)
+    kernels.norm_rope(ours, *weights, table, bounds, EPS, n_heads)
+    assert_as_close_as_torch(ours[:, :rotated], low[:, :rotated], exact)
+    assert torch.equal(ours[:, rotated:], qkv[:, rotated:])
+
+
+@in_16_bits
+@widths
+@row_counts
+@pytest.mark.parametrize("largest", [3, 80])
+def test_swiglu(num_rows: int, width: int, dtype: torch.dtype, largest: float) -> None:
+    gate_up = normal(num_rows, 2 * width, dtype=dtype)
+    gate_up[:, :width].uniform_(-largest, largest)
+    gate_up[0, :2] = torch.tensor([-largest, largest])
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    with poisoned():
+        ours = kernels.swiglu(gate_up)
+    assert_as_close_as_torch(ours, reference.swiglu(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+@in_16_bits
+@widths
+@row_counts
+def test_gelu_in_place(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    x, bias = normal(num_rows, width, dtype=dtype), normal(width, dtype=dtype)
+    low, exact = reference.gelu(x, bias), F.gelu(x.double() + bias.double())
+    assert kernels.gelu(x, bias) is x
+    assert_as_close_as_torch(x, low, exact)
+
+
+@in_16_bits
+@pytest.mark.parametrize(("first", "last"), [(-10, -3), (-3, -1), (-1, 0), (-0.01, 0.01), (0, 1), (1, 10), (-200, 200)])
+def test_gelu_stretch_by_stretch(first: float, last: float, dtype: torch.dtype) -> None:
+    """Over the whole range the largest values' rounding would hide an error near zero or in the negative tail."""
+    x = torch.linspace(first, last, 1000 * 384, device=DEVICE).to(dtype).view(1000, 384)
+    bias = torch.zeros(384, dtype=dtype, device=DEVICE)
+    low, exact = reference.gelu(x, bias), F.gelu(x.double())
+    assert_as_close_as_torch(kernels.gelu(x, bias), low, exact)
+
+
+@in_16_bits
+@widths
+@pytest.mark.parametrize("with_positions", [False, True])
+@pytest.mark.parametrize("lengths", [(1,), (3,), (129, 127), RAGGED], ids=str)
+def test_embed(lengths: tuple[int, ...], with_positions: bool, width: int, dtype: torch.dtype) -> None:
+    words = normal(500, width, dtype=dtype)
+    positions = normal(max(lengths), width, dtype=dtype) if with_positions else None
+    token_ids, bounds = torch.randint(500, (sum(lengths),), dtype=torch.int32, device=DEVICE), bounds_of(lengths)
+    token_ids[-1] = 499
+    with poisoned():
+        ours = kernels.embed(token_ids, bounds, words, positions)
+    assert torch.equal(ours, reference.embed(token_ids, bounds, words, positions))
+
+
+@in_16_bits
+@widths
+@pytest.mark.parametrize("lengths", [(1,), (3,), (129, 127), (1000,), RAGGED], ids=str)
+def test_pool_mean(lengths: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
+    hidden, cu_seqlens = normal(sum(lengths), width, dtype=dtype, mean=1), cu_seqlens_of(lengths)
+    exact = torch.stack([text.double().mean(0) for text in hidden.split(lengths)])
+    padded = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(2)))  # two padding sequences, which hold nothing
+    with poisoned():
+        ours = kernels.pool_mean(hidden, padded)
+    assert_as_close_as_torch(ours[:-2], reference.pool_mean(hidden, cu_seqlens), exact)
+    assert ours[-2:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
+@widths
+@row_counts
+def test_pool_finish(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    pooled = normal(num_rows, width, dtype=dtype)
+    pooled[-1] = 0  # cannot be normalised
+    row = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
+    dimensions = torch.tensor([1, 7, 33, width // 2, width], dtype=torch.int32, device=DEVICE)[(row + 4) % 5]
+    normalize = (row + 1) % 2
+    exact = torch.where(torch.arange(width, device=DEVICE) < dimensions.unsqueeze(1), pooled.double(), 0.0)
+    exact = torch.where(normalize.bool().unsqueeze(1), F.normalize(exact, dim=-1), exact)
+    with poisoned():
+        ours, finite = kernels.pool_finish(pooled, dimensions, normalize)
+    assert_as_close_as_torch(ours, reference.pool_finish(pooled, dimensions, normalize)[0], exact)
+    assert torch.equal(finite, torch.ones_like(row))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_pool_finish_tells_of_non_finite_values_it_kept(value: float, dtype: torch.dtype) -> None:
+    """The last column kept, the first one cut away, and the first and last of the row, with and without normalising."""
+    places = [(599, False), (600, True), (0, False), (1023, True)] * 2  # column, whether the rest is finite
+    pooled = normal(len(places), 1024, dtype=dtype)
+    for row, (column, _) in enumerate(places):
+        pooled[row, column] = value
+    dimensions = torch.full((len(places),), 600, dtype=torch.int32, device=DEVICE)
+    normalize = torch.tensor([0] * 4 + [1] * 4, dtype=torch.int32, device=DEVICE)
+    with poisoned():
+        out, finite = kernels.pool_finish(pooled, dimensions, normalize)
+    assert finite.tolist() == [int(fine) for _, fine in places]
+    low = reference.pool_finish(pooled, dimensions, normalize)[0]
+    torch.testing.assert_close(out[finite.bool()], low[finite.bool()], rtol=1e-6, atol=1e-6)

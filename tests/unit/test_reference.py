@@ -1,0 +1,118 @@
+"""The specification of our kernels itself, against the same written out one token and one head at a time."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+
+LENGTHS = (1, 5, 2, 19, 1, 8)
+STARTS = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
+TOKENS = [(start, place) for start, length in zip(STARTS, LENGTHS, strict=True) for place in range(length)]
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def bounds() -> Tensor:
+    ends = np.repeat(np.cumsum(LENGTHS), LENGTHS)
+    return torch.from_numpy(np.stack((np.repeat(STARTS, LENGTHS), ends), axis=1).astype(np.int32))
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 100])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", [LENGTHS, (sum(LENGTHS),)], ids=["many", "one"])
+def test_attention(lengths: tuple[int, ...], heads: tuple[int, int], causal: bool, window: int | None) -> None:
+    total, (n_heads, n_kv_heads), head_dim = sum(lengths), heads, 8
+    qkv = torch.randn(total, n_heads + 2 * n_kv_heads, head_dim, dtype=torch.float64)
+    q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+    at, text = torch.arange(total), torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = at[:, None] - at[None, :]
+    seen = text[:, None] == text[None, :]
+    if causal:
+        seen &= distance >= 0
+    if window is not None:
+        seen &= distance.abs() <= window
+    expected = torch.empty_like(q)
+    for head in range(n_heads):
+        kv_head = head // (n_heads // n_kv_heads)
+        scores = q[:, head] @ k[:, kv_head].T / math.sqrt(head_dim)
+        expected[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v[:, kv_head]
+    out = reference.attention(q, k, v, lengths, causal, window)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected)
+
+
+def test_norm_rope() -> None:
+    n_heads, n_kv_heads, head_dim, theta = 5, 2, 8, 100.0
+    qkv = torch.randn(sum(LENGTHS), n_heads + 2 * n_kv_heads, head_dim)
+    q_weight, k_weight = torch.randn(2, head_dim)
+    expected = qkv.clone()
+    for token, (_, place) in enumerate(TOKENS):
+        for head in range(n_heads + n_kv_heads):
+            x = qkv[token, head]
+            x = x / (x.square().mean() + EPS).sqrt() * (q_weight if head < n_heads else k_weight)
+            for i in range(head_dim // 2):
+                angle = place / theta ** (2 * i / head_dim)
+                pair = complex(x[i], x[i + head_dim // 2]) * complex(math.cos(angle), math.sin(angle))
+                expected[token, head, i], expected[token, head, i + head_dim // 2] = pair.real, pair.imag
+    table = reference.rope_table(head_dim, theta, max(LENGTHS), torch.device("cpu"))
+    reference.norm_rope(qkv, q_weight, k_weight, table, bounds(), EPS, n_heads)
+    torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_adds_to_the_residual_in_place() -> None:
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    total = x + residual
+    out = reference.rms_norm(x, weight, EPS, residual)
+    torch.testing.assert_close(out, torch.stack([y / math.sqrt(y.square().mean() + EPS) * weight for y in total]))
+    assert torch.equal(residual, total)
+
+
+def test_layer_norm_adds_bias_and_residual_first() -> None:
+    x, residual = torch.randn(2, 3, 8)
+    bias, weight, shift = torch.randn(3, 8)
+    expected = [(y - y.mean()) / math.sqrt(y.var(correction=0) + EPS) * weight + shift for y in x + bias + residual]
+    torch.testing.assert_close(reference.layer_norm(x, weight, shift, EPS, bias, residual), torch.stack(expected))
+
+
+def test_embed_restarts_positions_in_every_sequence() -> None:
+    words, positions = torch.randn(20, 8), torch.randn(max(LENGTHS), 8)
+    token_ids = torch.randint(20, (sum(LENGTHS),), dtype=torch.int32)
+    expected = [words[token] + positions[place] for token, (_, place) in zip(token_ids.tolist(), TOKENS, strict=True)]
+    assert torch.equal(reference.embed(token_ids, bounds(), words, positions), torch.stack(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pool_mean(dtype: torch.dtype) -> None:
+    hidden = torch.randn(sum(LENGTHS), 8).to(dtype)
+    cu_seqlens = torch.tensor([*STARTS, sum(LENGTHS)], dtype=torch.int32)
+    expected = [sum(hidden[start : start + n].float()) / n for start, n in zip(STARTS, LENGTHS, strict=True)]
+    pooled = reference.pool_mean(hidden, cu_seqlens)
+    assert pooled.dtype == torch.float32
+    torch.testing.assert_close(pooled, torch.stack(expected))
+
+
+def test_pool_finish() -> None:
+    inf, nan = math.inf, math.nan
+    rows = [  # pooled, dimensions, normalize -> vector, finite
+        ([3, 4, 12], 3, 1, [3 / 13, 4 / 13, 12 / 13], 1),
+        ([3, 4, 12], 2, 1, [0.6, 0.8, 0], 1),
+        ([3, 4, 12], 2, 0, [3, 4, 0], 1),
+        ([-5, nan, inf], 1, 1, [-1, 0, 0], 1),
+        ([0, 0, 7], 2, 1, [0, 0, 0], 1),
+        ([3, nan, 4], 2, 0, [3, nan, 0], 0),
+        ([3, 4, -inf], 3, 0, [3, 4, -inf], 0),
+    ]
+    pooled, dimensions, normalize, vectors, finite = zip(*rows, strict=True)
+    sizes, flags = torch.tensor(dimensions, dtype=torch.int32), torch.tensor(normalize, dtype=torch.int32)
+    out, flagged = reference.pool_finish(torch.tensor(pooled), sizes, flags)
+    torch.testing.assert_close(out, torch.tensor(vectors), equal_nan=True)
+    assert (flagged.tolist(), flagged.dtype) == (list(finite), torch.int32)

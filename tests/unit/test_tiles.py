@@ -1,0 +1,58 @@
+"""Attention's tiles over arbitrary lengths: every token in one tile, none too deep, and few of them."""
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kernels.attention import attention_tiles
+
+lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
+depths = st.integers(1, 128)
+
+
+def cut(sizes: list[int], depth: int) -> list[tuple[int, int]]:
+    """In the order of their tokens."""
+    return sorted((first, end) for first, end in attention_tiles(sizes, depth).tolist())
+
+
+def spans(sizes: list[int]) -> list[tuple[int, int]]:
+    return [(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+@given(lengths, depths)
+def test_every_token_lies_in_one_tile(sizes: list[int], depth: int) -> None:
+    tiles = attention_tiles(sizes, depth)
+    assert (tiles.dtype, tiles.shape[1]) == (np.int32, 2)
+    tokens = [token for first, end in cut(sizes, depth) for token in range(first, end)]
+    assert tokens == list(range(sum(sizes)))
+
+
+@given(lengths, depths)
+def test_no_tile_is_empty_or_too_deep(sizes: list[int], depth: int) -> None:
+    assert all(0 < end - first <= depth for first, end in cut(sizes, depth))
+
+
+@given(lengths, depths)
+def test_only_a_sequence_that_cannot_fit_is_cut(sizes: list[int], depth: int) -> None:
+    tiles = cut(sizes, depth)
+    firsts = {first for first, _ in tiles}
+    for start, end in spans(sizes):
+        if end - start > depth:
+            assert firsts >= set(range(start, end, depth))
+        else:
+            assert sum(first < end and start < last for first, last in tiles) == 1
+
+
+@given(lengths, depths)
+def test_two_neighbours_hold_more_than_one_tile_could(sizes: list[int], depth: int) -> None:
+    tiles = cut(sizes, depth)
+    assert all(later[1] - earlier[0] > depth for earlier, later in pairwise(tiles))
+    assert len(tiles) <= 2 * -(-sum(sizes) // depth) + 1
+
+
+def test_the_longest_walk_comes_first() -> None:
+    tiles = attention_tiles([3, 500, 4, 4], 128).tolist()
+    assert set(map(tuple, tiles[:4])) == {(3, 131), (131, 259), (259, 387), (387, 511)}
+    assert tiles[4:] == [[0, 3]]
