@@ -56,7 +56,7 @@ class CudaRunner:
 
     def __init__(self, forward: Forward, packer: BatchPacker, device: torch.device) -> None:
         self._forward, self._packer, self._device = forward, packer, device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = _Graphs(forward, self._stream, device)
         self.max_graph_tokens = 0  # until `tune` has found where graphs pay
 
@@ -79,7 +79,7 @@ class CudaRunner:
             host_vectors, host_finite = _to_host(vectors[:num_seqs]), _to_host(finite[:num_seqs])
             host_hidden = None if hidden is None else _to_host(hidden.float())
             # Who waits for a short pass spins, for the few microseconds' sake; who waits for a long one sleeps.
-            done = torch.cuda.Event(blocking=not graphed)
+            done = torch.cuda.Event(blocking=not graphed)  # type: ignore[no-untyped-call]
             done.record()
         return CudaFlight(host_vectors, host_finite, host_hidden, done)
 

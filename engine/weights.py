@@ -9,7 +9,7 @@ import fnmatch
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -53,8 +53,8 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         """What all tensors take in the model's dtype, from the headers alone."""
-        shapes = (file.get_slice(name).get_shape() for name, file in self._file_of.items())
-        return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
+        shapes: Iterator[list[int]] = (file.get_slice(name).get_shape() for name, file in self._file_of.items())  # type: ignore[no-untyped-call]
+        return sum(map(math.prod, shapes)) * self.dtype.itemsize
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         """Settle which of `prefixes` the names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
@@ -110,7 +110,7 @@ class Checkpoint:
             self._taken.add(full)
             self._untaken[file] -= 1
             if not self._untaken[file]:  # drop the map of a shard that is done: its pages count as ours until then
-                file.__exit__(None, None, None)
+                file.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return tensor
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+import numpy as np
 import psutil
 import torch
 
@@ -94,12 +95,13 @@ class StubEngine:
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
-        self._vector = torch.rand(1, self.config.hidden_size)
+        self.passes_in_flight = 1
+        self._vector = torch.rand(1, self.config.hidden_size).numpy()
 
-    def run(self, sequences: Sequence[Any], want_hidden: bool = False) -> Any:
-        from engine.engine import Output
+    def launch(self, sequences: Sequence[Any], options: Any = None, want_hidden: bool = False) -> Any:
+        from engine.flight import Landed, Output
 
-        return Output(self._vector.expand(len(sequences), -1), None)
+        return Landed(Output(self._vector.repeat(len(sequences), 0), np.ones(len(sequences), dtype=bool)))
 
 
 def _serve(kind: str, port: int) -> None:

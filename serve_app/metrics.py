@@ -27,6 +27,7 @@ class Metrics:
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
         self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
         self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
+        self.splits = self._counter("split_batches", "Batches halved because they did not fit into memory").labels(model)
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)

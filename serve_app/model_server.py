@@ -30,7 +30,9 @@ class ModelServer:
         num_threads = settings.num_threads or _assigned_cpus()
         self._engine = self.load_engine(model, settings, num_threads)
         self._metrics = Metrics(name)
-        self._loop = EngineLoop(self._engine, self._engine.max_batch_tokens, num_threads, self._metrics.observe_batch)
+        self._loop = EngineLoop(
+            self._engine, self._engine.max_batch_tokens, num_threads, self._metrics.observe_batch, self._metrics.splits.inc
+        )
         self._metrics.queued_tokens.set_function(lambda: self._loop.queued_tokens)
         self._metrics.queued_requests.set_function(lambda: self._loop.queued_jobs)
         info = ModelInfo(

@@ -53,7 +53,8 @@ def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[s
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         used = re.search(r"Used (\d+) registers", part)
         shared = re.search(r"(\d+) bytes smem", part)
-        assert spills and used, f"the assembler reports in another form now: {part}"
+        assert spills, f"the assembler reports in another form now: {part}"
+        assert used, f"the assembler reports in another form now: {part}"
         found[part.split("'")[1]] = Resources(int(used[1]), int(shared[1]) if shared else 0, int(spills[1]) + int(spills[2]))
     return found
 

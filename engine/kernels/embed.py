@@ -24,7 +24,9 @@ def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | 
     num_tokens, width = len(token_ids), words.shape[1]
     out = torch.empty(num_tokens, width, dtype=words.dtype, device=words.device)
     kernel = _kernel(width, positions is not None, words.dtype, words.device)
-    kernel(-(-num_tokens * width // (8 * THREADS)), token_ids, bounds, words, 0 if positions is None else positions, out, num_tokens)
+    kernel(
+        -(-num_tokens * width // (8 * THREADS)), token_ids, bounds, words, 0 if positions is None else positions, out, num_tokens
+    )
     return out
 
 

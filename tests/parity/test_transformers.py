@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from engine import Engine
-from engine.batch import pack
+from engine.pooling import EmbedOptions
 
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, {}),
@@ -60,7 +60,7 @@ def reference(folder: Path, ids: np.ndarray) -> torch.Tensor:
 
 def test_hidden_states_equal_transformers_for_a_ragged_batch(folder: Path, engine: Engine) -> None:
     batch = sequences()
-    hidden = engine.forward(pack(batch, engine.device)).cpu()
+    hidden = engine.forward(engine.packer.pack(batch, device=engine.device)).cpu()
     rows = hidden.split([len(ids) for ids in batch])
     for ids, ours in zip(batch, rows, strict=True):
         torch.testing.assert_close(ours, reference(folder, ids), rtol=1e-4, atol=2e-5)
@@ -72,7 +72,9 @@ def test_pooled_vector_does_not_depend_on_its_company(folder: Path, engine: Engi
     batch = {"alone": sequences([33]), "equal lengths": sequences([33] * 4), "ragged": sequences([33, 1, 90, 5])}[company]
     row = 0 if engine.config.pooling == "cls" else -1
     expected = reference(folder, batch[0])[row]
-    torch.testing.assert_close(engine.run(batch).pooled[0].cpu(), expected, rtol=1e-4, atol=2e-5)
+    whole = [EmbedOptions(normalize=False)] * len(batch)
+    ours = torch.from_numpy(engine.launch(batch, whole).wait().vectors[0])
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,7 +87,7 @@ def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path, device: str) -
         exact = reference(folder, ids)
         with torch.inference_mode():
             low = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device)).last_hidden_state[0].float().cpu()
-        ours += (engine.forward(pack([ids], engine.device)).float().cpu() - exact).square().sum().item()
+        ours += (engine.forward(engine.packer.pack([ids], device=engine.device)).float().cpu() - exact).square().sum().item()
         theirs += (low - exact).square().sum().item()
     assert ours**0.5 <= 1.5 * theirs**0.5
 
@@ -98,5 +100,5 @@ def test_bidirectional_qwen3_follows_the_checkpoint(tiny: Callable[..., Path]) -
     first, other_end = sequences([20])[0], sequences([20])[0]
     other_end[-1] = 299 if first[-1] != 299 else 298
     # Only without the causal mask does the first token see the last.
-    assert torch.equal(*(causal.forward(pack([ids], causal.device))[0] for ids in (first, other_end)))
-    assert not torch.allclose(*(both.forward(pack([ids], both.device))[0] for ids in (first, other_end)))
+    assert torch.equal(*(causal.forward(causal.packer.pack([ids]))[0] for ids in (first, other_end)))
+    assert not torch.allclose(*(both.forward(both.packer.pack([ids]))[0] for ids in (first, other_end)))

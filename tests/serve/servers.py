@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
+import numpy as np
 
-from engine.engine import Engine, Output
+from engine.engine import Engine
+from engine.flight import Flight, Landed
+from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 from serve_app.model_server import ModelServer
 from serve_app.settings import Settings
@@ -14,23 +17,24 @@ from serve_app.settings import Settings
 class SlowEngine(Engine):
     """Each forward pass takes a quarter of a second longer."""
 
-    def run(self, sequences: Sequence[TokenIds], want_hidden: bool = False) -> Output:
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Flight:
         time.sleep(0.25)
-        return super().run(sequences, want_hidden)
+        return super().launch(sequences, options, want_hidden)
 
 
 class PoisonEngine(Engine):
     """A sequence that holds id 13 comes out as NaN, one that holds 14 breaks the whole forward pass."""
 
-    def run(self, sequences: Sequence[TokenIds], want_hidden: bool = False) -> Output:
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Flight:
         if any(14 in ids for ids in sequences):
             raise RuntimeError("the device fell over")
-        output = super().run(sequences, want_hidden)
-        with torch.inference_mode():
-            for row, ids in enumerate(sequences):
-                if 13 in ids:
-                    output.pooled[row] = torch.nan
-        return output
+        output = super().launch(sequences, options, want_hidden).wait()
+        poisoned = np.array([13 in ids for ids in sequences])
+        return Landed(replace(output, finite=output.finite & ~poisoned))
 
 
 class SlowServer(ModelServer):

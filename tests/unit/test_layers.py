@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import pack
-from engine.layers.attention import EncoderAttention, attention
+from engine.batch import BatchPacker, PackedBatch
+from engine.kernels.reference import attention, rope_table
+from engine.layers.attention import Attention
 from engine.layers.linear import Linear, linear_reference
-from engine.layers.norm import RMSNorm
-from engine.layers.rotary import Rotary
-from engine.pooling import EmbedOptions, finish, pool_cls, pool_last_token, pool_mean
+from engine.model_config import Pooling
+from engine.pooling import EmbedOptions, pool
 
 CPU = torch.device("cpu")
 RAGGED = [1, 31, 32, 33, 64, 7, 7, 100]
 
 
-def batch_of(lengths: list[int]):  # type: ignore[no-untyped-def]
-    return pack([np.zeros(length, dtype=np.int32) for length in lengths], CPU)
+def batch_of(lengths: list[int]) -> PackedBatch:
+    return BatchPacker("mean", 8, None).pack([np.zeros(length, dtype=np.int32) for length in lengths])
 
 
 def assert_as_close_as_torch(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> None:
@@ -68,7 +68,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int],
 def test_encoder_attention(dtype: torch.dtype, lengths: list[int]) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(sum(lengths), 3, 4, 32).to(dtype)
-    ours = EncoderAttention(batch_of(lengths), CPU)(qkv)
+    ours = Attention(batch_of(lengths), (4, 4), causal=False)(qkv.flatten(1, 2))
     assert ours.is_contiguous()
     low, exact = (dense(*x.unbind(1), lengths, causal=False) for x in (qkv, qkv.double()))
     assert_as_close_as_torch(ours, low, exact)
@@ -80,43 +80,39 @@ def test_encoder_attention(dtype: torch.dtype, lengths: list[int]) -> None:
 def test_attention(kv_heads: int, causal: bool, lengths: list[int]) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(sum(lengths), 4 + 2 * kv_heads, 16).split((4, kv_heads, kv_heads), dim=1)
-    ours = attention(q, k, v, batch_of(lengths), causal)
+    ours = attention(q, k, v, tuple(lengths), causal)
     exact = dense(q.double(), k.double(), v.double(), lengths, causal)
     torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm_and_rotary_keep_far_positions_apart() -> None:
-    x = torch.randn(3, 2, 8)
-    normed = RMSNorm(torch.ones(8), 1e-6)(x)
-    torch.testing.assert_close(normed.square().mean(-1), torch.ones(3, 2), rtol=1e-4, atol=1e-4)
-    rotary = Rotary(8, 10_000.0, CPU)
-    cos, sin = rotary.table(torch.tensor([0, 300, 301]), torch.bfloat16)
-    assert not torch.equal(cos[1], cos[2])
-    cos, sin = rotary.table(torch.tensor([0, 5, 9]), torch.float32)
-    turned = Rotary.apply(x, cos, sin)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    torch.testing.assert_close(turned[0], x[0])
+def test_rotary_angles_keep_far_positions_apart() -> None:
+    angles = rope_table(8, 10_000.0, 302, CPU)
+    assert not torch.equal(angles[300], angles[301])
+    torch.testing.assert_close(angles.square().sum(-1), torch.ones(302, 4))
+    assert angles[0].tolist() == [[1, 0]] * 4
 
 
 def test_pack_lays_sequences_end_to_end() -> None:
-    packed = pack([np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32)], CPU)
+    options = [EmbedOptions(), EmbedOptions(normalize=False, dimensions=3)]
+    packed = BatchPacker("last_token", 8, None).pack([np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32)], options)
     assert packed.token_ids.tolist() == [5, 6, 7]
-    assert packed.positions.tolist() == [0, 1, 0]
+    assert packed.bounds.tolist() == [[0, 2], [0, 2], [2, 3]]
     assert packed.cu_seqlens.tolist() == [0, 2, 3]
-    assert (packed.num_seqs, packed.num_tokens, packed.max_seqlen) == (2, 3, 2)
+    assert packed.pooled_rows.tolist() == [1, 2]
+    assert (packed.dimensions.tolist(), packed.normalize.tolist()) == ([8, 3], [1, 0])
 
 
-def test_poolers() -> None:
-    hidden = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]], dtype=torch.bfloat16)
-    packed = pack([np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)], CPU)
-    assert pool_mean(hidden, packed).tolist() == [[2, 3], [10, 20]]
-    assert pool_cls(hidden, packed).tolist() == [[1, 2], [10, 20]]
-    assert pool_last_token(hidden, packed).tolist() == [[3, 4], [10, 20]]
-    assert pool_mean(hidden, packed).dtype == torch.float32
+@pytest.mark.parametrize(("pooling", "expected"), [("mean", [2, 3]), ("cls", [1, 2]), ("last_token", [3, 4])])
+def test_pool(pooling: Pooling, expected: list[float]) -> None:
+    hidden = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
+    sequences = [np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)]
+    packed = BatchPacker(pooling, 2, None).pack(sequences, [EmbedOptions(normalize=False)] * 2)
+    vectors, finite = pool(hidden, packed, pooling)
+    assert vectors.tolist() == [expected, [10, 20]]
+    assert finite.tolist() == [1, 1]
 
 
-def test_finish_cuts_before_it_normalises() -> None:
-    pooled = torch.tensor([[3.0, 4.0, 12.0]])
-    torch.testing.assert_close(finish(pooled, EmbedOptions(dimensions=2)), torch.tensor([[0.6, 0.8]]))
-    assert finish(pooled, EmbedOptions(normalize=False, dimensions=2)).tolist() == [[3, 4]]
-    assert finish(torch.zeros(1, 3), EmbedOptions()).tolist() == [[0, 0, 0]]
+def test_vectors_are_cut_before_they_are_normalised() -> None:
+    packed = BatchPacker("cls", 3, None).pack([np.zeros(1, dtype=np.int32)], [EmbedOptions(dimensions=2)])
+    vectors, _ = pool(torch.tensor([[3.0, 4.0, 12.0]]), packed, "cls")
+    torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8, 0.0]]))

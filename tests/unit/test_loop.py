@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from engine import BackendError, Engine, EngineStopped
-from engine.engine import Output
+from engine.errors import DeviceLost, OutOfMemory
+from engine.flight import Landed, Output
 from engine.loop import BatchReport, EngineLoop
 from engine.packer import Job
 from engine.pooling import EmbedOptions
@@ -23,15 +23,21 @@ class Gate:
         self.open, self.entered = threading.Event(), threading.Event()
         self.batches: list[int] = []
 
-    def run(self, sequences: Sequence[TokenIds], want_hidden: bool = False) -> Output:
+    passes_in_flight = 1
+
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Landed:
         self.entered.set()
         assert self.open.wait(10)
         self.batches.append(len(sequences))
-        first = torch.tensor([[float(ids[0])] * 2 for ids in sequences])
+        first = np.array([[float(ids[0])] * 2 for ids in sequences], dtype=np.float32)
         if (first == 13).any():
             raise RuntimeError("broken")
-        first[first == 14] = torch.nan
-        return Output(first, torch.cat([torch.full((len(ids), 2), float(ids[0])) for ids in sequences]) if want_hidden else None)
+        if (first == 15).any() and len(sequences) > 1:
+            raise OutOfMemory("too much")
+        hidden = np.concatenate([np.full((len(ids), 2), float(ids[0]), dtype=np.float32) for ids in sequences])
+        return Landed(Output(first, first[:, 0] != 14, hidden if want_hidden else None))
 
 
 def job(*firsts: int, length: int = 4, **options: object) -> Job:
@@ -123,3 +129,34 @@ def test_the_loop_gives_what_the_engine_gives(tiny: Callable[..., Path]) -> None
     assert sum(report.num_tokens for report in reports) == 171
     assert result.queue_s >= 0
     loop.stop()
+
+
+def test_a_batch_that_does_not_fit_is_halved_until_it_does(gate: Gate) -> None:
+    gate.open.set()
+    splits: list[int] = []
+    loop = EngineLoop(gate, max_batch_tokens=64, on_split=lambda: splits.append(1))
+    first, second = job(15, 2, 3), job(4, 5)
+    loop.submit([first, second])
+    assert first.future.result(5).vectors[:, 0].tolist() == [15, 2, 3]
+    assert second.future.result(5).vectors[:, 0].tolist() == [4, 5]
+    assert splits
+    loop.stop()
+
+
+def test_a_lost_device_ends_the_engine_and_everybody_hears_of_it() -> None:
+    class Lost(Gate):
+        def launch(self, *arguments: object, **more: object) -> Landed:
+            self.entered.set()
+            assert self.open.wait(10)
+            raise DeviceLost("gone")
+
+    gate = Lost()
+    loop = EngineLoop(gate, max_batch_tokens=8)
+    jobs = [job(1, 1), job(2, 2)]
+    loop.submit(jobs)
+    gate.open.set()
+    for each in jobs:
+        with pytest.raises(EngineStopped):
+            each.future.result(5)
+    loop.stop()
+    assert not loop.alive

@@ -9,7 +9,7 @@ constexpr int ROW_WARPS = ROW_THREADS / 32;
 constexpr int COLUMN_VECTORS = C / 8;
 constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
 add_norm(const u16* __restrict__ x, u16* __restrict__ residual, const u16* __restrict__ bias, const u16* __restrict__ weight,
      const u16* __restrict__ shift, u16* __restrict__ out, i64 num_rows, float eps) {
     __shared__ float scratch[2][ROW_WARPS];
