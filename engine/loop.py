@@ -3,11 +3,15 @@
 On a GPU two batches are in flight: while one computes, the next is cut, packed and queued behind it. A batch that would
 not fill the token budget is cut as late as that allows, so that what arrives meanwhile still joins it. A second thread
 waits for the results: the first is then never held up by a pass that takes longer than foreseen.
+
+Short sequences share a tile of the attention kernel, where one that has gone to NaN takes its neighbours along (a weight
+of 0 times NaN is NaN). So whatever comes out not finite in company runs once more, each sequence alone.
 """
 
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -18,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.errors import BackendError, DeviceLost, EngineStopped, OutOfMemory
 from engine.flight import Flight, Output, Vectors
@@ -82,6 +87,7 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._packer = Packer(max_batch_tokens)
+        self._again: deque[Slice] = deque()  # single sequences, to run alone
         self._num_threads = num_threads
         self._on_batch, self._on_split = on_batch, on_split
         self._wake = threading.Condition()
@@ -139,7 +145,7 @@ class EngineLoop:
         finally:
             with self._wake:
                 self._stopping = True
-                left = self._packer.drain()
+                left = [*self._packer.drain(), *(part.job for part in self._again)]
             self._launched.put(None)
             for job in left:
                 _fail(job, EngineStopped("the engine stopped before this request was computed"))
@@ -149,16 +155,23 @@ class EngineLoop:
         with self._wake:
             while not self._stopping:
                 wait_s = self._wait_s()
-                if wait_s is not None and wait_s <= 0 and (batch := self._packer.take()):
+                if wait_s is not None and wait_s <= 0 and (batch := self._take()):
                     return batch
                 self._wake.wait(None if wait_s is None or wait_s <= 0 else wait_s)
         return None
 
+    def _take(self) -> list[Slice]:
+        while self._again:
+            part = self._again.popleft()
+            if not part.job.future.done():
+                return [part]
+        return self._packer.take()
+
     def _wait_s(self) -> float | None:
         """Seconds until the next cut if nothing happens; None where only an arrival or a landing changes anything."""
-        if not len(self._packer) or self._in_flight >= self._engine.passes_in_flight:
+        if not (len(self._packer) or self._again) or self._in_flight >= self._engine.passes_in_flight:
             return None
-        if not self._in_flight or self._packer.queued_tokens >= self._packer.max_batch_tokens:
+        if not self._in_flight or self._again or self._packer.queued_tokens >= self._packer.max_batch_tokens:
             return 0.0
         return self._clock.free_at - self._clock.launch_s - _MARGIN_S - perf_counter()
 
@@ -211,14 +224,22 @@ class EngineLoop:
                 self._wake.notify()
         if self._on_batch is not None:
             self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
-        for part, result in zip(launched.batch, _results(launched.batch, output), strict=True):
-            if isinstance(result, BackendError):
-                _fail(part.job, result)
-                continue
-            part.job.results.append(result)
-            part.job.inference_s += seconds
-            if part.stop == len(part.job.sequences):
-                _succeed(part.job)
+        batch = _apart(launched.batch, output.finite)
+        for part, result in zip(batch, _results(batch, output), strict=True):
+            if result is not None:
+                _hand_over(part, result, seconds)
+            elif launched.num_seqs == 1:
+                _fail(part.job, BackendError("the model gave a vector that is not finite"))
+            else:
+                self._run_alone(part)
+
+    def _run_alone(self, part: Slice) -> None:
+        with self._wake:
+            if not self._stopping:
+                self._again.append(part)
+                self._wake.notify()
+                return
+        _fail(part.job, EngineStopped("the engine stopped before this request was computed"))
 
     def _broken(self, batch: list[Slice], error: Exception) -> None:
         """One batch failed: its jobs hear why. A lost device ends the engine: nothing after it could succeed."""
@@ -260,15 +281,27 @@ def _blend(old: float, new: float) -> float:
     return 0.9 * old + 0.1 * new if old else new
 
 
-def _results(batch: list[Slice], output: Output) -> list[Vectors | list[Vectors] | BackendError]:
-    """Per slice its vectors, or the error that is its alone."""
+def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
+    """The same sequences, every slice that holds one that is not finite cut into single sequences."""
+    pieces: list[Slice] = []
+    row = 0
+    for part in batch:
+        count = part.stop - part.start
+        whole = finite[row : row + count].all()
+        pieces += [part] if whole else [Slice(part.job, i, i + 1) for i in range(part.start, part.stop)]
+        row += count
+    return pieces
+
+
+def _results(batch: list[Slice], output: Output) -> list[Vectors | list[Vectors] | None]:
+    """Per slice its vectors; None where they are not finite."""
     token_rows = np.cumsum([0, *(len(ids) for part in batch for ids in part.sequences)])
-    results: list[Vectors | list[Vectors] | BackendError] = []
+    results: list[Vectors | list[Vectors] | None] = []
     row = 0
     for part in batch:
         rows = slice(row, row := row + part.stop - part.start)
         if not output.finite[rows].all():
-            results.append(BackendError("the model gave a vector that is not finite"))
+            results.append(None)
         elif part.job.options.per_token:
             assert output.hidden is not None, "asked for with want_hidden"
             results.append([output.hidden[a:b] for a, b in pairwise(token_rows[rows.start : rows.stop + 1])])
@@ -292,8 +325,17 @@ def _halves(batch: list[Slice], num_seqs: int) -> tuple[list[Slice], list[Slice]
     return first, second
 
 
+def _hand_over(part: Slice, result: Vectors | list[Vectors], seconds: float) -> None:
+    job = part.job
+    job.results[part.start] = result
+    job.num_done += part.stop - part.start
+    job.inference_s += seconds
+    if job.num_done == len(job.sequences):
+        _succeed(job)
+
+
 def _succeed(job: Job) -> None:
-    parts = job.results
+    parts = [job.results[start] for start in sorted(job.results)]
     vectors: Vectors | list[Vectors]
     if job.options.per_token:
         vectors = [array for part in parts for array in part]

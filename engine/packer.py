@@ -29,7 +29,8 @@ class Job:
     first_cut_at: float | None = None
     inference_s: float = 0.0
     num_cut: int = 0
-    results: list[Any] = field(default_factory=list)
+    num_done: int = 0
+    results: dict[int, Any] = field(default_factory=dict)  # by the first sequence each belongs to
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,25 @@ def test_a_vector_that_is_not_finite_fails_its_job_only(gate: Gate, loop: Engine
     with pytest.raises(BackendError, match="not finite"):
         bad.future.result(5)
     assert good.future.result(5).vectors.tolist() == [[1, 1]]
+
+
+def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate: Gate, loop: EngineLoop) -> None:
+    """A text gone to NaN takes along whoever shares its tile: here, everybody in its batch."""
+
+    def spoiling(sequences: Sequence[TokenIds], *arguments: object) -> Landed:
+        landed = Gate.launch(gate, sequences, *arguments)  # type: ignore[arg-type]
+        return Landed(replace(landed.output, finite=np.full(len(sequences), landed.output.finite.all())))
+
+    gate.launch = spoiling  # type: ignore[assignment, method-assign]
+    gate.open.set()
+    good, bad, mixed = job(1), job(14), job(2, 14)
+    longer = job(3, 4, 5)
+    loop.submit([good, bad, longer, mixed])
+    assert good.future.result(5).vectors.tolist() == [[1, 1]]
+    assert longer.future.result(5).vectors.tolist() == [[3, 3], [4, 4], [5, 5]]
+    for each in (bad, mixed):
+        with pytest.raises(BackendError, match="not finite"):
+            each.future.result(5)
 
 
 def test_stopping_tells_everyone_who_waits(gate: Gate) -> None:
