@@ -160,6 +160,11 @@ class Engine:
         return 1 if self._cuda is None else 2
 
     @property
+    def max_graph_tokens(self) -> int:
+        """Batches of up to so many tokens run as CUDA graphs; 0 on a CPU."""
+        return 0 if self._cuda is None else self._cuda.max_graph_tokens
+
+    @property
     def dtype_name(self) -> DtypeName:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
@@ -190,4 +195,4 @@ class Engine:
             )
         if self._cuda is not None:
             self.max_batch_tokens = self._cuda.tune(self.config.vocab_size, self.config.max_input_length, max_batch_tokens)
-            log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self._cuda.max_graph_tokens)
+            log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)

@@ -69,19 +69,25 @@ def norm_kernel(width: int, dtype: torch.dtype, device: torch.device, layer: boo
 
 
 def norm_defines(width: int, dtype: torch.dtype, layer: bool, bias: bool, residual: int) -> dict[str, int]:
-    """A warp takes up to 1024 values of a row: 32 a lane, which stay in registers."""
     assert width % 8 == 0, "rows are read eight values at a time"
-    row_threads = 32 * -(-width // 1024)
-    rows = 4 if row_threads == 32 else 1
     return {
         "C": width,
-        "ROW_THREADS": row_threads,
-        "ROWS": rows,
+        "ROW_THREADS": row_threads(width),
+        "ROWS": rows_a_block(width),
         "LAYER": int(layer),
         "BIAS": int(bias),
         "RESIDUAL": residual,
         "HALF": half(dtype),
     }
+
+
+def row_threads(width: int) -> int:
+    """A warp takes up to 1024 values of a row: 32 a lane, which stay in registers."""
+    return 32 * -(-width // 1024)
+
+
+def rows_a_block(width: int) -> int:
+    return 4 if row_threads(width) == 32 else 1
 
 
 def _or_null(tensor: Tensor | None) -> Tensor | int:

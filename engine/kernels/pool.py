@@ -7,8 +7,9 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
+from engine.kernels.norm import row_threads, rows_a_block
 
-THREADS = 256
+THREADS, COLUMNS = 256, 32  # of a block of pool_mean
 
 
 def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -17,7 +18,8 @@ def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         return reference.pool_mean(hidden, cu_seqlens)
     num_seqs, width = len(cu_seqlens) - 1, hidden.shape[1]
     out = torch.empty(num_seqs, width, device=hidden.device)
-    _kernel("pool_mean", width, False, hidden.dtype, hidden.device)((num_seqs, -(-width // 64)), hidden, cu_seqlens, out)
+    kernel = _kernel("pool_mean", width, False, hidden.dtype, hidden.device)
+    kernel((num_seqs, -(-width // COLUMNS)), hidden, cu_seqlens, out)
     return out
 
 
@@ -35,17 +37,25 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> tuple[
     num_seqs, width = pooled.shape
     out = torch.empty(num_seqs, width, device=pooled.device)
     finite = torch.empty(num_seqs, dtype=torch.int32, device=pooled.device)
-    rows, sums = (0, pooled) if pooled.dtype == torch.float32 else (pooled, 0)
+    rows, means = (0, pooled) if pooled.dtype == torch.float32 else (pooled, 0)
     kernel = _kernel("pool_finish", width, rows is pooled, pooled.dtype, pooled.device)
-    kernel(num_seqs, rows, sums, dimensions, normalize, out, finite)
+    kernel(-(-num_seqs // rows_a_block(width)), rows, means, dimensions, normalize, out, finite, num_seqs)
     return out, finite
 
 
 @cache
 def _kernel(entry: str, width: int, from_rows: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    return Kernel("pool", entry, pool_defines(width, from_rows, dtype), device, THREADS)
+    threads = THREADS if entry == "pool_mean" else row_threads(width) * rows_a_block(width)
+    return Kernel("pool", entry, pool_defines(width, from_rows, dtype), device, threads)
 
 
 def pool_defines(width: int, from_rows: bool, dtype: torch.dtype) -> dict[str, int]:
     assert width % 8 == 0, "rows are read eight values at a time"
-    return {"C": width, "FROM_ROWS": int(from_rows), "THREADS": THREADS, "HALF": half(dtype)}
+    return {
+        "C": width,
+        "FROM_ROWS": int(from_rows),
+        "THREADS": THREADS,
+        "ROW_THREADS": row_threads(width),
+        "ROWS": rows_a_block(width),
+        "HALF": half(dtype),
+    }

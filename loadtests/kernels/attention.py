@@ -28,7 +28,7 @@ BERT_LONGEST = 512
 EXACT_TOKENS = 8192  # of a batch, compared with fp32
 NAIVE_LONGEST = 2048
 EAGER_SCORES = 1 << 31  # one matrix of scores at a time may have so many: 4 GiB in bf16
-TOLERANCE = 0.02
+TOLERANCE = 0.05  # eager rounds its weights to bf16
 
 
 @dataclass(frozen=True, slots=True)

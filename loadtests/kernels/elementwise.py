@@ -189,6 +189,7 @@ def measure(full: Case, latencies: dict[int, Case], bandwidth: float) -> dict[st
         "µs": seconds * 1e6,
         "GB/s": full.num_bytes / seconds / 1e9,
         "% of copy": 100 * full.num_bytes / bandwidth / seconds,
+        "% of torch.neg, as many bytes": 100 * seconds_of(same_size(full.num_bytes)) / seconds,
         "torch µs": theirs * 1e6,
         "times torch's speed": theirs / seconds,
     }
@@ -196,6 +197,12 @@ def measure(full: Case, latencies: dict[int, Case], bandwidth: float) -> dict[st
         row[f"{num_tokens} tokens µs"] = seconds_of(case.ours) * 1e6
         row[f"torch, {num_tokens} µs"] = seconds_of(case.theirs) * 1e6
     return row
+
+
+def same_size(num_bytes: int) -> Call:
+    """The least a kernel of torch does with so many bytes: half of them read, half written."""
+    x = Rotating(num_bytes // 4, cold=True)
+    return lambda i: torch.neg(x[i])
 
 
 @torch.inference_mode()

@@ -1,54 +1,87 @@
 // One vector per sequence, in two steps so that a few long sequences still fill the chip.
-//   mean:   hidden [T, C] 16-bit -> sums float [B, C]. A block takes COLUMNS columns of one sequence.   Floor: 2 * T * C bytes.
-//   finish: a row of `rows` (last-token and cls pooling have gathered theirs already) or of `sums`, cut to its first
-//           dims[b] values, L2-normalised where normalize[b], and finite[b] = whether every value was.   Floor: 6 * B * C bytes.
-constexpr int COLUMN_LANES = 8;  // times eight values: 64 columns, 128 bytes of a row, a block
+//   mean:   hidden [T, C] 16-bit -> means float [B, C]. A block takes 32 columns of one sequence: with wider ones, the
+//           blocks of the longest sequence are still reading when all others are done.   Floor: 2 * T * C bytes.
+//   finish: a row of `rows` (last-token and cls pooling have gathered theirs already) or of `means`, cut to its first
+//           dims[b] values, L2-normalised where normalize[b], and finite[b] = whether every value was. The row stays in
+//           registers, as in norm.cu.   Floor: 6 * B * C bytes, 8 from means.
+constexpr int COLUMN_LANES = 4;  // times eight values
 constexpr int ROW_GROUPS = THREADS / COLUMN_LANES;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 pool_mean(const u16* __restrict__ hidden, const int* __restrict__ cu_seqlens, float* __restrict__ out) {
-    __shared__ float partial[ROW_GROUPS][COLUMN_LANES * 8 + 1];
+    __shared__ float partial[THREADS / 32][COLUMN_LANES * 8];
     const int begin = cu_seqlens[blockIdx.x], end = cu_seqlens[blockIdx.x + 1];
-    const int lane = threadIdx.x % COLUMN_LANES, group = threadIdx.x / COLUMN_LANES;
-    const int at = blockIdx.y * COLUMN_LANES + lane;
+    const int lane = threadIdx.x % COLUMN_LANES, at = blockIdx.y * COLUMN_LANES + lane;
     float sum[8] = {};
-    if (at < C / 8)
-        for (int row = begin + group; row < end; row += ROW_GROUPS) {
+    if (at < C / 8) {
+#pragma unroll 4
+        for (int row = begin + threadIdx.x / COLUMN_LANES; row < end; row += ROW_GROUPS) {
             float x[8];
             unpack(load8(hidden + static_cast<i64>(row) * C, at), x);
 #pragma unroll
             for (int e = 0; e < 8; ++e) sum[e] += x[e];
         }
+    }
 #pragma unroll
-    for (int e = 0; e < 8; ++e) partial[group][lane * 8 + e] = sum[e];
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+        for (int step = COLUMN_LANES; step < 32; step *= 2) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], step);
+    if (threadIdx.x % 32 < COLUMN_LANES)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) partial[threadIdx.x / 32][lane * 8 + e] = sum[e];
     __syncthreads();
     const int column = blockIdx.y * COLUMN_LANES * 8 + threadIdx.x;
     if (threadIdx.x >= COLUMN_LANES * 8 || column >= C || begin == end) return;
     float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < ROW_GROUPS; ++i) total += partial[i][threadIdx.x];
+    for (int i = 0; i < THREADS / 32; ++i) total += partial[i][threadIdx.x];
     out[static_cast<i64>(blockIdx.x) * C + column] = total / (end - begin);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-pool_finish(const u16* __restrict__ rows, const float* __restrict__ sums, const int* __restrict__ dims,
-       const int* __restrict__ normalize, float* __restrict__ out, int* __restrict__ finite) {
-    __shared__ float scratch[THREADS / 32];
-    const i64 row = blockIdx.x;
+constexpr int ROW_WARPS = ROW_THREADS / 32;
+constexpr int VECTORS = (C / 8 + ROW_THREADS - 1) / ROW_THREADS;
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
+pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const int* __restrict__ dims,
+            const int* __restrict__ normalize, float* __restrict__ out, int* __restrict__ finite, i64 num_rows) {
+    __shared__ float scratch[2][ROW_WARPS];
+    const int lane = threadIdx.x % ROW_THREADS;
+    const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;
+    if (row >= num_rows) return;  // whole warps: a row never shares one
     const int width = dims[row];
-    auto value = [&](int i) {
-        return FROM_ROWS ? low(static_cast<u32>(rows[row * C + i])) : sums[row * C + i];
-    };
-    float sum = 0.f;
-    bool is_finite = true;
-    for (int i = threadIdx.x; i < width; i += THREADS) {
-        const float x = value(i);
-        sum += x * x;
-        is_finite &= fabsf(x) < __int_as_float(0x7f800000);
+    float x[VECTORS][8];
+    float sum = 0.f, zero = 0.f;  // NaN as soon as a value is not finite
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int at = i * ROW_THREADS + lane;
+        const bool valid = C / 8 % ROW_THREADS == 0 || at < C / 8;
+        if (FROM_ROWS) {
+            unpack(valid ? load8(rows + row * C, at) : Vec8{}, x[i]);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float4 four = valid ? reinterpret_cast<const float4*>(means + row * C)[2 * at + half] : float4{};
+                x[i][4 * half] = four.x, x[i][4 * half + 1] = four.y, x[i][4 * half + 2] = four.z, x[i][4 * half + 3] = four.w;
+            }
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            if (at * 8 + e >= width) x[i][e] = 0.f;
+            sum += x[i][e] * x[i][e];
+            zero += x[i][e] * 0.f;
+        }
     }
-    is_finite = __syncthreads_and(is_finite);
-    sum = block_sum<THREADS / 32>(sum, scratch);
+    sum = block_sum<ROW_WARPS>(sum, scratch[0]);
+    zero = block_sum<ROW_WARPS>(zero, scratch[1]);
     const float scale = normalize[row] ? 1.f / fmaxf(sqrtf(sum), 1e-12f) : 1.f;
-    for (int i = threadIdx.x; i < C; i += THREADS) out[row * C + i] = i < width ? value(i) * scale : 0.f;
-    if (threadIdx.x == 0) finite[row] = is_finite;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+        const int at = i * ROW_THREADS + lane;
+        if (C / 8 % ROW_THREADS != 0 && at >= C / 8) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            reinterpret_cast<float4*>(out + row * C)[2 * at + half] =
+                float4{x[i][4 * half] * scale, x[i][4 * half + 1] * scale, x[i][4 * half + 2] * scale, x[i][4 * half + 3] * scale};
+    }
+    if (lane == 0) finite[row] = zero == 0.f;
 }

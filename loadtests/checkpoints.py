@@ -1,0 +1,86 @@
+"""Model folders of random weights at the shapes of published models: what a GPU is timed on needs no download."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+
+from engine.model_config import Pooling
+
+SHARD_BYTES = 5_000_000_000  # as on the Hub
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    config: Any
+    model_class: Any
+    pooling: Pooling
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text of a mixed batch."""
+        return min(2048, self.config.max_position_embeddings)
+
+    @property
+    def body_parameters(self) -> int:
+        """Of the linear layers: what every token is multiplied with."""
+        c = self.config
+        if self.model_class is transformers.BertModel:
+            return c.num_hidden_layers * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size)
+        heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
+        return c.num_hidden_layers * (heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size)
+
+    def flops(self, lengths: list[int]) -> float:
+        """Of whole forward passes over these sequences; causal attention counts as half."""
+        c = self.config
+        causal = self.model_class is not transformers.BertModel
+        width = c.num_attention_heads * (c.head_dim if causal else c.hidden_size // c.num_attention_heads)
+        pairs = sum(length**2 for length in lengths) / (2 if causal else 1)
+        return 2 * self.body_parameters * sum(lengths) + 4 * pairs * width * c.num_hidden_layers
+
+
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, vocab: int, positions: int) -> Published:
+    config = transformers.Qwen3Config(
+        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+        head_dim=128, intermediate_size=intermediate, max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    return Published(config, transformers.Qwen3Model, "last_token")
+
+
+PUBLISHED = {
+    "Qwen3-Embedding-0.6B": _qwen3(1024, 28, 16, 3072, 151669, 32768),
+    "Qwen3-Embedding-4B": _qwen3(2560, 36, 32, 9728, 151665, 40960),
+    "Qwen3-Embedding-8B": _qwen3(4096, 36, 32, 12288, 151665, 40960),
+    "BERT-base": Published(transformers.BertConfig(), transformers.BertModel, "mean"),
+}
+
+
+def save_random(name: str, folder: Path, device: str = "cuda") -> Published:
+    """Write a bf16 checkpoint of that shape, in shards as published ones are."""
+    published = PUBLISHED[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.device("meta"):
+        shapes = {key: tensor.shape for key, tensor in published.model_class(published.config).state_dict().items()}
+    torch.manual_seed(0)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for key, shape in shapes.items():
+        if sum(tensor.nbytes for tensor in shards[-1].values()) > SHARD_BYTES:
+            shards.append({})
+        is_norm = "norm" in key.lower() and key.endswith("weight")
+        values = torch.randn(shape, device=device) * 0.02 + is_norm
+        shards[-1][key] = values.to(torch.bfloat16).cpu()
+    names = [f"model-{index:05}-of-{len(shards):05}.safetensors" for index in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    weight_map = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = published.config.to_dict() | {"architectures": [published.model_class.__name__], "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    Tokenizer(models.WordLevel({"[UNK]": 0, "warm": 1, "up": 2}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    return published

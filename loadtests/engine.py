@@ -1,0 +1,212 @@
+"""The engine on a GPU, host to host, beside transformers: tokens/s, latency, how busy the GPU is, start-up.
+
+python -m loadtests.engine [MODEL ...]
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine import Engine
+from engine.loop import EngineLoop
+from engine.packer import Job
+from engine.pooling import EmbedOptions
+from loadtests import peers
+from loadtests.checkpoints import PUBLISHED, Published, save_random
+from loadtests.gpu_trace import trace
+from loadtests.kernels.timing import gemm_rate
+from loadtests.peers import Encode, Ids
+from loadtests.report import write
+from loadtests.startup import start_engine
+from loadtests.traces import mixed_lengths, percentile
+
+REQUEST = 64  # texts
+ROUNDS = 3
+# Tokens of one round, a second's work or so; a peer gets a fraction of it, over the same lengths.
+TOKENS = {
+    "Qwen3-Embedding-0.6B": 512_000,
+    "Qwen3-Embedding-4B": 98_304,
+    "Qwen3-Embedding-8B": 65_536,
+    "BERT-base": 2_048_000,
+}
+PEER_SHARE = 4
+BANDWIDTH = 4.0e12  # bytes/s that reading weights reaches at best
+# Thousand tokens/s and ms of vLLM 0.26 on an H200, measured earlier on weights of these shapes, not in this run.
+VLLM: dict[str, dict[str, float]] = {
+    "Qwen3-Embedding-0.6B": {"mixed": 320, "512": 385, "32": 119, "8192": 263, "16 tokens": 7.8, "512 tokens": 8.4},
+    "Qwen3-Embedding-4B": {"mixed": 72, "512": 75, "32": 47, "8192": 60, "16 tokens": 6.1, "512 tokens": 9.5},
+    "Qwen3-Embedding-8B": {"mixed": 41, "512": 42, "32": 29, "8192": 37, "16 tokens": 9.6, "512 tokens": 14.8},
+}
+
+
+def workloads(name: str, published: Published) -> dict[str, list[int]]:
+    """Lengths of the texts of one round."""
+    tokens = TOKENS[name]
+    found = {"mixed": mixed_lengths(tokens, seed=0, most=published.longest), "512": [512] * (tokens // 512)}
+    found["32"] = [32] * (tokens // 32)
+    if published.longest > 512:
+        found["8192"] = [8192] * max(4, tokens // 8192)
+    return found
+
+
+def sequences(lengths: Sequence[int], seed: int) -> list[Ids]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1000, 30000, size=length).astype(np.int32) for length in lengths]
+
+
+def through_the_loop(engine: Engine, texts: list[Ids]) -> None:
+    """Requests of 64 texts, all queued at once; returns when the last vector is on the host."""
+    jobs = [Job(texts[start : start + REQUEST], EmbedOptions()) for start in range(0, len(texts), REQUEST)]
+    loop = EngineLoop(engine, engine.max_batch_tokens)
+    loop.submit(jobs)
+    for job in jobs:
+        job.future.result()
+    loop.stop()
+
+
+def tokens_per_s(encode: Callable[[list[Ids]], None], lengths: list[int], rounds: int = ROUNDS) -> float:
+    """Median over rounds, each of fresh ids; one round before them warms up."""
+    rates = []
+    for seed in range(rounds + 1):
+        texts = sequences(lengths, seed)
+        start = perf_counter()
+        encode(texts)
+        rates.append(sum(lengths) / (perf_counter() - start))
+    return median(rates[1:])
+
+
+def best_peer(encoders: dict[str, Encode], lengths: list[int]) -> tuple[str, float]:
+    rates = {name: tokens_per_s(encode, lengths, rounds=1) for name, encode in encoders.items()}
+    best = max(rates, key=lambda name: rates[name])
+    return best, rates[best]
+
+
+def padded_peers(model: Any, lengths: list[int]) -> dict[str, Encode]:
+    sizes = [32] if max(lengths) > 512 or len(set(lengths)) > 1 else [32, 128] if lengths[0] > 32 else [32, 512]
+    return {f"b{size}": peers.padded(model, 4 if max(lengths) > 2048 else size) for size in sizes}
+
+
+def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> list[dict[str, Any]]:
+    published = PUBLISHED[name]
+    rows = []
+    for workload, lengths in workloads(name, published).items():
+        rate = tokens_per_s(lambda texts: through_the_loop(engine, texts), lengths)
+        part = sequences(lengths[: max(1, len(lengths) // 4)], 9)
+        seen = trace(lambda part=part: through_the_loop(engine, part))  # type: ignore[misc]
+        flops = published.flops(lengths) / sum(lengths) * rate
+        row = {
+            "model": name,
+            "texts": workload,
+            "k tokens/s": rate / 1e3,
+            "TFLOP/s": flops / 1e12,
+            "% of GEMM": 100 * flops / gemm,
+        }
+        row |= {"GPU busy %": 100 * seen.busy} | {
+            f"{kind} %": 100 * seen.shares.get(kind, 0.0) for kind in ("GEMM", "attention", "elementwise")
+        }
+        rows.append(row)
+        print(row, seen, flush=True)
+    for attention, key in (("sdpa", "transformers SDPA"), ("packed_fa2", "transformers packed, FA2")):
+        model = peers.load(folder, attention).eval()
+        for row in rows:
+            lengths = workloads(name, published)[row["texts"]]
+            lengths = lengths[: max(4, len(lengths) // PEER_SHARE)]
+            if attention == "sdpa":
+                how, rate = best_peer(padded_peers(model, lengths), lengths)
+            else:
+                how, rate = best_peer({"16k": peers.packed(model, 16384)}, lengths)
+            row |= {f"{key}: k tokens/s": rate / 1e3, f"ours / {key}": row["k tokens/s"] * 1e3 / rate}
+            print(row["texts"], attention, how, rate, flush=True)
+        del model
+        torch.cuda.empty_cache()
+    for row in rows:
+        vllm = VLLM.get(name, {}).get(row["texts"])
+        row |= {"vLLM 0.26 (cited)": vllm or "-", "ours / vLLM": row["k tokens/s"] / vllm if vllm else "-"}
+    return rows
+
+
+def latency_rows(name: str, folder: Path, engine: Engine, gemm: float) -> list[dict[str, Any]]:
+    published = PUBLISHED[name]
+    loop = EngineLoop(engine, engine.max_batch_tokens)
+    model = peers.load(folder, "sdpa").eval()
+    rows = []
+    for length in (16, 512):
+        text = sequences([length], 0)
+
+        def ours(text: list[Ids] = text) -> None:
+            job = Job(text, EmbedOptions())
+            loop.submit([job])
+            job.future.result()
+
+        mine, theirs = seconds_of(ours, 300), seconds_of(lambda text=text: peers.padded(model, 1)(text), 30)  # type: ignore[misc]
+        rows.append(
+            {
+                "model": name,
+                "one text of": f"{length} tokens",
+                "p50 ms": 1e3 * median(mine),
+                "p90 ms": 1e3 * percentile(mine, 90),
+                "floor ms": 1e3 * max(2 * published.body_parameters / BANDWIDTH, published.flops([length]) / gemm),
+                "transformers SDPA ms": 1e3 * median(theirs),
+                "vLLM 0.26 ms (cited)": VLLM.get(name, {}).get(f"{length} tokens", "-"),
+            }
+        )
+    loop.stop()
+    return rows
+
+
+def seconds_of(step: Callable[[], None], repeats: int) -> list[float]:
+    for _ in range(10):
+        step()
+    seconds = []
+    for _ in range(repeats):
+        start = perf_counter()
+        step()
+        seconds.append(perf_counter() - start)
+    return seconds
+
+
+def main(names: Sequence[str]) -> None:
+    gemm = gemm_rate()
+    throughput: list[dict[str, Any]] = []
+    latency: list[dict[str, Any]] = []
+    startup: list[dict[str, Any]] = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(path) / "model"
+            published = save_random(name, folder)
+            for cache in ("cold", "warm"):
+                started = start_engine(folder, published.pooling, Path(path) / "kernels")
+                startup.append({"model": name, "kernel cache": cache} | started)
+                print(startup[-1], flush=True)
+            torch.cuda.empty_cache()
+            engine = Engine.load(folder, pooling=published.pooling)
+            torch.cuda.set_per_process_memory_fraction(1.0)  # the peers live in this process too
+            throughput += throughput_rows(name, folder, engine, gemm)
+            latency += latency_rows(name, folder, engine, gemm)
+            del engine
+            torch.cuda.empty_cache()
+    notes = [
+        "bf16, random weights at the real shapes; token ids in, pooled and normalised vectors out on the host, through the "
+        f"engine's own loop; requests of {REQUEST} texts, all queued at the start; median of {ROUNDS} rounds",
+        "mixed: lognormal, median 150 tokens, sigma 0.8, 8 to 2,048 tokens (512 for BERT); else all texts of that many tokens",
+        f"GEMM: {gemm / 1e12:,.0f} TFLOP/s, torch.mm of 8192 x 8192 bf16 matrices on random values, in this run",
+        "GPU busy: from a profiler's trace, between the first kernel and the last; shares are of the GPU's working time",
+        "transformers SDPA: sorted by length, padded, batches of 32 or larger where that is faster; packed: 16,384 tokens a "
+        "batch through torch's FlashAttention 2; both on a quarter of the texts, after a round of warming up",
+        "vLLM 0.26: measured on the same kind of machine earlier, not in this run",
+        "floor: the larger of weight bytes over 4.0 TB/s and FLOPs over the GEMM rate",
+        "start-up: weights in the page cache; cold means no kernel was compiled before",
+    ]
+    tables = {"Tokens/s": throughput, "Latency": latency, "Start-up": startup}
+    write("engine", "python -m loadtests.engine", tables, notes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(PUBLISHED))

@@ -1,0 +1,85 @@
+"""What else would run these models here: transformers, padded as sentence-transformers pads, and packed on FlashAttention 2."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ids = NDArray[np.int32]
+Encode = Callable[[Sequence[Ids]], None]  # the vectors reach the host
+
+
+def load(folder: Path, attention: str) -> Any:
+    return transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=attention, device_map="cuda")
+
+
+def padded(model: Any, batch_size: int) -> Encode:
+    """Sorted by length and padded to the longest of each batch, the last token pooled."""
+
+    @torch.inference_mode()
+    def encode(sequences: Sequence[Ids]) -> None:
+        ordered = sorted(sequences, key=len, reverse=True)
+        for start in range(0, len(ordered), batch_size):
+            part = ordered[start : start + batch_size]
+            ids = torch.zeros(len(part), len(part[0]), dtype=torch.long)
+            mask = torch.zeros_like(ids)
+            for row, each in enumerate(part):
+                ids[row, -len(each) :], mask[row, -len(each) :] = torch.from_numpy(each), 1
+            hidden = model(input_ids=ids.cuda(), attention_mask=mask.cuda()).last_hidden_state
+            torch.nn.functional.normalize(hidden[:, -1].float(), dim=-1).cpu()
+
+    return encode
+
+
+def packed(model: Any, batch_tokens: int) -> Encode:
+    """No padding: batches of so many tokens, positions restarting in each text. The model was loaded with "packed_fa2"."""
+
+    @torch.inference_mode()
+    def run(part: list[Ids]) -> None:
+        lengths = list(map(len, part))
+        _packed.cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+        _packed.longest = max(lengths)
+        ids = torch.from_numpy(np.concatenate(part)).long()[None].cuda()
+        positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
+        hidden = model(input_ids=ids, position_ids=positions).last_hidden_state[0]
+        torch.nn.functional.normalize(hidden[_packed.cu_seqlens[1:].long() - 1].float(), dim=-1).cpu()
+
+    def encode(sequences: Sequence[Ids]) -> None:
+        part: list[Ids] = []
+        for ids in sorted(sequences, key=len, reverse=True):
+            if part and sum(map(len, part)) + len(ids) > batch_tokens:
+                run(part)
+                part = []
+            part.append(ids)
+        run(part)
+
+    return encode
+
+
+class _Packed:
+    """The batch being run: transformers hands an attention function only what the model's layers know."""
+
+    cu_seqlens: Tensor
+    longest: int
+
+
+_packed = _Packed()
+
+
+def _flash_attention_2(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **_: Any
+) -> tuple[Tensor, None]:
+    """[1, heads, T, D] each -> [1, T, heads, D]."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    cu, longest = _packed.cu_seqlens, _packed.longest
+    out = torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, longest, longest, 0.0, bool(module.is_causal), False)[0]
+    return out[None], None
+
+
+transformers.AttentionInterface.register("packed_fa2", _flash_attention_2)
