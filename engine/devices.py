@@ -26,7 +26,7 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {name} was asked for, but torch {torch.__version__} sees no GPU")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def choose_dtype(name: str, device: torch.device, family: Family) -> torch.dtype:

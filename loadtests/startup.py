@@ -45,7 +45,7 @@ def main(folder: Path, pooling: Any) -> None:
             peak[0] = max(peak[0], process.memory_info().rss)
             sleep(0.002)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     engine = Engine.load(folder, pooling=pooling)
     seconds = time() - process.create_time()

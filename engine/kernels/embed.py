@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 
-THREADS = 256
+THREADS, PER_THREAD = 256, 4
 
 
 def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -24,9 +24,8 @@ def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | 
     num_tokens, width = len(token_ids), words.shape[1]
     out = torch.empty(num_tokens, width, dtype=words.dtype, device=words.device)
     kernel = _kernel(width, positions is not None, words.dtype, words.device)
-    kernel(
-        -(-num_tokens * width // (8 * THREADS)), token_ids, bounds, words, 0 if positions is None else positions, out, num_tokens
-    )
+    grid = -(-(-(-num_tokens // PER_THREAD) * width) // (8 * THREADS))
+    kernel(grid, token_ids, bounds, words, 0 if positions is None else positions, out, num_tokens)
     return out
 
 
@@ -37,4 +36,4 @@ def _kernel(width: int, positions: bool, dtype: torch.dtype, device: torch.devic
 
 def embed_defines(width: int, positions: bool, dtype: torch.dtype) -> dict[str, int]:
     assert width % 8 == 0, "rows are read eight values at a time"
-    return {"C": width, "POSITIONS": int(positions), "THREADS": THREADS, "HALF": half(dtype)}
+    return {"C": width, "POSITIONS": int(positions), "THREADS": THREADS, "PER_THREAD": PER_THREAD, "HALF": half(dtype)}

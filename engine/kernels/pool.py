@@ -9,7 +9,7 @@ from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 from engine.kernels.norm import row_threads, rows_a_block
 
-THREADS, COLUMNS = 256, 32  # of a block of pool_mean
+THREADS, COLUMNS = 256, 64  # of a block of pool_mean
 
 
 def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:

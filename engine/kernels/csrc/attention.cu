@@ -212,10 +212,7 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    s[m][n][e] = exp2_fast(fmaf(s[m][n][e], scale_log2, -row_max[m][e / 2]));
-                    row_sum[m][e / 2] += s[m][n][e];
-                }
+                for (int e = 0; e < 4; ++e) s[m][n][e] = exp2_fast(fmaf(s[m][n][e], scale_log2, -row_max[m][e / 2]));
 
 #pragma unroll
         for (int n = 0; n < BLOCK_N / 16; ++n) {
@@ -223,8 +220,10 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-                for (int e = 0; e < 4; ++e)
+                for (int e = 0; e < 4; ++e) {
                     p[m][e] = pack(s[m][2 * n + e / 2][e % 2 * 2], s[m][2 * n + e / 2][e % 2 * 2 + 1]);
+                    row_sum[m][e % 2] += low(p[m][e]) + high(p[m][e]);  // as rounded: so the weights still sum to one
+                }
 #pragma unroll
             for (int d = 0; d < D_TILES; d += 2) {
                 u32 b[4];

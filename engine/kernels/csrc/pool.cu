@@ -1,10 +1,11 @@
 // One vector per sequence, in two steps so that a few long sequences still fill the chip.
-//   mean:   hidden [T, C] 16-bit -> means float [B, C]. A block takes 32 columns of one sequence: with wider ones, the
-//           blocks of the longest sequence are still reading when all others are done.   Floor: 2 * T * C bytes.
+//   mean:   hidden [T, C] 16-bit -> means float [B, C]. A block takes 64 columns of one sequence, BATCH rows a thread in
+//           flight: the blocks of the longest sequence are the last to end.   Floor: 2 * T * C bytes.
 //   finish: a row of `rows` (last-token and cls pooling have gathered theirs already) or of `means`, cut to its first
 //           dims[b] values, L2-normalised where normalize[b], and finite[b] = whether every value was. The row stays in
 //           registers, as in norm.cu.   Floor: 6 * B * C bytes, 8 from means.
-constexpr int COLUMN_LANES = 4;  // times eight values
+constexpr int COLUMN_LANES = 8;  // times eight values
+constexpr int BATCH = 8;
 constexpr int ROW_GROUPS = THREADS / COLUMN_LANES;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -13,11 +14,17 @@ pool_mean(const u16* __restrict__ hidden, const int* __restrict__ cu_seqlens, fl
     const int begin = cu_seqlens[blockIdx.x], end = cu_seqlens[blockIdx.x + 1];
     const int lane = threadIdx.x % COLUMN_LANES, at = blockIdx.y * COLUMN_LANES + lane;
     float sum[8] = {};
-    if (at < C / 8) {
-#pragma unroll 4
-        for (int row = begin + threadIdx.x / COLUMN_LANES; row < end; row += ROW_GROUPS) {
+    for (int first = begin + threadIdx.x / COLUMN_LANES; at < C / 8 && first < end; first += BATCH * ROW_GROUPS) {
+        Vec8 loaded[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int row = first + i * ROW_GROUPS;
+            loaded[i] = row < end ? load8(hidden + static_cast<i64>(row) * C, at) : Vec8{};
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
             float x[8];
-            unpack(load8(hidden + static_cast<i64>(row) * C, at), x);
+            unpack(loaded[i], x);
 #pragma unroll
             for (int e = 0; e < 8; ++e) sum[e] += x[e];
         }
@@ -39,7 +46,7 @@ pool_mean(const u16* __restrict__ hidden, const int* __restrict__ cu_seqlens, fl
 }
 
 constexpr int ROW_WARPS = ROW_THREADS / 32;
-constexpr int VECTORS = (C / 8 + ROW_THREADS - 1) / ROW_THREADS;
+constexpr int VECTORS = (C / 4 + ROW_THREADS - 1) / ROW_THREADS;  // of four values, so that a warp's stores are contiguous
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
 pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const int* __restrict__ dims,
@@ -49,24 +56,22 @@ pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const
     const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;
     if (row >= num_rows) return;  // whole warps: a row never shares one
     const int width = dims[row];
-    float x[VECTORS][8];
+    float x[VECTORS][4];
     float sum = 0.f, zero = 0.f;  // NaN as soon as a value is not finite
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int at = i * ROW_THREADS + lane;
-        const bool valid = C / 8 % ROW_THREADS == 0 || at < C / 8;
+        const bool valid = C / 4 % ROW_THREADS == 0 || at < C / 4;
         if (FROM_ROWS) {
-            unpack(valid ? load8(rows + row * C, at) : Vec8{}, x[i]);
+            const uint2 pairs = valid ? reinterpret_cast<const uint2*>(rows + row * C)[at] : uint2{};
+            x[i][0] = low(pairs.x), x[i][1] = high(pairs.x), x[i][2] = low(pairs.y), x[i][3] = high(pairs.y);
         } else {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float4 four = valid ? reinterpret_cast<const float4*>(means + row * C)[2 * at + half] : float4{};
-                x[i][4 * half] = four.x, x[i][4 * half + 1] = four.y, x[i][4 * half + 2] = four.z, x[i][4 * half + 3] = four.w;
-            }
+            const float4 four = valid ? reinterpret_cast<const float4*>(means + row * C)[at] : float4{};
+            x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
         }
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            if (at * 8 + e >= width) x[i][e] = 0.f;
+        for (int e = 0; e < 4; ++e) {
+            if (at * 4 + e >= width) x[i][e] = 0.f;
             sum += x[i][e] * x[i][e];
             zero += x[i][e] * 0.f;
         }
@@ -77,11 +82,9 @@ pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int at = i * ROW_THREADS + lane;
-        if (C / 8 % ROW_THREADS != 0 && at >= C / 8) break;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            reinterpret_cast<float4*>(out + row * C)[2 * at + half] =
-                float4{x[i][4 * half] * scale, x[i][4 * half + 1] * scale, x[i][4 * half + 2] * scale, x[i][4 * half + 3] * scale};
+        if (C / 4 % ROW_THREADS != 0 && at >= C / 4) break;
+        reinterpret_cast<float4*>(out + row * C)[at] =
+            float4{x[i][0] * scale, x[i][1] * scale, x[i][2] * scale, x[i][3] * scale};
     }
     if (lane == 0) finite[row] = zero == 0.f;
 }
