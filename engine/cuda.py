@@ -98,7 +98,7 @@ class CudaRunner:
         self._try(vocab_size, _like(budget, max_input_length))
         if max_input_length > budget and not self._try(vocab_size, [max_input_length]):
             log.warning("inputs of %d tokens do not fit into what this GPU has left; longer ones may fail", max_input_length)
-        if not self.max_graph_tokens:
+        if self._packer.tile_tokens is not None:  # the reference attention walks the lengths on the host
             self._find_graph_limit(vocab_size, max_input_length)
         self.launch([_ids(16, vocab_size)], [EmbedOptions()], False).wait()
         return budget

@@ -79,7 +79,7 @@ def save_random(name: str, folder: Path, device: str = "cuda") -> Published:
     for file, shard in zip(names, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
     weight_map = {key: file for file, shard in zip(names, shards, strict=True) for key in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = published.config.to_dict() | {"architectures": [published.model_class.__name__], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.WordLevel({"[UNK]": 0, "warm": 1, "up": 2}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))

@@ -108,7 +108,7 @@ def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> lis
             "TFLOP/s": flops / 1e12,
             "% of GEMM": 100 * flops / gemm,
         }
-        row |= {"GPU busy %": 100 * seen.busy} | {
+        row |= {"GPU busy %": 100 * seen.busy, "waiting %": 100 * seen.waits} | {
             f"{kind} %": 100 * seen.shares.get(kind, 0.0) for kind in ("GEMM", "attention", "elementwise")
         }
         rows.append(row)
@@ -197,7 +197,8 @@ def main(names: Sequence[str]) -> None:
         f"engine's own loop; requests of {REQUEST} texts, all queued at the start; median of {ROUNDS} rounds",
         "mixed: lognormal, median 150 tokens, sigma 0.8, 8 to 2,048 tokens (512 for BERT); else all texts of that many tokens",
         f"GEMM: {gemm / 1e12:,.0f} TFLOP/s, torch.mm of 8192 x 8192 bf16 matrices on random values, in this run",
-        "GPU busy: from a profiler's trace, between the first kernel and the last; shares are of the GPU's working time",
+        "GPU busy: from a profiler's trace, between the first kernel and the last; waiting: in gaps of over 5 us; "
+        "the other shares are of the GPU's working time",
         "transformers SDPA: sorted by length, padded, batches of 32 or larger where that is faster; packed: 16,384 tokens a "
         "batch through torch's FlashAttention 2; both on a quarter of the texts, after a round of warming up",
         "vLLM 0.26: measured on the same kind of machine earlier, not in this run",

@@ -15,9 +15,13 @@ _OURS = {
 } | dict.fromkeys(("gelu", "embed", "pool_mean", "pool_finish"), "elementwise")
 
 
+LONG_GAP_US = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     busy: float  # share of the time between the first kernel's start and the last one's end
+    waits: float  # share of it lost in gaps of over LONG_GAP_US; the rest are the 1-2 us between one kernel and the next
     shares: dict[str, float]  # of the GPU's working time: attention, GEMM, elementwise, copies
     launches: int
 
@@ -31,15 +35,17 @@ def trace(run: Callable[[], object]) -> Trace:
         for event in profiler.events() or []
         if event.device_type == DeviceType.CUDA
     )
-    busy, end = 0.0, 0.0
+    busy, waits, end = 0.0, 0.0, spans[0][0]
     shares: dict[str, float] = {}
     for start, stop, name in spans:
+        waits += start - end if start - end > LONG_GAP_US else 0.0
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
         kind = _OURS.get(name) or ("copies" if name.startswith("Mem") else "GEMM" if _is_gemm(name) else "other")
         shares[kind] = shares.get(kind, 0.0) + stop - start
     total = sum(shares.values())
-    return Trace(busy / (end - spans[0][0]), {kind: share / total for kind, share in shares.items()}, len(spans))
+    whole = end - spans[0][0]
+    return Trace(busy / whole, waits / whole, {kind: share / total for kind, share in shares.items()}, len(spans))
 
 
 def _is_gemm(name: str) -> bool:

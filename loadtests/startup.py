@@ -17,7 +17,7 @@ import psutil
 def start_engine(folder: Path, pooling: str, kernel_cache: Path) -> dict[str, Any]:
     """In a process of its own, weights in the page cache: its figures."""
     environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": os.getcwd()}
-    command = [sys.executable, "-m", "loadtests.startup", str(folder), pooling]
+    command = [sys.executable, "-m", "loadtests.startup", str(folder), pooling, str(time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     seconds, imported, budget, graphs, shards, peak = map(float, done.stdout.splitlines()[-1].split())
     return {
@@ -30,11 +30,11 @@ def start_engine(folder: Path, pooling: str, kernel_cache: Path) -> dict[str, An
     }
 
 
-def main(folder: Path, pooling: Any) -> None:
+def main(folder: Path, pooling: Any, started: float) -> None:
     process = psutil.Process()
     from engine import Engine
 
-    imported = time() - process.create_time()
+    imported = time() - started
     import torch
 
     torch.zeros(1, device="cuda")
@@ -48,7 +48,7 @@ def main(folder: Path, pooling: Any) -> None:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     engine = Engine.load(folder, pooling=pooling)
-    seconds = time() - process.create_time()
+    seconds = time() - started
     done.set()
     watcher.join()
     largest = max(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -56,4 +56,4 @@ def main(folder: Path, pooling: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))

@@ -60,7 +60,9 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
     _save_tokenizer(folder, vocab, bert=kind == "bert")
     pooling = "cls" if kind == "bert" else "lasttoken"
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, "pooling_mode": pooling}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": hf_config.hidden_size, "pooling_mode": pooling})
+    )
     return folder
 
 

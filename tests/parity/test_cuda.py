@@ -1,0 +1,198 @@
+"""The whole engine on a GPU in 16 bits, on our kernels: right in every company, graphed or not, and after every fault."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from engine import BackendError, Engine
+from engine.loop import EngineLoop
+from engine.packer import Job
+from engine.pooling import EmbedOptions
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+# Head dimensions that our attention takes, unlike the tiny defaults.
+FAMILIES = {
+    "bert": {"hidden_size": 128},
+    "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
+    "qwen3": {},
+    "qwen3 bidirectional": {"use_bidirectional_attention": True},
+    "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+}
+RAGGED = [33, 1, 90, 5, 5, 64, 2, 128, 17]
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
+    return tiny(request.param.split()[0], **FAMILIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    engine = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert engine.packer.tile_tokens is not None, "our attention does not run here"
+    return engine
+
+
+def sequences(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(5, 300, size=length).astype(np.int32) for length in lengths]
+
+
+def exact(folder: Path, batch: list[np.ndarray]) -> np.ndarray:
+    """Normalised vectors from transformers in fp32 on the CPU, each text alone."""
+    return _transformers(folder, batch, torch.float32, "cpu")
+
+
+def _transformers(folder: Path, batch: list[np.ndarray], dtype: torch.dtype, device: str) -> np.ndarray:
+    model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().to(device)
+    row = 0 if isinstance(model, transformers.BertModel) else -1
+    vectors = []
+    for ids in batch:
+        with torch.inference_mode():
+            hidden = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(device)).last_hidden_state[0, row]
+        vectors.append(torch.nn.functional.normalize(hidden.float(), dim=-1).cpu().numpy())
+    return np.stack(vectors)
+
+
+def assert_as_exact_as_transformers(ours: np.ndarray, folder: Path, batch: list[np.ndarray]) -> None:
+    """Over the batch, our error against fp32 is at most 1.5 times what transformers loses in bf16."""
+    expected = exact(folder, batch)
+    theirs = _transformers(folder, batch, torch.bfloat16, "cuda")
+    assert np.linalg.norm(ours - expected) <= 1.5 * np.linalg.norm(theirs - expected)
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
+def test_vectors_are_right_in_every_company(folder: Path, engine: Engine, lengths: list[int], graphed: bool) -> None:
+    """Equal lengths are the case in which TEI loses the causal mask (TEI#882)."""
+    assert sum(lengths) <= engine.max_graph_tokens
+    for seed in range(3):  # a graph is captured, then replayed on other texts
+        batch = sequences(lengths, seed)
+        output = engine.launch(batch, want_hidden=not graphed).wait()  # with hidden states, no graph is used
+        assert (output.hidden is None) == graphed
+        assert_as_exact_as_transformers(output.vectors, folder, batch)
+
+
+def test_a_graph_made_for_one_batch_serves_others_of_its_bucket(folder: Path, engine: Engine) -> None:
+    for lengths in ([40, 80], [1] * 60 + [60], [100, 1, 1, 1], [128], [7] * 18):
+        batch = sequences(lengths, len(lengths))
+        assert_as_exact_as_transformers(engine.launch(batch).wait().vectors, folder, batch)
+
+
+def test_options_are_each_sequences_own(engine: Engine) -> None:
+    batch = sequences([9, 9, 9])
+    whole = engine.launch([batch[0]] * 3, [EmbedOptions(False), EmbedOptions(True, 8), EmbedOptions(False, 8)]).wait().vectors
+    plain = engine.launch([batch[0]], [EmbedOptions(normalize=False)]).wait().vectors[0]
+    np.testing.assert_allclose(whole[0], plain, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(whole[2, :8], plain[:8], rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(np.linalg.norm(whole[1]), 1, rtol=1e-5)
+    assert not whole[1:, 8:].any()
+
+
+def test_a_text_gone_to_nan_fails_alone(tiny: Callable[..., Path]) -> None:
+    engine = Engine.load(tiny("qwen3"), dtype="bfloat16", device="cuda")
+    with torch.inference_mode():
+        engine.model.embed_tokens[7] = torch.nan  # type: ignore[attr-defined]
+    texts = [np.full(3, 5 + i % 90 + 5 * (i % 90 >= 2), dtype=np.int32) for i in range(60)]
+    texts = [ids for ids in texts if 7 not in ids]
+    bad = np.array([9, 7, 9], dtype=np.int32)
+    loop = EngineLoop(engine, engine.max_batch_tokens)
+    good_jobs, bad_job = [Job([ids], EmbedOptions()) for ids in texts], Job([bad], EmbedOptions())
+    loop.submit([*good_jobs[:20], bad_job, *good_jobs[20:]])
+    with pytest.raises(BackendError, match="not finite"):
+        bad_job.future.result(20)
+    for ids, job in zip(texts, good_jobs, strict=True):
+        cosine = (job.future.result(20).vectors[0] * engine.embed([ids.tolist()])[0]).sum()
+        assert cosine > 0.999
+    loop.stop()
+
+
+def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> None:
+    engine = Engine.load(tiny("bert", hidden_size=128, intermediate_size=16384), device="cuda", max_batch_tokens=1024)
+    batch = sequences([128] * 128)
+    alone = engine.embed([ids.tolist() for ids in batch])
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    splits: list[int] = []
+    loop = EngineLoop(engine, 32768, on_split=lambda: splits.append(1))
+    job = Job(batch, EmbedOptions())
+    try:  # room for 8,192 tokens of the wide activation, not for all 16,384
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (400 << 20)) / total)
+        loop.submit([job])
+        vectors = job.future.result(60).vectors
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        loop.stop()
+    assert splits
+    assert (vectors * alone).sum(axis=1).min() > 0.999
+
+
+def test_eight_billion_shapes_stay_finite_with_large_activations(tiny: Callable[..., Path]) -> None:
+    folder = tiny(
+        "qwen3", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12288,
+        num_hidden_layers=2, max_position_embeddings=4096, initializer_range=1.0,
+    )  # fmt: skip
+    batch = sequences([4, 700, 128, 33])
+    output = Engine.load(folder, dtype="bfloat16", device="cuda").launch(batch).wait()
+    assert output.finite.all()
+    assert_as_exact_as_transformers(output.vectors, folder, batch)
+
+
+def test_a_loaded_engine_leaves_the_rest_of_the_card_alone(tiny: Callable[..., Path]) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    Engine.load(tiny("qwen3"), dtype="bfloat16", device="cuda")
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(free // 2, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_lost_device_ends_the_engine(tiny: Callable[..., Path]) -> None:
+    """In a process of its own: nothing on this GPU works in it afterwards."""
+    command = [sys.executable, "-W", "ignore", "-c", _LOSE_THE_DEVICE, str(tiny("qwen3"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["1.0", "DeviceLost", "stopped"], done.stderr[-2000:]
+
+
+_LOSE_THE_DEVICE = """
+import sys, time
+import numpy as np, torch
+from engine import Engine
+from engine.loop import EngineLoop
+from engine.packer import Job
+from engine.pooling import EmbedOptions
+
+engine = Engine.load(sys.argv[1], dtype="bfloat16", device="cuda")
+loop = EngineLoop(engine, engine.max_batch_tokens)
+
+def job():
+    made = Job([np.arange(5, 25, dtype=np.int32)], EmbedOptions())
+    loop.submit([made])
+    return made.future
+
+print(round(float(np.linalg.norm(job().result(20).vectors)), 3))
+try:
+    torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")]  # an assertion on the device
+    torch.cuda.synchronize()
+except RuntimeError:
+    pass
+try:
+    job().result(20)
+except Exception as error:
+    print(type(error).__name__)
+for _ in range(100):
+    if not loop.alive:
+        print("stopped")
+        break
+    time.sleep(0.05)
+"""
