@@ -30,6 +30,9 @@ _BUDGETS = (1024, 2048, 4096, 8192, 16384)
 # A budget that reaches this share of the best rate is enough: more only adds latency.
 _ENOUGH = 0.95
 
+# Errors of a lost device, kept for the tensors that their tracebacks hold: torch ends the process when one is freed.
+_wreckage: list[RuntimeError] = []
+
 Forward = Callable[[PackedBatch, bool], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -212,6 +215,7 @@ def cuda_errors(what: str) -> Iterator[None]:
         try:
             torch.cuda.synchronize()
         except RuntimeError as sticky:
+            _wreckage.append(error)
             raise DeviceLost(f"the GPU can no longer be used after {what}: {sticky}") from error
         if "ALLOC_FAILED" in str(error):  # a library's own allocation
             torch.cuda.empty_cache()
