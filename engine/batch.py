@@ -1,5 +1,6 @@
 """`PackedBatch`, the first of the engine's two thin waists: what every forward pass is given."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.attention import attention_tiles
+from engine.kernels.attention import TileShape, Tiling
 from engine.model_config import Pooling
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
@@ -29,6 +30,7 @@ class PackedBatch:
     normalize: Tensor  # [B], 0 or 1
     tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference
     pooled_tiles: Tensor  # [B, 2], the same for the pooled rows alone
+    tile_shape: TileShape | None  # None for the reference
     lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences
 
     @property
@@ -43,6 +45,7 @@ class BatchShape:
     num_tokens: int
     num_seqs: int
     num_tiles: int
+    tile_shape: TileShape | None = None
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each part, in order. Pairs come first: kernels read them eight bytes at a time."""
@@ -60,18 +63,18 @@ class BatchShape:
     @property
     def size(self) -> int:
         """Numbers in the buffer."""
-        return sum(int(np.prod(shape)) for shape in self.parts().values())
+        return sum(map(math.prod, self.parts().values()))
 
     def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
         found, start = {}, 0
         for name, shape in self.parts().items():
-            found[name] = (slice(start, start := start + int(np.prod(shape))), shape)
+            found[name] = (slice(start, start := start + math.prod(shape)), shape)
         return found
 
     def view(self, buffer: Tensor, lengths: tuple[int, ...]) -> PackedBatch:
         """The parts of a filled buffer."""
         parts = {name: buffer[part].view(shape) for name, (part, shape) in self.slices().items()}
-        return PackedBatch(**parts, lengths=lengths)
+        return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class BatchPacker:
 
     pooling: Pooling
     hidden_size: int
-    tile_tokens: int | None  # depth of an attention tile; None where the reference attention runs
+    tiling: Tiling | None  # None where the reference attention runs
 
     def pack(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, device: torch.device | None = None
@@ -93,16 +96,27 @@ class BatchPacker:
         """
         device = device or torch.device("cpu")
         lengths = tuple(map(len, sequences))
-        tiles = self.tiles(lengths)
-        shape = BatchShape(sum(lengths), len(lengths), len(tiles))
+        shape, tiles = self.shape(lengths)
         buffer = torch.empty(shape.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.fill(buffer.numpy(), shape, sequences, tiles, options)
         return shape.view(buffer.to(device, non_blocking=True), lengths)
 
-    def tiles(self, lengths: Sequence[int]) -> NDArray[np.int32]:
-        if self.tile_tokens is None:
-            return np.empty((0, 2), dtype=np.int32)
-        return attention_tiles(lengths, self.tile_tokens)
+    def shape(self, lengths: Sequence[int], room: int | None = None) -> tuple[BatchShape, NDArray[np.int32]]:
+        """The shape of a batch, and its attention tiles.
+
+        Args:
+            room: tokens that the shape is to have room for, in few variants, so that one CUDA graph serves many batches;
+                None for a shape that fits this batch alone.
+        """
+        num_tokens, num_seqs = room or sum(lengths), len(lengths)
+        if room is not None:
+            num_seqs = min(4 ** -(-(num_seqs - 1).bit_length() // 2), room)  # the next power of four
+        if self.tiling is None:
+            return BatchShape(num_tokens, num_seqs, 0), np.empty((0, 2), dtype=np.int32)
+        tile_shape = self.tiling.shape(num_tokens)
+        tiles = self.tiling.cut(lengths, tile_shape)
+        num_tiles = len(tiles) if room is None else self.tiling.most_tiles(room, tile_shape)
+        return BatchShape(num_tokens, num_seqs, num_tiles, tile_shape), tiles
 
     def fill(
         self,

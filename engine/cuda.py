@@ -67,9 +67,9 @@ class CudaRunner:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
         lengths = [len(ids) for ids in sequences]
         num_tokens, num_seqs = sum(lengths), len(lengths)
-        tiles = self._packer.tiles(lengths)
         graphed = num_tokens <= self.max_graph_tokens and not want_hidden
-        shape = self._graph_shape(num_tokens, num_seqs) if graphed else BatchShape(num_tokens, num_seqs, len(tiles))
+        room = next(size for size in GRAPH_TOKENS if size >= num_tokens) if graphed else None
+        shape, tiles = self._packer.shape(lengths, room)
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
             self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
@@ -101,7 +101,7 @@ class CudaRunner:
         self._try(vocab_size, _like(budget, max_input_length))
         if max_input_length > budget and not self._try(vocab_size, [max_input_length]):
             log.warning("inputs of %d tokens do not fit into what this GPU has left; longer ones may fail", max_input_length)
-        if self._packer.tile_tokens is not None:  # the reference attention walks the lengths on the host
+        if self._packer.tiling is not None:  # the reference attention walks the lengths on the host
             self._find_graph_limit(vocab_size, max_input_length)
         self.launch([_ids(16, vocab_size)], [EmbedOptions()], False).wait()
         return budget
@@ -150,16 +150,6 @@ class CudaRunner:
         except OutOfMemory:
             return False
         return True
-
-    def _graph_shape(self, num_tokens: int, num_seqs: int) -> BatchShape:
-        tokens = next(size for size in GRAPH_TOKENS if size >= num_tokens)
-        seqs = 1
-        while seqs < num_seqs:
-            seqs *= 4
-        depth = self._packer.tile_tokens
-        # Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one.
-        num_tiles = 0 if depth is None else 2 * -(-tokens // depth) + 1
-        return BatchShape(tokens, min(seqs, tokens), num_tiles)
 
 
 class _Graphs:

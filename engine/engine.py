@@ -18,7 +18,7 @@ from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, defau
 from engine.errors import BackendError, InvalidInput, ModelError
 from engine.flight import Flight, Landed, Output
 from engine.hub import resolve_model
-from engine.kernels.attention import usable_tile_tokens
+from engine.kernels.attention import tiling
 from engine.model_config import ModelConfig, Pooling, load_model_config
 from engine.models import MODELS, Model
 from engine.pooling import EmbedOptions, check_dimensions, pool
@@ -42,8 +42,8 @@ class Engine:
     ) -> None:
         self.config, self.tokenizer, self.model = config, tokenizer, model
         self.dtype, self.device = dtype, device
-        group = config.n_heads // config.n_kv_heads
-        self.packer = BatchPacker(config.pooling, config.hidden_size, usable_tile_tokens(group, config.head_dim, dtype, device))
+        cut = tiling((config.n_heads, config.n_kv_heads), config.head_dim, dtype, device)
+        self.packer = BatchPacker(config.pooling, config.hidden_size, cut)
         self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 

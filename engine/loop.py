@@ -221,7 +221,8 @@ class EngineLoop:
             with self._wake:
                 self._in_flight -= 1
                 seconds = self._clock.landed(launched.num_tokens, launched.started_at)
-                self._wake.notify()
+                if len(self._packer):  # else there is nothing to wake the engine for: it would only hold up what follows
+                    self._wake.notify()
         if self._on_batch is not None:
             self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
         batch = _apart(launched.batch, output.finite)
@@ -259,18 +260,22 @@ class _Clock:
         self.launch_s = 0.0
         self.free_at = 0.0
         self._landed_at = 0.0
+        self._in_flight: deque[float] = deque()  # seconds foreseen for each
         self._seconds: dict[int, float] = {}  # of a pass, by the bits of its number of tokens
 
     def launched(self, num_tokens: int, started_at: float) -> None:
         now = perf_counter()
         self.launch_s = _blend(self.launch_s, now - started_at)
-        self.free_at = max(self.free_at, now) + self._seconds.get(num_tokens.bit_length(), 0.0)
+        self._in_flight.append(self._seconds.get(num_tokens.bit_length(), 0.0))
+        self.free_at = max(self.free_at, now) + self._in_flight[-1]
 
     def landed(self, num_tokens: int, started_at: float) -> float:
         """Seconds the pass had the device for: since it was launched, or since the one before it landed."""
         now = perf_counter()
         seconds = now - max(started_at, self._landed_at)
         self._landed_at = now
+        self._in_flight.popleft()
+        self.free_at = now + sum(self._in_flight)
         kind = num_tokens.bit_length()
         self._seconds[kind] = _blend(self._seconds.get(kind, 0.0), seconds)
         self.tokens_per_s = _blend(self.tokens_per_s, num_tokens / seconds)
@@ -295,7 +300,7 @@ def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
 
 def _results(batch: list[Slice], output: Output) -> list[Vectors | list[Vectors] | None]:
     """Per slice its vectors; None where they are not finite."""
-    token_rows = np.cumsum([0, *(len(ids) for part in batch for ids in part.sequences)])
+    token_rows = None if output.hidden is None else np.cumsum([0, *(len(ids) for part in batch for ids in part.sequences)])
     results: list[Vectors | list[Vectors] | None] = []
     row = 0
     for part in batch:
@@ -304,6 +309,7 @@ def _results(batch: list[Slice], output: Output) -> list[Vectors | list[Vectors]
             results.append(None)
         elif part.job.options.per_token:
             assert output.hidden is not None, "asked for with want_hidden"
+            assert token_rows is not None, "made with them"
             results.append([output.hidden[a:b] for a, b in pairwise(token_rows[rows.start : rows.stop + 1])])
         else:
             results.append(np.ascontiguousarray(output.vectors[rows, : part.job.options.dimensions]))

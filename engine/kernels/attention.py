@@ -33,31 +33,75 @@ class TileShape:
         return (self.block_m + 2 * self.block_n) * pitch * 2
 
 
-# By head_dim: measured on Hopper; elsewhere not measured yet, there the shapes that fit without spilling registers.
+# By head_dim, for batches that fill the chip: measured on Hopper; elsewhere not measured yet, there the shapes that fit
+# without spilling registers.
 _HOPPER = {
-    32: TileShape(128, 128, 2, 2),
-    64: TileShape(128, 64, 2, 2),
+    32: TileShape(128, 64, 2, 3),
+    64: TileShape(128, 64, 2, 3),
     96: TileShape(128, 64, 2, 2),
     128: TileShape(128, 64, 2, 2),
     256: TileShape(64, 32, 1, 2),
 }
-_OTHER = _HOPPER | {128: TileShape(128, 32, 2, 2), 96: TileShape(128, 32, 2, 2)}
+_OTHER = _HOPPER | {64: TileShape(128, 64, 2, 2), 96: TileShape(128, 32, 2, 2), 128: TileShape(128, 32, 2, 2)}
+# For batches of so few tiles that most of the chip would idle: half the rows, twice the blocks.
+_SMALL = {head_dim: TileShape(64, 32 if head_dim == 256 else 64, 1, 2) for head_dim in _HOPPER}
 HEAD_DIMS = tuple(_HOPPER)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, bounds: Tensor, causal: bool, window: int | None = None) -> Tensor:
+def tile_shapes(head_dim: int, capability: tuple[int, int]) -> tuple[TileShape, TileShape]:
+    """For batches that fill the chip, and for those that do not."""
+    return (_HOPPER if capability[0] == 9 else _OTHER)[head_dim], _SMALL[head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a model's attention is cut into tiles on one device. A tile's rows are (token, query head of the group) pairs."""
+
+    head_dim: int
+    group: int  # query heads a key head
+    n_kv_heads: int
+    capability: tuple[int, int]
+    num_sms: int
+
+    def shape(self, num_tokens: int) -> TileShape:
+        large, small = tile_shapes(self.head_dim, self.capability)
+        blocks = self.n_kv_heads * num_tokens * self.group / large.block_m
+        return large if blocks >= self.num_sms else small
+
+    def cut(self, lengths: Sequence[int], shape: TileShape) -> NDArray[np.int32]:
+        return attention_tiles(lengths, shape.block_m // self.group)
+
+    def most_tiles(self, num_tokens: int, shape: TileShape) -> int:
+        """Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one."""
+        return 2 * -(-num_tokens // (shape.block_m // self.group)) + 1
+
+
+def tiling(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling | None:
+    """For (query heads, key heads); None where `reference.attention` has to do: CPUs, float32, before sm_80."""
+    if device.type != "cuda" or dtype == torch.float32 or head_dim not in HEAD_DIMS:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return None
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return Tiling(head_dim, heads[0] // heads[1], heads[1], capability, num_sms)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, shape: TileShape, bounds: Tensor, causal: bool, window: int | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence of a packed batch.
 
     Args:
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
-        tiles: [n, 2] int32 on the device, as `attention_tiles` cuts them; rows of no tile are left unwritten.
+        tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten.
         bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last).
         causal: a token sees itself and what is before it; else its whole sequence.
         window: it sees no token further away than this; None for no limit.
     Returns: [T, H, D], contiguous.
     """
     heads, head_dim = q.shape[1:]
-    kernel = attention_kernel(head_dim, heads // k.shape[1], q.dtype, q.device)
+    kernel = _kernel(head_dim, heads // k.shape[1], shape, q.dtype, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     left = _NO_LIMIT if window is None else window
     kernel(
@@ -76,23 +120,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, bounds: Tensor, ca
         np.float32(math.log2(math.e) / math.sqrt(head_dim)),
     )
     return out
-
-
-def usable_tile_tokens(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int | None:
-    """Depth of a tile for these heads, or None where `reference.attention` has to do: CPUs, float32, before sm_80."""
-    if device.type != "cuda" or dtype == torch.float32 or head_dim not in HEAD_DIMS:
-        return None
-    capability = torch.cuda.get_device_capability(device)
-    return tile_tokens(group, head_dim, capability) if capability >= (8, 0) else None
-
-
-def tile_tokens(group: int, head_dim: int, capability: tuple[int, int]) -> int:
-    """Tokens of one tile: its rows are (token, query head of the group) pairs."""
-    return tile_shape(head_dim, capability).block_m // group
-
-
-def tile_shape(head_dim: int, capability: tuple[int, int]) -> TileShape:
-    return (_HOPPER if capability[0] == 9 else _OTHER)[head_dim]
 
 
 def attention_tiles(lengths: Sequence[int], depth: int) -> NDArray[np.int32]:
@@ -116,8 +143,7 @@ def attention_tiles(lengths: Sequence[int], depth: int) -> NDArray[np.int32]:
 
 
 @cache
-def attention_kernel(head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    shape = tile_shape(head_dim, torch.cuda.get_device_capability(device))
+def _kernel(head_dim: int, group: int, shape: TileShape, dtype: torch.dtype, device: torch.device) -> Kernel:
     defines = attention_defines(head_dim, group, dtype, shape)
     return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
 

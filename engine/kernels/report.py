@@ -10,7 +10,7 @@ from cuda.bindings import nvrtc
 
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
-from engine.kernels.attention import HEAD_DIMS, attention_defines, tile_shape
+from engine.kernels.attention import HEAD_DIMS, TileShape, attention_defines, tile_shapes
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report
 from engine.kernels.embed import embed_defines
 from engine.kernels.norm import norm_defines
@@ -64,8 +64,12 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     modern = capability >= (8, 0)
     dtype = torch.bfloat16 if modern else torch.float16
     if modern:
-        yield from (_attention(head_dim, group, dtype, capability) for head_dim in HEAD_DIMS for group in _GROUPS)
-        yield from (_attention(head_dim, group, torch.float16, capability) for head_dim, group in ((64, 1), (128, 4)))
+        for head_dim in HEAD_DIMS:
+            large, small = tile_shapes(head_dim, capability)
+            yield from (_attention(head_dim, group, dtype, large) for group in _GROUPS)
+            if small != large:
+                yield _attention(head_dim, 2, dtype, small)
+            yield _attention(head_dim, 1, torch.float16, large)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -123,9 +127,8 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 
-def _attention(head_dim: int, group: int, dtype: torch.dtype, capability: tuple[int, int]) -> Variant:
-    shape = tile_shape(head_dim, capability)
-    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head"
+def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape) -> Variant:
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
     return Variant("attention", label, attention_defines(head_dim, group, dtype, shape), shape.shared_bytes(head_dim))
 
 

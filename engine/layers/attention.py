@@ -36,9 +36,10 @@ class Attention:
             return self._encoder(qkv)
         q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
         batch = self._batch
-        if not len(batch.tiles):
+        if batch.tile_shape is None:
             return reference.attention(q, k, v, batch.lengths, self._causal)
-        return kernels.attention(q, k, v, batch.pooled_tiles if pooled_only else batch.tiles, batch.bounds, self._causal)
+        tiles = batch.pooled_tiles if pooled_only else batch.tiles
+        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal)
 
     def _encoder(self, qkv: Tensor) -> Tensor:
         heads = self._split[0]

@@ -38,8 +38,9 @@ class Method:
 
 
 def ours(batch: AttentionBatch, causal: bool) -> Method:
-    tiles, bounds = batch.packed.tiles, batch.packed.bounds
-    return Method(lambda: kernels.attention(batch.q, batch.k, batch.v, tiles, bounds, causal), lambda out: out)
+    tiles, shape, bounds = batch.packed.tiles, batch.packed.tile_shape, batch.packed.bounds
+    assert shape is not None, "ours runs here"
+    return Method(lambda: kernels.attention(batch.q, batch.k, batch.v, tiles, shape, bounds, causal), lambda out: out)
 
 
 def flash_attention_2(batch: AttentionBatch, causal: bool) -> Method:

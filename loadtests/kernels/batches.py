@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchPacker, PackedBatch
-from engine.kernels.attention import tile_tokens
+from engine.kernels.attention import Tiling, tiling
 
 DEVICE = torch.device("cuda", 0)
 
 
-def packed(lengths: Sequence[int], tile_depth: int | None = None) -> PackedBatch:
+def packed(lengths: Sequence[int], cut: Tiling | None = None) -> PackedBatch:
     """A batch of these lengths; its token ids are all 0."""
-    return BatchPacker("last_token", 1, tile_depth).pack([np.zeros(length, np.int32) for length in lengths], device=DEVICE)
+    return BatchPacker("last_token", 1, cut).pack([np.zeros(length, np.int32) for length in lengths], device=DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +49,4 @@ class AttentionBatch:
 def attention_batch(lengths: Sequence[int], n_heads: int, n_kv_heads: int, head_dim: int) -> AttentionBatch:
     qkv = torch.randn(sum(lengths), n_heads + 2 * n_kv_heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-    depth = tile_tokens(n_heads // n_kv_heads, head_dim, torch.cuda.get_device_capability(DEVICE))
-    return AttentionBatch(q, k, v, packed(lengths, depth))
+    return AttentionBatch(q, k, v, packed(lengths, tiling((n_heads, n_kv_heads), head_dim, qkv.dtype, DEVICE)))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import attention_tiles, tile_tokens
+from engine.kernels.attention import TileShape, attention_tiles, tile_shapes
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16]
@@ -47,9 +47,14 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def tile_depth(heads: tuple[int, int], head_dim: int) -> int:
-    """Tokens of a tile on this device; `heads` are (query heads, key heads)."""
-    return tile_tokens(heads[0] // heads[1], head_dim, torch.cuda.get_device_capability(DEVICE))
+def shapes_of(head_dim: int) -> tuple[TileShape, TileShape]:
+    """On this device, for batches that fill it and for those that do not."""
+    return tile_shapes(head_dim, torch.cuda.get_device_capability(DEVICE))
+
+
+def tile_depth(heads: tuple[int, int], head_dim: int, shape: TileShape | None = None) -> int:
+    """Tokens of a tile, the larger kind unless another is given; `heads` are (query heads, key heads)."""
+    return (shape or shapes_of(head_dim)[0]).block_m // (heads[0] // heads[1])
 
 
 def tiles_of(lengths: Sequence[int], depth: int) -> Tensor:

@@ -12,6 +12,7 @@ from helpers import (
     bounds_of,
     poisoned,
     random_qkv,
+    shapes_of,
     tile_depth,
     tiles_of,
 )
@@ -34,18 +35,21 @@ def heads_of(qkv: QKV) -> tuple[int, int]:
     return qkv[0].shape[1], qkv[1].shape[1]
 
 
-def ours(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None) -> Tensor:
+def ours(
+    qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None, small: bool = False
+) -> Tensor:
     """Our attention into an output full of NaN; `tiles` other than those of the whole batch, if given."""
+    head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
+    shape = shapes_of(head_dim)[small]
     if tiles is None:
-        tiles = tiles_of(lengths, tile_depth(heads_of(qkv), qkv[0].shape[2]))
-    bounds = bounds_of(lengths)
+        tiles = tiles_of(lengths, tile_depth(heads_of(qkv), head_dim, shape))
     with poisoned():
-        return kernels.attention(*qkv, tiles, bounds, causal, window)
+        return kernels.attention(*qkv, tiles, shape, bounds, causal, window)
 
 
-def check(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None) -> None:
+def check(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, small: bool = False) -> None:
     q, k, v = qkv
-    out = ours(qkv, lengths, causal, window)
+    out = ours(qkv, lengths, causal, window, small=small)
     assert out.is_contiguous()
     low = reference.attention(q, k, v, tuple(lengths), causal, window)
     exact = reference.attention(q.double(), k.double(), v.double(), tuple(lengths), causal, window)
@@ -67,8 +71,9 @@ def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_ragged_batch(head_dim: int, heads: tuple[int, int], window: int | None, causal: bool) -> None:
-    check(random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16), RAGGED, causal, window)
+@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
+def test_ragged_batch(small: bool, head_dim: int, heads: tuple[int, int], window: int | None, causal: bool) -> None:
+    check(random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16), RAGGED, causal, window, small)
 
 
 @both_masks
@@ -80,8 +85,9 @@ def test_ragged_batch_in_fp16(head_dim: int, heads: tuple[int, int], causal: boo
 @both_masks
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_lengths_around_a_tile(head_dim: int, heads: tuple[int, int], causal: bool) -> None:
-    depth = tile_depth(heads, head_dim)
+@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
+def test_lengths_around_a_tile(small: bool, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
+    depth = tile_depth(heads, head_dim, shapes_of(head_dim)[small])
     batches = [
         [1],
         [depth - 1],
@@ -95,7 +101,7 @@ def test_lengths_around_a_tile(head_dim: int, heads: tuple[int, int], causal: bo
         [1] * 300,
     ]
     for lengths in batches:
-        check(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, causal)
+        check(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, causal, small=small)
 
 
 @both_masks
@@ -200,10 +206,11 @@ def test_graph_replay_equals_eager(causal: bool) -> None:
     q, k, v = random_qkv(256, heads, head_dim, torch.bfloat16)
     tiles = torch.zeros(max(map(len, cut)), 2, dtype=torch.int32, device=DEVICE)
     bounds = bounds_of(batches[0])
-    kernels.attention(q, k, v, tiles, bounds, causal)  # compiles and loads, which a capture cannot
+    shape = shapes_of(head_dim)[0]
+    kernels.attention(q, k, v, tiles, shape, bounds, causal)  # compiles and loads, which a capture cannot
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernels.attention(q, k, v, tiles, bounds, causal)
+        out = kernels.attention(q, k, v, tiles, shape, bounds, causal)
     for lengths, mine in zip(batches, cut, strict=True):
         for x in (q, k, v):
             x.normal_()

@@ -36,7 +36,7 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
-    assert engine.packer.tile_tokens is not None, "our attention does not run here"
+    assert engine.packer.tiling is not None, "our attention does not run here"
     return engine
 
 
