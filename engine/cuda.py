@@ -7,7 +7,7 @@ host prepares batch n + 1 while the GPU computes batch n.
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -29,6 +29,7 @@ MAX_GRAPHS = 64
 _BUDGETS = (1024, 2048, 4096, 8192, 16384)
 # A budget that reaches this share of the best rate is enough: more only adds latency.
 _ENOUGH = 0.95
+_TEXT_TOKENS = 200  # of a typical text
 
 # Errors of a lost device, kept for the tensors that their tracebacks hold: torch ends the process when one is freed.
 _wreckage: list[RuntimeError] = []
@@ -73,9 +74,9 @@ class CudaRunner:
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
             self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
-            hidden = None
-            if graphed:
-                vectors, finite = self._graphs.replay(shape, staging)
+            replayed = self._graphs.replay(shape, staging) if graphed else None
+            if replayed is not None:
+                vectors, finite, hidden = *replayed, None
             else:
                 batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
                 vectors, finite, hidden = self._forward(batch, want_hidden)
@@ -85,10 +86,6 @@ class CudaRunner:
             done = torch.cuda.Event(blocking=not graphed)  # type: ignore[no-untyped-call]
             done.record()
         return CudaFlight(host_vectors, host_finite, host_hidden, done)
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
 
     def tune(self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None) -> int:
         """Find the token budget and where graphs pay, by running; returns the budget, or the one given.
@@ -103,16 +100,18 @@ class CudaRunner:
             log.warning("inputs of %d tokens do not fit into what this GPU has left; longer ones may fail", max_input_length)
         if self._packer.tiling is not None:  # the reference attention walks the lengths on the host
             self._find_graph_limit(vocab_size, max_input_length)
-        self.launch([_ids(16, vocab_size)], [EmbedOptions()], False).wait()
+            self._try(vocab_size, _like(self.max_graph_tokens, max_input_length))  # the largest graph, so that there is room
+            self._try(vocab_size, [min(16, max_input_length)])
         return budget
 
     def _find_budget(self, vocab_size: int, longest: int) -> int:
         rates: dict[int, float] = {}
         for budget in _BUDGETS:
-            seconds = self._seconds(vocab_size, _like(budget, longest))
+            lengths = _like(budget - _TEXT_TOKENS, longest)  # a batch is cut where the next text does not fit any more
+            seconds = self._seconds(vocab_size, lengths)
             if seconds is None:
                 break
-            rates[budget] = budget / seconds
+            rates[budget] = sum(lengths) / seconds
             if len(rates) >= 3 and rates[budget] < 1.02 * min(list(rates.values())[-3:-1]):
                 break  # flat since two doublings
         if not rates:
@@ -167,10 +166,15 @@ class _Graphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def replay(self, shape: BatchShape, staging: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the pass over a filled buffer: (vectors, finite), valid until the next replay."""
+    def replay(self, shape: BatchShape, staging: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Run the pass over a filled buffer: (vectors, finite), valid until the next replay. None without memory for it."""
         if shape not in self._graphs:
-            self._graphs[shape] = self._capture(shape, staging)
+            try:
+                self._graphs[shape] = self._capture(shape, staging)
+            except torch.OutOfMemoryError:
+                log.warning("no memory for another CUDA graph beside %d; all are given up", len(self._graphs))
+                self._graphs.clear()
+                return None
             while len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(shape)
@@ -188,8 +192,11 @@ class _Graphs:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             vectors, finite, _ = self._forward(batch, False)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the capture may be broken by what broke it off
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph, buffer, vectors, finite
 
 
@@ -219,8 +226,8 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def _like(num_tokens: int, longest: int) -> list[int]:
-    """Lengths that fill a budget as ragged traffic would: texts of some 200 tokens."""
-    length = min(200, longest)
+    """Lengths of typical texts, so many tokens in all."""
+    length = min(_TEXT_TOKENS, longest)
     return [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,36 @@ def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> 
         loop.stop()
     assert splits
     assert (vectors * alone).sum(axis=1).min() > 0.999
+
+
+def test_without_memory_for_a_graph_the_pass_runs_all_the_same(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(tiny("qwen3"), device="cuda")
+    batch = sequences([100, 100, 100])  # a size that no graph was made for yet
+    expected = engine.launch(batch, want_hidden=True).wait().vectors
+    forward = engine.model.forward
+
+    def greedy(*arguments: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine.model, "forward", greedy)
+    assert (engine.launch(batch).wait().vectors * expected).sum(axis=1).min() > 0.999
+    monkeypatch.undo()
+    for _ in range(2):  # captured after all, and replayed
+        assert (engine.launch(batch).wait().vectors * expected).sum(axis=1).min() > 0.999
+
+
+def test_fp16_is_as_exact_as_bf16_or_better(tiny: Callable[..., Path]) -> None:
+    folder, batch = tiny("bert", hidden_size=128), sequences(RAGGED)
+    expected = exact(folder, batch)
+    errors = {
+        dtype: np.linalg.norm(Engine.load(folder, dtype=dtype, device="cuda").launch(batch).wait().vectors - expected)  # type: ignore[arg-type]
+        for dtype in ("bfloat16", "float16")
+    }
+    assert errors["float16"] < errors["bfloat16"]
 
 
 def test_eight_billion_shapes_stay_finite_with_large_activations(tiny: Callable[..., Path]) -> None:
