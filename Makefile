@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check test-gpu bench clean
+.PHONY: serve test check test-gpu bench bench-gpu clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -18,8 +18,9 @@ check: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit
 
+# On a machine with a GPU: kernels against their references, whole models against transformers and sentence-transformers.
 test-gpu: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m gpu tests/parity
+	$(BIN)/python -m pytest -m gpu tests/kernels tests/parity
 
 # Each prints a table and writes it with the machine into loadtests/results/. Takes about fifteen minutes; keep the machine quiet.
 bench: $(VENV)/.installed-test
@@ -27,6 +28,12 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.overhead
 	$(BIN)/python -m loadtests.batching
 	$(BIN)/python -m loadtests.real_model
+
+# On a machine with a GPU and 32 GB of disk for random weights: ten minutes.
+bench-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m loadtests.kernels.elementwise
+	$(BIN)/python -m loadtests.kernels.attention
+	$(BIN)/python -m loadtests.engine
 
 clean:
 	rm -rf $(VENV)

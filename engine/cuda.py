@@ -5,6 +5,7 @@ host prepares batch n + 1 while the GPU computes batch n.
 """
 
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -193,7 +194,7 @@ class _Graphs:
         try:
             vectors, finite, _ = self._forward(batch, False)
         except BaseException:
-            with suppress(RuntimeError):  # the capture may be broken by what broke it off
+            with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # of a graph that is broken or empty
                 graph.capture_end()
             raise
         graph.capture_end()

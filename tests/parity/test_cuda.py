@@ -117,10 +117,9 @@ def test_a_text_gone_to_nan_fails_alone(tiny: Callable[..., Path]) -> None:
     loop.submit([*good_jobs[:20], bad_job, *good_jobs[20:]])
     with pytest.raises(BackendError, match="not finite"):
         bad_job.future.result(20)
-    for ids, job in zip(texts, good_jobs, strict=True):
-        cosine = (job.future.result(20).vectors[0] * engine.embed([ids.tolist()])[0]).sum()
-        assert cosine > 0.999
-    loop.stop()
+    vectors = np.concatenate([job.future.result(20).vectors for job in good_jobs])
+    loop.stop()  # the engine is its thread's alone until then
+    assert (vectors * engine.embed([ids.tolist() for ids in texts])).sum(axis=1).min() > 0.999
 
 
 def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> None:
