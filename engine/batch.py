@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -65,16 +66,19 @@ class BatchShape:
         """Numbers in the buffer."""
         return sum(map(math.prod, self.parts().values()))
 
-    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        found, start = {}, 0
-        for name, shape in self.parts().items():
-            found[name] = (slice(start, start := start + math.prod(shape)), shape)
-        return found
-
     def view(self, buffer: Tensor, lengths: tuple[int, ...]) -> PackedBatch:
         """The parts of a filled buffer."""
-        parts = {name: buffer[part].view(shape) for name, (part, shape) in self.slices().items()}
+        parts = {name: buffer[part].view(shape) for name, (part, shape) in _slices(self).items()}
         return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths)
+
+
+@lru_cache(256)
+def _slices(shape: BatchShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """Where each part lies in the buffer, and its shape."""
+    found, start = {}, 0
+    for name, part in shape.parts().items():
+        found[name] = (slice(start, start := start + math.prod(part)), part)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ class BatchPacker:
 
         Padding tokens are sequences of their own, of token 0; padding tiles are empty; padding sequences pool row 0.
         """
-        part = {name: buffer[where].reshape(parts) for name, (where, parts) in shape.slices().items()}
+        part = {name: buffer[where].reshape(parts) for name, (where, parts) in _slices(shape).items()}
         num_seqs = len(sequences)
         ends = np.cumsum(np.fromiter(map(len, sequences), dtype=np.int32, count=num_seqs), dtype=np.int32)
         num_tokens = int(ends[-1])

@@ -35,13 +35,12 @@ _TEXT_TOKENS = 200  # of a typical text
 # Errors of a lost device, kept for the tensors that their tracebacks hold: torch ends the process when one is freed.
 _wreckage: list[RuntimeError] = []
 
-Forward = Callable[[PackedBatch, bool], tuple[Tensor, Tensor, Tensor | None]]
+Forward = Callable[[PackedBatch, bool], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class CudaFlight:
     vectors: Tensor  # pinned
-    finite: Tensor  # pinned
     hidden: Tensor | None  # pinned
     done: torch.cuda.Event
 
@@ -53,7 +52,7 @@ class CudaFlight:
         with cuda_errors("a forward pass"):
             self.done.synchronize()
         hidden = None if self.hidden is None else self.hidden.numpy()
-        return Output(self.vectors.numpy(), self.finite.numpy().astype(bool), hidden)
+        return Output(self.vectors.numpy(), hidden)
 
 
 class CudaRunner:
@@ -75,18 +74,16 @@ class CudaRunner:
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
             self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
-            replayed = self._graphs.replay(shape, staging) if graphed else None
-            if replayed is not None:
-                vectors, finite, hidden = *replayed, None
-            else:
+            vectors, hidden = self._graphs.replay(shape, staging) if graphed else None, None
+            if vectors is None:
                 batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
-                vectors, finite, hidden = self._forward(batch, want_hidden)
-            host_vectors, host_finite = _to_host(vectors[:num_seqs]), _to_host(finite[:num_seqs])
+                vectors, hidden = self._forward(batch, want_hidden)
+            host_vectors = _to_host(vectors[:num_seqs])
             host_hidden = None if hidden is None else _to_host(hidden.float())
             # Who waits for a short pass spins, for the few microseconds' sake; who waits for a long one sleeps.
             done = torch.cuda.Event(blocking=not graphed)  # type: ignore[no-untyped-call]
             done.record()
-        return CudaFlight(host_vectors, host_finite, host_hidden, done)
+        return CudaFlight(host_vectors, host_hidden, done)
 
     def tune(self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None) -> int:
         """Find the token budget and where graphs pay, by running; returns the budget, or the one given.
@@ -162,13 +159,13 @@ class _Graphs:
     def __init__(self, forward: Forward, stream: torch.cuda.Stream, device: torch.device) -> None:
         self._forward, self._stream, self._device = forward, stream, device
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[BatchShape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = OrderedDict()
+        self._graphs: OrderedDict[BatchShape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def replay(self, shape: BatchShape, staging: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Run the pass over a filled buffer: (vectors, finite), valid until the next replay. None without memory for it."""
+    def replay(self, shape: BatchShape, staging: Tensor) -> Tensor | None:
+        """Run the pass over a filled buffer: vectors, valid until the next replay. None without memory for it."""
         if shape not in self._graphs:
             try:
                 self._graphs[shape] = self._capture(shape, staging)
@@ -179,12 +176,12 @@ class _Graphs:
             while len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(shape)
-        graph, buffer, vectors, finite = self._graphs[shape]
+        graph, buffer, vectors = self._graphs[shape]
         buffer.copy_(staging, non_blocking=True)
         graph.replay()
-        return vectors, finite
+        return vectors
 
-    def _capture(self, shape: BatchShape, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+    def _capture(self, shape: BatchShape, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         buffer = staging.to(self._device, non_blocking=True)
         batch = shape.view(buffer, ())
         self._forward(batch, False)  # kernels are compiled and libraries set up outside of the capture
@@ -192,13 +189,13 @@ class _Graphs:
         # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            vectors, finite, _ = self._forward(batch, False)
+            vectors, _ = self._forward(batch, False)
         except BaseException:
             with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # of a graph that is broken or empty
                 graph.capture_end()
             raise
         graph.capture_end()
-        return graph, buffer, vectors, finite
+        return graph, buffer, vectors
 
 
 @contextmanager

@@ -144,10 +144,8 @@ class Engine:
         with torch.inference_mode():
             if self._cuda is not None:
                 return self._cuda.launch(sequences, options, want_hidden)
-            vectors, finite, hidden = self._vectors(self.packer.pack(sequences, options), want_hidden)
-            return Landed(
-                Output(vectors.numpy(), finite.numpy().astype(bool), None if hidden is None else hidden.float().numpy())
-            )
+            vectors, hidden = self._vectors(self.packer.pack(sequences, options), want_hidden)
+            return Landed(Output(vectors.numpy(), None if hidden is None else hidden.float().numpy()))
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -168,12 +166,11 @@ class Engine:
     def dtype_name(self) -> DtypeName:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
-    def _vectors(self, batch: PackedBatch, want_hidden: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(vectors, finite, hidden states where wanted) of a batch on the engine's device."""
+    def _vectors(self, batch: PackedBatch, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
+        """(vectors, hidden states where wanted) of a batch on the engine's device."""
         pooled_only = self.config.pooling != "mean" and not want_hidden
         hidden = self.model.forward(batch, pooled_only)
-        vectors, finite = pool(hidden, batch, self.config.pooling)
-        return vectors, finite, hidden if want_hidden else None
+        return pool(hidden, batch, self.config.pooling), hidden if want_hidden else None
 
     def _cut(self, order: list[int], sequences: Sequence[TokenIds]) -> list[list[int]]:
         """`order` in groups of at most `max_batch_tokens` tokens, at least one sequence each."""

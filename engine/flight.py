@@ -13,9 +13,13 @@ Vectors = NDArray[np.float32]
 class Output:
     """What one forward pass gives, on the host. The second of the engine's two thin waists."""
 
-    vectors: Vectors  # [B, hidden_size]: pooled, cut (zeros follow) and normalised as each sequence's options say
-    finite: NDArray[np.bool_]  # [B]
+    vectors: Vectors  # [B, hidden_size]: pooled, cut (zeros follow) and normalised as each sequence's options say, or all NaN
     hidden: Vectors | None = None  # [T, hidden_size], only where asked for
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """[B]: False where a vector's values are not finite."""
+        return np.isfinite(self.vectors[:, 0])
 
 
 class Flight(Protocol):

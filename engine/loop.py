@@ -231,8 +231,9 @@ class EngineLoop:
                     self._wake.notify()
         if self._on_batch is not None:
             self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
-        batch = _apart(launched.batch, output.finite)
-        for part, result in zip(batch, _results(batch, output), strict=True):
+        finite = _finite(launched.batch, output)
+        batch = _apart(launched.batch, finite)
+        for part, result in zip(batch, _results(batch, output, finite), strict=True):
             if result is not None:
                 _hand_over(part, result, seconds)
             elif launched.num_seqs == 1:
@@ -297,6 +298,15 @@ def _blend(old: float, new: float) -> float:
     return 0.9 * old + 0.1 * new if old else new
 
 
+def _finite(batch: list[Slice], output: Output) -> NDArray[np.bool_]:
+    """[B]: whether everything that a sequence asked for is finite."""
+    if output.hidden is None:
+        return output.finite
+    ends = np.cumsum([len(ids) for part in batch for ids in part.sequences])
+    rows = np.isfinite(output.hidden).all(axis=1)
+    return output.finite & np.logical_and.reduceat(rows, [0, *ends[:-1]])
+
+
 def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
     """The same sequences, every slice that holds one that is not finite cut into single sequences."""
     pieces: list[Slice] = []
@@ -309,14 +319,14 @@ def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
     return pieces
 
 
-def _results(batch: list[Slice], output: Output) -> list[Vectors | list[Vectors] | None]:
+def _results(batch: list[Slice], output: Output, finite: NDArray[np.bool_]) -> list[Vectors | list[Vectors] | None]:
     """Per slice its vectors; None where they are not finite."""
     token_rows = None if output.hidden is None else np.cumsum([0, *(len(ids) for part in batch for ids in part.sequences)])
     results: list[Vectors | list[Vectors] | None] = []
     row = 0
     for part in batch:
         rows = slice(row, row := row + part.stop - part.start)
-        if not output.finite[rows].all():
+        if not finite[rows].all():
             results.append(None)
         elif part.job.options.per_token:
             assert output.hidden is not None, "asked for with want_hidden"

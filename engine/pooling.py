@@ -26,12 +26,12 @@ class EmbedOptions:
     per_token: bool = False
 
 
-def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling) -> tuple[Tensor, Tensor]:
+def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling) -> Tensor:
     """One vector per sequence: pooled, cut to its dimensions, normalised where asked.
 
     Args:
         hidden: [T, hidden_size], or [B, hidden_size] when the model computed the pooled rows alone.
-    Returns: [B, hidden_size] fp32 with zeros past a row's dimensions, and [B] int32: 1 where all values are finite.
+    Returns: [B, hidden_size] fp32 with zeros past a row's dimensions; all NaN where a value is not finite.
     """
     if pooling == "mean":
         pooled = kernels.pool_mean(hidden, batch.cu_seqlens)

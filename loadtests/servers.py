@@ -19,7 +19,6 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-import numpy as np
 import psutil
 import torch
 
@@ -101,7 +100,7 @@ class StubEngine:
     def launch(self, sequences: Sequence[Any], options: Any = None, want_hidden: bool = False) -> Any:
         from engine.flight import Landed, Output
 
-        return Landed(Output(self._vector.repeat(len(sequences), 0), np.ones(len(sequences), dtype=bool)))
+        return Landed(Output(self._vector.repeat(len(sequences), 0)))
 
 
 def _serve(kind: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Mean over each sequence, and what makes a vector of a pooled row: cut, normalise, look for non-finite values."""
+"""Mean over each sequence, and what makes a vector of a pooled row: cut, normalise, mark what is not finite."""
 
 from functools import cache
 
@@ -23,24 +23,24 @@ def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
     return out
 
 
-def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> tuple[Tensor, Tensor]:
+def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
     """Cut each row to its own number of dimensions, then L2-normalise it where asked: in this order, so that a cut vector
     has length one too.
 
     Args:
         pooled: [B, C], fp32 or 16-bit, contiguous.
         dimensions: [B] int32, 1 .. C.  normalize: [B] int32, 0 or 1.
-    Returns: [B, C] fp32 with zeros past a row's dimensions, and [B] int32: 1 where every value kept was finite.
+    Returns: [B, C] fp32 with zeros past a row's dimensions; a row that would hold a value not finite is NaN altogether,
+        so that one look at its first column tells.
     """
     if not pooled.is_cuda:
         return reference.pool_finish(pooled, dimensions, normalize)
     num_seqs, width = pooled.shape
     out = torch.empty(num_seqs, width, device=pooled.device)
-    finite = torch.empty(num_seqs, dtype=torch.int32, device=pooled.device)
     rows, means = (0, pooled) if pooled.dtype == torch.float32 else (pooled, 0)
     kernel = _kernel("pool_finish", width, rows is pooled, pooled.dtype, pooled.device)
-    kernel(-(-num_seqs // rows_a_block(width)), rows, means, dimensions, normalize, out, finite, num_seqs)
-    return out, finite
+    kernel(-(-num_seqs // rows_a_block(width)), rows, means, dimensions, normalize, out, num_seqs)
+    return out
 
 
 @cache

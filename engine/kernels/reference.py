@@ -102,10 +102,10 @@ def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(hidden.float(), "mean", offsets=cu_seqlens.long(), unsafe=True)
 
 
-def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> tuple[Tensor, Tensor]:
+def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
     columns = torch.arange(pooled.shape[1], device=pooled.device)
     kept = columns < dimensions.unsqueeze(1)
     out = torch.where(kept, pooled.float(), 0.0)
-    finite = torch.isfinite(out).all(dim=1)
+    finite = torch.isfinite(out).all(dim=1, keepdim=True)
     out = torch.where(normalize.bool().unsqueeze(1), F.normalize(out, dim=-1, eps=1e-12), out)
-    return out, finite.int()
+    return torch.where(finite, out, torch.nan)

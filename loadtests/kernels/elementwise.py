@@ -166,7 +166,7 @@ def pooling_cases(hidden: Rotating, batch: PackedBatch, rows: Rotating) -> Itera
     )
     yield Case(
         f"pool_finish, {'fp32' if rows[0].dtype == torch.float32 else 'bf16'} rows",
-        rows.nbytes + 4 * num_rows * size + 3 * dimensions.nbytes,
+        rows.nbytes + 4 * num_rows * size + 2 * dimensions.nbytes,
         lambda i: kernels.pool_finish(rows[i], dimensions, normalize),
         lambda i: reference.pool_finish(rows[i], dimensions, normalize),
     )

@@ -187,14 +187,13 @@ def test_pool_finish(num_rows: int, width: int, dtype: torch.dtype) -> None:
     exact = torch.where(torch.arange(width, device=DEVICE) < dimensions.unsqueeze(1), pooled.double(), 0.0)
     exact = torch.where(normalize.bool().unsqueeze(1), F.normalize(exact, dim=-1), exact)
     with poisoned():
-        ours, finite = kernels.pool_finish(pooled, dimensions, normalize)
-    assert_as_close_as_torch(ours, reference.pool_finish(pooled, dimensions, normalize)[0], exact)
-    assert torch.equal(finite, torch.ones_like(row))
+        ours = kernels.pool_finish(pooled, dimensions, normalize)
+    assert_as_close_as_torch(ours, reference.pool_finish(pooled, dimensions, normalize), exact)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_pool_finish_tells_of_non_finite_values_it_kept(value: float, dtype: torch.dtype) -> None:
+def test_pool_finish_makes_a_row_nan_that_would_keep_a_value_not_finite(value: float, dtype: torch.dtype) -> None:
     """The last column kept, the first one cut away, and the first and last of the row, with and without normalising."""
     places = [(599, False), (600, True), (0, False), (1023, True)] * 2  # column, whether the rest is finite
     pooled = normal(len(places), 1024, dtype=dtype)
@@ -203,7 +202,8 @@ def test_pool_finish_tells_of_non_finite_values_it_kept(value: float, dtype: tor
     dimensions = torch.full((len(places),), 600, dtype=torch.int32, device=DEVICE)
     normalize = torch.tensor([0] * 4 + [1] * 4, dtype=torch.int32, device=DEVICE)
     with poisoned():
-        out, finite = kernels.pool_finish(pooled, dimensions, normalize)
-    assert finite.tolist() == [int(fine) for _, fine in places]
-    low = reference.pool_finish(pooled, dimensions, normalize)[0]
-    torch.testing.assert_close(out[finite.bool()], low[finite.bool()], rtol=1e-6, atol=1e-6)
+        out = kernels.pool_finish(pooled, dimensions, normalize)
+    assert out.isfinite().all(dim=1).tolist() == [fine for _, fine in places]
+    assert out.isnan().all(dim=1).tolist() == [not fine for _, fine in places]
+    low = reference.pool_finish(pooled, dimensions, normalize)
+    torch.testing.assert_close(out, low, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -34,7 +34,7 @@ class PoisonEngine(Engine):
             raise RuntimeError("the device fell over")
         output = super().launch(sequences, options, want_hidden).wait()
         poisoned = np.array([13 in ids for ids in sequences])
-        return Landed(replace(output, finite=output.finite & ~poisoned))
+        return Landed(replace(output, vectors=np.where(poisoned[:, None], np.nan, output.vectors)))
 
 
 class SlowServer(ModelServer):

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,8 @@ class Gate:
         if (first == 15).any() and len(sequences) > 1:
             raise OutOfMemory("too much")
         hidden = np.concatenate([np.full((len(ids), 2), float(ids[0]), dtype=np.float32) for ids in sequences])
-        return Landed(Output(first, first[:, 0] != 14, hidden if want_hidden else None))
+        hidden[hidden == 16] = np.inf
+        return Landed(Output(np.where(first == 14, np.nan, first), hidden if want_hidden else None))
 
 
 def job(*firsts: int, length: int = 4, **options: object) -> Job:
@@ -100,12 +100,22 @@ def test_a_vector_that_is_not_finite_fails_its_job_only(gate: Gate, loop: Engine
     assert good.future.result(5).vectors.tolist() == [[1, 1]]
 
 
+def test_a_token_that_is_not_finite_fails_who_asked_for_it(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    bad, pooled, good = job(16, per_token=True), job(16), job(1, per_token=True)
+    loop.submit([bad, pooled, good])
+    with pytest.raises(BackendError, match="not finite"):
+        bad.future.result(5)
+    assert pooled.future.result(5).vectors.tolist() == [[16, 16]]
+    assert good.future.result(5).vectors[0].tolist() == [[1, 1]] * 4
+
+
 def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate: Gate, loop: EngineLoop) -> None:
     """A text gone to NaN takes along whoever shares its tile: here, everybody in its batch."""
 
     def spoiling(sequences: Sequence[TokenIds], *arguments: object) -> Landed:
         landed = Gate.launch(gate, sequences, *arguments)  # type: ignore[arg-type]
-        return Landed(replace(landed.output, finite=np.full(len(sequences), landed.output.finite.all())))
+        return landed if landed.output.finite.all() else Landed(Output(np.full_like(landed.output.vectors, np.nan)))
 
     gate.launch = spoiling  # type: ignore[assignment, method-assign]
     gate.open.set()

@@ -2,8 +2,8 @@
 //   mean:   hidden [T, C] 16-bit -> means float [B, C]. A block takes 64 columns of one sequence, BATCH rows a thread in
 //           flight: the blocks of the longest sequence are the last to end.   Floor: 2 * T * C bytes.
 //   finish: a row of `rows` (last-token and cls pooling have gathered theirs already) or of `means`, cut to its first
-//           dims[b] values, L2-normalised where normalize[b], and finite[b] = whether every value was. The row stays in
-//           registers, as in norm.cu.   Floor: 6 * B * C bytes, 8 from means.
+//           dims[b] values, L2-normalised where normalize[b]; all NaN if one of the values kept is not finite. The row
+//           stays in registers, as in norm.cu.   Floor: 6 * B * C bytes, 8 from means.
 constexpr int COLUMN_LANES = 8;  // times eight values
 constexpr int BATCH = 8;
 constexpr int ROW_GROUPS = THREADS / COLUMN_LANES;
@@ -50,7 +50,7 @@ constexpr int VECTORS = (C / 4 + ROW_THREADS - 1) / ROW_THREADS;  // of four val
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
 pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const int* __restrict__ dims,
-            const int* __restrict__ normalize, float* __restrict__ out, int* __restrict__ finite, i64 num_rows) {
+            const int* __restrict__ normalize, float* __restrict__ out, i64 num_rows) {
     __shared__ float scratch[2][ROW_WARPS];
     const int lane = threadIdx.x % ROW_THREADS;
     const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;
@@ -78,7 +78,7 @@ pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const
     }
     sum = block_sum<ROW_WARPS>(sum, scratch[0]);
     zero = block_sum<ROW_WARPS>(zero, scratch[1]);
-    const float scale = normalize[row] ? 1.f / fmaxf(sqrtf(sum), 1e-12f) : 1.f;
+    const float scale = (normalize[row] ? 1.f / fmaxf(sqrtf(sum), 1e-12f) : 1.f) + zero;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int at = i * ROW_THREADS + lane;
@@ -86,5 +86,4 @@ pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const
         reinterpret_cast<float4*>(out + row * C)[at] =
             float4{x[i][0] * scale, x[i][1] * scale, x[i][2] * scale, x[i][3] * scale};
     }
-    if (lane == 0) finite[row] = zero == 0.f;
 }

@@ -1,0 +1,57 @@
+"""Packing: sequences end to end, and shapes with room in which one CUDA graph serves many batches."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch import BatchPacker
+from engine.kernels.attention import Tiling
+from engine.pooling import EmbedOptions
+
+
+def test_pack_lays_sequences_end_to_end() -> None:
+    options = [EmbedOptions(), EmbedOptions(normalize=False, dimensions=3)]
+    packed = BatchPacker("last_token", 8, None).pack([np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32)], options)
+    assert packed.token_ids.tolist() == [5, 6, 7]
+    assert packed.bounds.tolist() == [[0, 2], [0, 2], [2, 3]]
+    assert packed.cu_seqlens.tolist() == [0, 2, 3]
+    assert packed.pooled_rows.tolist() == [1, 2]
+    assert (packed.dimensions.tolist(), packed.normalize.tolist()) == ([8, 3], [1, 0])
+
+
+def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
+    """As for a CUDA graph, whose buffer still holds the batch before."""
+    packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132))
+    sequences = [np.full(length, 7, dtype=np.int32) for length in (40, 3, 50)]
+    shape, tiles = packer.shape(list(map(len, sequences)), room=128)
+    assert (shape.num_tokens, shape.num_seqs) == (128, 4)
+    assert len(tiles) <= shape.num_tiles
+    buffer = np.full(shape.size, 99, dtype=np.int32)
+    packer.fill(buffer, shape, sequences, tiles)
+    batch = shape.view(torch.from_numpy(buffer), ())
+    assert batch.token_ids.tolist() == [7] * 93 + [0] * 35
+    assert batch.bounds[93:].tolist() == [[token, token + 1] for token in range(93, 128)]
+    assert batch.cu_seqlens.tolist() == [0, 40, 43, 93, 93]
+    assert batch.pooled_rows.tolist() == [39, 42, 92, 0]
+    assert batch.tiles[: len(tiles)].tolist() == tiles.tolist()
+    assert not batch.tiles[len(tiles) :].any()
+    assert batch.pooled_tiles.tolist() == [[39, 40], [42, 43], [92, 93], [0, 0]]
+    assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([8] * 4, [1] * 4)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 7]), st.sampled_from([32, 64, 128]))
+def test_a_shape_with_room_holds_every_batch_of_its_tokens(lengths: list[int], group: int, head_dim: int) -> None:
+    tiling = Tiling(head_dim, group, 2, (9, 0), 132)
+    packer = BatchPacker("cls", 8, tiling)
+    room = -(-sum(lengths) // 64) * 64
+    shape, tiles = packer.shape(lengths, room)
+    assert len(tiles) <= shape.num_tiles
+    assert len(lengths) <= shape.num_seqs <= room
+    assert shape == packer.shape([1] * len(lengths), room)[0]  # it depends on the room and the power of four alone
+
+
+@pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (2, 4), (4, 4), (5, 16), (16, 16), (17, 64), (64, 64), (65, 128)])
+def test_a_shape_with_room_takes_powers_of_four_of_sequences(num_seqs: int, expected: int) -> None:
+    assert BatchPacker("cls", 8, None).shape([1] * num_seqs, room=128)[0].num_seqs == expected
