@@ -76,8 +76,8 @@ def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> No
         assert refused.json() == {"error": "Model is overloaded", "error_type": "Overloaded"}
         assert int(refused.headers["retry-after"]) >= 1
         assert metric(client, "rejected_requests_total") == statuses.count(429)
-        openai = [pool.submit(client.post, "v1/embeddings", json={"input": "word " * 50}) for _ in range(12)]
-        refused = next(each.result() for each in openai if each.result().status_code == 429)
+        openai = list(pool.map(lambda _: client.post("v1/embeddings", json={"input": "word " * 50}), range(12)))
+        refused = next(answer for answer in openai if answer.status_code == 429)
         assert (refused.json()["error"]["code"], refused.json()["type"]) == (429, "Overloaded")
         assert client.post("embed", json={"inputs": "after"}).status_code == 200
         assert metric(client, "requests_in_flight") == 0
