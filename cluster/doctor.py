@@ -17,6 +17,8 @@ from cluster.local_ray import SERVE_ENV
 from engine.devices import choose_device, cpu_flags, has_native_bf16
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, resolve_model
+from engine.kernels.compile import cache_folder, nvrtc_version
+from engine.kernels.launch import arch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,13 @@ def _device() -> Check:
 
 
 def _kernels() -> Check:
-    if choose_device("auto").type == "cuda":
-        return Check("kernels", "torch operators on CUDA")
+    device = choose_device("auto")
+    if device.type == "cuda":
+        try:
+            found = f"our own for {arch_of(device)}, compiled by NVRTC {nvrtc_version()}, kept in {cache_folder()}"
+        except EmberError as error:
+            return Check("kernels", "none", str(error))
+        return Check("kernels", found if torch.cuda.get_device_capability(device) >= (8, 0) else f"{found}; attention by torch")
     wide = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in cpu_flags()]
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     onednn = "oneDNN" if has_onednn else "no oneDNN"

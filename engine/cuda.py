@@ -92,10 +92,13 @@ class CudaRunner:
         that a later batch cannot fail for it, and a second engine on the card sees what is left.
         """
         budget = max_batch_tokens or self._find_budget(vocab_size, max_input_length)
-        self._try(vocab_size, [1] * min(budget, 4096))
-        self._try(vocab_size, _like(budget, max_input_length))
+        torch.cuda.empty_cache()  # what the trials left behind is of other sizes; the largest pass first, for the same reason
         if max_input_length > budget and not self._try(vocab_size, [max_input_length]):
-            log.warning("inputs of %d tokens do not fit into what this GPU has left; longer ones may fail", max_input_length)
+            log.warning(
+                "an input of %d tokens does not fit into what this GPU has left: as long ones will fail", max_input_length
+            )
+        self._try(vocab_size, _like(budget, max_input_length))
+        self._try(vocab_size, [1] * min(budget, 4096))
         if self._packer.tiling is not None:  # the reference attention walks the lengths on the host
             self._find_graph_limit(vocab_size, max_input_length)
             self._try(vocab_size, _like(self.max_graph_tokens, max_input_length))  # the largest graph, so that there is room

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from cuda.bindings import nvrtc
 from cuda.core import ObjectCode, Program, ProgramOptions
 from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
 
@@ -21,6 +22,7 @@ from engine.errors import ModelError
 _SOURCES = Path(__file__).parent / "csrc"
 # Shared memory a block may have on the smallest chip we run on (sm_86, sm_89, sm_12x), in bytes.
 MAX_SHARED_BYTES = 99 * 1024
+_NO_NVRTC = "NVRTC cannot be used ({}); install it with: pip install nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,26 @@ def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[s
     return found
 
 
+def nvrtc_version() -> str:
+    """Raises: ModelError where there is no NVRTC."""
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # no library to load: cuda.bindings raises what its loader raises
+        raise ModelError(_NO_NVRTC.format(error)) from error
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    return f"{major}.{minor}"
+
+
+def known_archs() -> list[str]:
+    """The compute capabilities this NVRTC compiles for, as "90". Raises: ModelError where there is no NVRTC."""
+    try:
+        status, archs = nvrtc.nvrtcGetSupportedArchs()
+    except Exception as error:
+        raise ModelError(_NO_NVRTC.format(error)) from error
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    return [str(arch) for arch in archs]
+
+
 def cache_folder() -> Path:
     """Where cubins are kept: `EMBERFORGE_KERNEL_CACHE`, else the user's cache folder."""
     chosen = os.environ.get("EMBERFORGE_KERNEL_CACHE")
@@ -76,7 +98,7 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
     try:
         return Program(text, "c++", options)
     except Exception as error:  # no library to load: cuda.core raises what its loader raises
-        raise ModelError(f"NVRTC cannot be used ({error}); install it with: pip install nvidia-cuda-nvrtc") from error
+        raise ModelError(_NO_NVRTC.format(error)) from error
 
 
 @cache

@@ -6,12 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
-from cuda.bindings import nvrtc
 
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import HEAD_DIMS, TileShape, attention_defines, tile_shapes
-from engine.kernels.compile import MAX_SHARED_BYTES, compile_report
+from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
@@ -46,7 +45,7 @@ class Row:
 
 def parse_archs(text: str) -> list[tuple[int, int]]:
     """ "80,sm_120" -> [(8, 0), (12, 0)], each once. Raises: ModelError for what this NVRTC cannot compile for."""
-    known = _known_archs()
+    known = known_archs()
     chosen = []
     for value in text.split(","):
         number = value.strip().removeprefix("sm_")
@@ -130,12 +129,3 @@ def problems(rows: Sequence[Row]) -> list[str]:
 def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape) -> Variant:
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
     return Variant("attention", label, attention_defines(head_dim, group, dtype, shape), shape.shared_bytes(head_dim))
-
-
-def _known_archs() -> list[str]:
-    try:
-        status, archs = nvrtc.nvrtcGetSupportedArchs()
-    except Exception as error:  # no library to load: cuda.bindings raises what its loader raises
-        raise ModelError(f"NVRTC cannot be used ({error}); install it with: pip install nvidia-cuda-nvrtc") from error
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
-    return [str(arch) for arch in archs]

@@ -59,12 +59,15 @@ class _Layer:
         self.head_dim = config.head_dim
 
     def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
+        hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
+        return _add_norm(self.output_norm, self.down, self.up(hidden), hidden)
+
+    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
         qkv = self.qkv(hidden).view(len(hidden), -1, self.head_dim)  # [T, 3 H, D]
         mixed = attention(qkv, pooled_only).flatten(1)  # [T, C]
         if pooled_only:
             mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
-        hidden = _add_norm(self.attention_norm, self.out, mixed, hidden)
-        return _add_norm(self.output_norm, self.down, self.up(hidden), hidden)
+        return _add_norm(self.attention_norm, self.out, mixed, hidden)
 
 
 def _add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:

@@ -54,11 +54,14 @@ class _Layer:
         self.n_heads, self.head_dim, self.angles = heads, d, angles
 
     def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
+        hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
+        return self.down(kernels.swiglu(self.gate_up(self.mlp_norm(hidden))), residual=hidden)
+
+    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
         qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
         q_norm, k_norm = self.q_norm, self.k_norm
         kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.bounds, q_norm.eps, self.n_heads)
         mixed = attention(qkv, pooled_only).flatten(1)  # [T, H D]
         if pooled_only:
             mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, ...]
-        hidden = self.out(mixed, residual=hidden)
-        return self.down(kernels.swiglu(self.gate_up(self.mlp_norm(hidden))), residual=hidden)
+        return self.out(mixed, residual=hidden)
