@@ -21,7 +21,7 @@ class CutByServeBatch(ModelServer):
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
     async def _collect(self, jobs: list[Job]) -> list[None]:
-        await asyncio.to_thread(self._loop._run, [Slice(job, 0, len(job.sequences)) for job in jobs])
+        await asyncio.to_thread(self._loop._launch, [Slice(job, 0, len(job.sequences)) for job in jobs])
         return [None] * len(jobs)
 
 
