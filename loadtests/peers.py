@@ -1,7 +1,6 @@
 """What else would run these models here: transformers, padded as sentence-transformers pads, and packed on FlashAttention 2."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,12 @@ def padded(model: Any, batch_size: int) -> Encode:
         ordered = sorted(sequences, key=len, reverse=True)
         for start in range(0, len(ordered), batch_size):
             part = ordered[start : start + batch_size]
-            ids = torch.zeros(len(part), len(part[0]), dtype=torch.long)
-            mask = torch.zeros_like(ids)
+            ids = np.zeros((len(part), len(part[0])), dtype=np.int64)
+            mask = np.zeros_like(ids)
             for row, each in enumerate(part):
-                ids[row, -len(each) :], mask[row, -len(each) :] = torch.from_numpy(each), 1
-            hidden = model(input_ids=ids.cuda(), attention_mask=mask.cuda()).last_hidden_state
+                ids[row, -len(each) :], mask[row, -len(each) :] = each, 1
+            inputs = {"input_ids": torch.from_numpy(ids).cuda(), "attention_mask": torch.from_numpy(mask).cuda()}
+            hidden = model(**inputs).last_hidden_state
             torch.nn.functional.normalize(hidden[:, -1].float(), dim=-1).cpu()
 
     return encode
@@ -42,21 +42,24 @@ def packed(model: Any, batch_tokens: int) -> Encode:
 
     @torch.inference_mode()
     def run(part: list[Ids]) -> None:
-        lengths = list(map(len, part))
-        _packed.cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
-        _packed.longest = max(lengths)
-        ids = torch.from_numpy(np.concatenate(part)).long()[None].cuda()
-        positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
+        lengths = np.fromiter(map(len, part), dtype=np.int64, count=len(part))
+        ends = np.cumsum(lengths)
+        _packed.cu_seqlens = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+        _packed.longest = int(lengths.max())
+        ids = torch.from_numpy(np.concatenate(part)).cuda().long()[None]
+        positions = torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)).cuda()[None]
         hidden = model(input_ids=ids, position_ids=positions).last_hidden_state[0]
         torch.nn.functional.normalize(hidden[_packed.cu_seqlens[1:].long() - 1].float(), dim=-1).cpu()
 
     def encode(sequences: Sequence[Ids]) -> None:
         part: list[Ids] = []
+        room = batch_tokens
         for ids in sorted(sequences, key=len, reverse=True):
-            if part and sum(map(len, part)) + len(ids) > batch_tokens:
+            if part and len(ids) > room:
                 run(part)
-                part = []
+                part, room = [], batch_tokens
             part.append(ids)
+            room -= len(ids)
         run(part)
 
     return encode
