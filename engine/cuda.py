@@ -61,10 +61,12 @@ class CudaRunner:
     def __init__(self, forward: Forward, packer: BatchPacker, device: torch.device) -> None:
         self._forward, self._packer, self._device = forward, packer, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._graphs = _Graphs(forward, self._stream, device)
+        self._graphs = _Graphs(forward, device)
         self.max_graph_tokens = 0  # until `tune` has found where graphs pay
 
-    def launch(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions], want_hidden: bool) -> CudaFlight:
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> CudaFlight:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
         lengths = [len(ids) for ids in sequences]
         num_tokens, num_seqs = sum(lengths), len(lengths)
@@ -74,7 +76,8 @@ class CudaRunner:
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
             self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
-            vectors, hidden = self._graphs.replay(shape, staging) if graphed else None, None
+            hidden = None
+            vectors = self._graphs.replay(shape, staging) if graphed else None
             if vectors is None:
                 batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
                 vectors, hidden = self._forward(batch, want_hidden)
@@ -123,11 +126,10 @@ class CudaRunner:
     def _find_graph_limit(self, vocab_size: int, longest: int) -> None:
         """Graphs pay while launching the kernels one by one takes about as long as they run; padding costs above that."""
         for tokens in (4096, 2048, 1024, 512, 256):
-            sequences = [_ids(length, vocab_size) for length in _like(tokens, longest)]
-            options = [EmbedOptions()] * len(sequences)
-            self.launch(sequences, options, False).wait()
+            sequences = _texts(_like(tokens, longest), vocab_size)
+            self.launch(sequences).wait()
             start = perf_counter()
-            flight = self.launch(sequences, options, False)
+            flight = self.launch(sequences)
             queued = perf_counter()
             flight.wait()
             if perf_counter() - start < 2 * (queued - start) or tokens == 256:
@@ -138,15 +140,15 @@ class CudaRunner:
         """Seconds of one pass, passes following one another; None where it does not fit."""
         if not self._try(vocab_size, lengths):
             return None
-        sequences, options = [_ids(length, vocab_size) for length in lengths], [EmbedOptions()] * len(lengths)
+        sequences = _texts(lengths, vocab_size)
         start = perf_counter()
-        flights = [self.launch(sequences, options, False) for _ in range(repeats)]
+        flights = [self.launch(sequences) for _ in range(repeats)]
         flights[-1].wait()
         return (perf_counter() - start) / repeats
 
     def _try(self, vocab_size: int, lengths: list[int]) -> bool:
         try:
-            self.launch([_ids(length, vocab_size) for length in lengths], [EmbedOptions()] * len(lengths), False).wait()
+            self.launch(_texts(lengths, vocab_size)).wait()
         except OutOfMemory:
             return False
         return True
@@ -159,13 +161,10 @@ class _Graphs:
     before the next begins.
     """
 
-    def __init__(self, forward: Forward, stream: torch.cuda.Stream, device: torch.device) -> None:
-        self._forward, self._stream, self._device = forward, stream, device
+    def __init__(self, forward: Forward, device: torch.device) -> None:
+        self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: OrderedDict[BatchShape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
 
     def replay(self, shape: BatchShape, staging: Tensor) -> Tensor | None:
         """Run the pass over a filled buffer: vectors, valid until the next replay. None without memory for it."""
@@ -232,5 +231,5 @@ def _like(num_tokens: int, longest: int) -> list[int]:
     return [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
 
 
-def _ids(length: int, vocab_size: int) -> TokenIds:
-    return np.arange(length, dtype=np.int32) % vocab_size
+def _texts(lengths: Sequence[int], vocab_size: int) -> list[TokenIds]:
+    return [np.arange(length, dtype=np.int32) % vocab_size for length in lengths]

@@ -119,16 +119,20 @@ class Engine:
         vectors = np.empty((len(sequences), width), dtype=np.float32)
         # Longest first, so that every pass holds sequences of like length and the largest pass comes first.
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+
+        def land(rows: list[int], flight: Flight) -> None:
+            output = flight.wait()
+            if not output.finite.all():
+                raise BackendError("the model gave a vector that is not finite")
+            vectors[rows] = output.vectors[:, :width]
+
         flights: deque[tuple[list[int], Flight]] = deque()
-        for rows in [*self._cut(order, sequences), None]:
-            if rows is not None:
-                flights.append((rows, self.launch([sequences[i] for i in rows], [options] * len(rows))))
-            while flights and (rows is None or len(flights) > 1):  # one pass runs while the next is packed
-                done, flight = flights.popleft()
-                output = flight.wait()
-                if not output.finite.all():
-                    raise BackendError("the model gave a vector that is not finite")
-                vectors[done] = output.vectors[:, :width]
+        for rows in self._cut(order, sequences):
+            flights.append((rows, self.launch([sequences[i] for i in rows], [options] * len(rows))))
+            if len(flights) > 1:  # one pass runs while the next is packed
+                land(*flights.popleft())
+        if flights:
+            land(*flights.popleft())
         return vectors
 
     def launch(
@@ -140,7 +144,6 @@ class Engine:
             options: one per sequence; None asks for whole, normalised vectors.
         Raises: OutOfMemory when it does not fit; BackendError; DeviceLost when the device is gone for good.
         """
-        options = options or [EmbedOptions()] * len(sequences)
         with torch.inference_mode():
             if self._cuda is not None:
                 return self._cuda.launch(sequences, options, want_hidden)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from time import perf_counter
 from typing import Protocol
 
@@ -231,9 +230,10 @@ class EngineLoop:
                     self._wake.notify()
         if self._on_batch is not None:
             self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
-        finite = _finite(launched.batch, output)
+        tokens = _tokens(launched.batch, output)
+        finite = output.finite & [bool(np.isfinite(each).all()) for each in tokens] if tokens else output.finite
         batch = _apart(launched.batch, finite)
-        for part, result in zip(batch, _results(batch, output, finite), strict=True):
+        for part, result in zip(batch, _results(batch, output.vectors, tokens, finite), strict=True):
             if result is not None:
                 _hand_over(part, result, seconds)
             elif launched.num_seqs == 1:
@@ -298,13 +298,11 @@ def _blend(old: float, new: float) -> float:
     return 0.9 * old + 0.1 * new if old else new
 
 
-def _finite(batch: list[Slice], output: Output) -> NDArray[np.bool_]:
-    """[B]: whether everything that a sequence asked for is finite."""
+def _tokens(batch: list[Slice], output: Output) -> list[Vectors]:
+    """Per sequence its tokens' hidden states; empty where nobody asked for any."""
     if output.hidden is None:
-        return output.finite
-    ends = np.cumsum([len(ids) for part in batch for ids in part.sequences])
-    rows = np.isfinite(output.hidden).all(axis=1)
-    return output.finite & np.logical_and.reduceat(rows, [0, *ends[:-1]])
+        return []
+    return np.split(output.hidden, np.cumsum([len(ids) for part in batch for ids in part.sequences])[:-1])
 
 
 def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
@@ -319,9 +317,10 @@ def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
     return pieces
 
 
-def _results(batch: list[Slice], output: Output, finite: NDArray[np.bool_]) -> list[Vectors | list[Vectors] | None]:
+def _results(
+    batch: list[Slice], vectors: Vectors, tokens: list[Vectors], finite: NDArray[np.bool_]
+) -> list[Vectors | list[Vectors] | None]:
     """Per slice its vectors; None where they are not finite."""
-    token_rows = None if output.hidden is None else np.cumsum([0, *(len(ids) for part in batch for ids in part.sequences)])
     results: list[Vectors | list[Vectors] | None] = []
     row = 0
     for part in batch:
@@ -329,11 +328,9 @@ def _results(batch: list[Slice], output: Output, finite: NDArray[np.bool_]) -> l
         if not finite[rows].all():
             results.append(None)
         elif part.job.options.per_token:
-            assert output.hidden is not None, "asked for with want_hidden"
-            assert token_rows is not None, "made with them"
-            results.append([output.hidden[a:b] for a, b in pairwise(token_rows[rows.start : rows.stop + 1])])
+            results.append(tokens[rows])
         else:
-            results.append(np.ascontiguousarray(output.vectors[rows, : part.job.options.dimensions]))
+            results.append(np.ascontiguousarray(vectors[rows, : part.job.options.dimensions]))
     return results
 
 

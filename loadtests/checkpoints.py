@@ -22,6 +22,10 @@ class Published:
     pooling: Pooling
 
     @property
+    def is_encoder(self) -> bool:
+        return self.model_class is transformers.BertModel
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest text of a mixed batch."""
         return min(2048, self.config.max_position_embeddings)
@@ -30,7 +34,7 @@ class Published:
     def body_parameters(self) -> int:
         """Of the linear layers: what every token is multiplied with."""
         c = self.config
-        if self.model_class is transformers.BertModel:
+        if self.is_encoder:
             return c.num_hidden_layers * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size)
         heads = 2 * c.num_attention_heads + 2 * c.num_key_value_heads
         return c.num_hidden_layers * (heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size)
@@ -38,9 +42,8 @@ class Published:
     def flops(self, lengths: list[int]) -> float:
         """Of whole forward passes over these sequences; causal attention counts as half."""
         c = self.config
-        causal = self.model_class is not transformers.BertModel
-        width = c.num_attention_heads * (c.head_dim if causal else c.hidden_size // c.num_attention_heads)
-        pairs = sum(length**2 for length in lengths) / (2 if causal else 1)
+        width = c.hidden_size if self.is_encoder else c.num_attention_heads * c.head_dim
+        pairs = sum(length**2 for length in lengths) / (1 if self.is_encoder else 2)
         return 2 * self.body_parameters * sum(lengths) + 4 * pairs * width * c.num_hidden_layers
 
 

@@ -7,14 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-_OURS = {
-    "attention": "attention",
-    "add_norm": "elementwise",
-    "norm_rope": "elementwise",
-    "swiglu": "elementwise",
-} | dict.fromkeys(("gelu", "embed", "pool_mean", "pool_finish"), "elementwise")
-
-
+_ELEMENTWISE = ("add_norm", "norm_rope", "swiglu", "gelu", "embed", "pool_mean", "pool_finish")
 LONG_GAP_US = 5
 
 
@@ -41,12 +34,18 @@ def trace(run: Callable[[], object]) -> Trace:
         waits += start - end if start - end > LONG_GAP_US else 0.0
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-        kind = _OURS.get(name) or ("copies" if name.startswith("Mem") else "GEMM" if _is_gemm(name) else "other")
+        kind = _kind(name)
         shares[kind] = shares.get(kind, 0.0) + stop - start
     total = sum(shares.values())
     whole = end - spans[0][0]
     return Trace(busy / whole, waits / whole, {kind: share / total for kind, share in shares.items()}, len(spans))
 
 
-def _is_gemm(name: str) -> bool:
-    return any(mark in name.lower() for mark in ("gemm", "nvjet", "cutlass", "splitk"))
+def _kind(name: str) -> str:
+    if name == "attention":
+        return name
+    if name in _ELEMENTWISE:
+        return "elementwise"
+    if name.startswith("Mem"):
+        return "copies"
+    return "GEMM" if any(mark in name.lower() for mark in ("gemm", "nvjet", "cutlass", "splitk")) else "other"

@@ -8,10 +8,11 @@ cache afterwards, keyed by source, options, target and NVRTC version.
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from cuda.bindings import nvrtc
 from cuda.core import ObjectCode, Program, ProgramOptions
@@ -63,21 +64,13 @@ def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[s
 
 def nvrtc_version() -> str:
     """Raises: ModelError where there is no NVRTC."""
-    try:
-        status, major, minor = nvrtc.nvrtcVersion()
-    except Exception as error:  # no library to load: cuda.bindings raises what its loader raises
-        raise ModelError(_NO_NVRTC.format(error)) from error
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    major, minor = _ask(nvrtc.nvrtcVersion)
     return f"{major}.{minor}"
 
 
 def known_archs() -> list[str]:
     """The compute capabilities this NVRTC compiles for, as "90". Raises: ModelError where there is no NVRTC."""
-    try:
-        status, archs = nvrtc.nvrtcGetSupportedArchs()
-    except Exception as error:
-        raise ModelError(_NO_NVRTC.format(error)) from error
-    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    (archs,) = _ask(nvrtc.nvrtcGetSupportedArchs)
     return [str(arch) for arch in archs]
 
 
@@ -85,6 +78,16 @@ def cache_folder() -> Path:
     """Where cubins are kept: `EMBERFORGE_KERNEL_CACHE`, else the user's cache folder."""
     chosen = os.environ.get("EMBERFORGE_KERNEL_CACHE")
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "emberforge" / "kernels"
+
+
+def _ask(question: Callable[[], Any]) -> list[Any]:
+    answer: list[Any]
+    try:
+        status, *answer = question()
+    except Exception as error:  # no library to load: cuda.bindings raises what its loader raises
+        raise ModelError(_NO_NVRTC.format(error)) from error
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+    return answer
 
 
 def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = False) -> Program:

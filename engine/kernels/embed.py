@@ -25,7 +25,7 @@ def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | 
     out = torch.empty(num_tokens, width, dtype=words.dtype, device=words.device)
     kernel = _kernel(width, positions is not None, words.dtype, words.device)
     grid = -(-(-(-num_tokens // PER_THREAD) * width) // (8 * THREADS))
-    kernel(grid, token_ids, bounds, words, 0 if positions is None else positions, out, num_tokens)
+    kernel(grid, token_ids, bounds, words, positions, out, num_tokens)
     return out
 
 

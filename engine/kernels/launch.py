@@ -33,7 +33,8 @@ class Kernel:
                 raise BackendError(f"kernel {entry} needs {shared_bytes} bytes of shared memory: {status}")
 
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
-        """Launch. Tensors are passed by address, whole numbers as 64 bits, floats as numpy float32; nothing is checked here."""
+        """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32;
+        nothing is checked here."""
         config = LaunchConfig(grid=grid, block=self._threads, shmem_size=self._shared_bytes)
         launch(_stream(torch.cuda.current_stream(self._device).cuda_stream), config, self._kernel, *map(_argument, arguments))
 
@@ -55,7 +56,7 @@ def half(dtype: torch.dtype) -> int:
 
 
 def _argument(value: object) -> object:
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    return value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value
 
 
 @cache

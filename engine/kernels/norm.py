@@ -21,8 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if not runs_on(x):
         return reference.rms_norm(x, weight, eps, residual)
     out = torch.empty_like(x)
-    kernel = norm_kernel(x.shape[1], x.dtype, x.device, layer=False, bias=False, residual=0 if residual is None else 2)
-    kernel(x.shape[0], x, residual, None, weight, None, out, eps)
+    num_rows, width = x.shape
+    kernel = _kernel(width, x.dtype, x.device, layer=False, bias=False, residual=0 if residual is None else 2)
+    kernel(-(-num_rows // rows_a_block(width)), x, residual, None, weight, None, out, num_rows, np.float32(eps))
     return out
 
 
@@ -38,34 +39,16 @@ def layer_norm(
     if not runs_on(x):
         return reference.layer_norm(x, weight, shift, eps, bias, residual)
     out = torch.empty_like(x)
-    kernel = norm_kernel(x.shape[1], x.dtype, x.device, layer=True, bias=bias is not None, residual=int(residual is not None))
-    kernel(x.shape[0], x, residual, bias, weight, shift, out, eps)
+    num_rows, width = x.shape
+    kernel = _kernel(width, x.dtype, x.device, layer=True, bias=bias is not None, residual=int(residual is not None))
+    kernel(-(-num_rows // rows_a_block(width)), x, residual, bias, weight, shift, out, num_rows, np.float32(eps))
     return out
 
 
-class NormKernel:
-    def __init__(self, defines: dict[str, int], device: torch.device) -> None:
-        self._rows = defines["ROWS"]
-        self._kernel = Kernel("norm", "add_norm", defines, device, defines["ROW_THREADS"] * self._rows)
-
-    def __call__(
-        self,
-        num_rows: int,
-        x: Tensor,
-        residual: Tensor | None,
-        bias: Tensor | None,
-        weight: Tensor,
-        shift: Tensor | None,
-        out: Tensor,
-        eps: float,
-    ) -> None:
-        grid = -(-num_rows // self._rows)
-        self._kernel(grid, x, _or_null(residual), _or_null(bias), weight, _or_null(shift), out, num_rows, np.float32(eps))
-
-
 @cache
-def norm_kernel(width: int, dtype: torch.dtype, device: torch.device, layer: bool, bias: bool, residual: int) -> NormKernel:
-    return NormKernel(norm_defines(width, dtype, layer, bias, residual), device)
+def _kernel(width: int, dtype: torch.dtype, device: torch.device, layer: bool, bias: bool, residual: int) -> Kernel:
+    threads = row_threads(width) * rows_a_block(width)
+    return Kernel("norm", "add_norm", norm_defines(width, dtype, layer, bias, residual), device, threads)
 
 
 def norm_defines(width: int, dtype: torch.dtype, layer: bool, bias: bool, residual: int) -> dict[str, int]:
@@ -88,7 +71,3 @@ def row_threads(width: int) -> int:
 
 def rows_a_block(width: int) -> int:
     return 4 if row_threads(width) == 32 else 1
-
-
-def _or_null(tensor: Tensor | None) -> Tensor | int:
-    return 0 if tensor is None else tensor

@@ -37,7 +37,7 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
         return reference.pool_finish(pooled, dimensions, normalize)
     num_seqs, width = pooled.shape
     out = torch.empty(num_seqs, width, device=pooled.device)
-    rows, means = (0, pooled) if pooled.dtype == torch.float32 else (pooled, 0)
+    rows, means = (None, pooled) if pooled.dtype == torch.float32 else (pooled, None)
     kernel = _kernel("pool_finish", width, rows is pooled, pooled.dtype, pooled.device)
     kernel(-(-num_seqs // rows_a_block(width)), rows, means, dimensions, normalize, out, num_seqs)
     return out

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from engine import kernels
 from engine.batch import PackedBatch
 from engine.kernels import reference
+from loadtests.checkpoints import PUBLISHED
 from loadtests.kernels.batches import DEVICE, packed
 from loadtests.kernels.timing import CALLS, copy_bandwidth, seconds_of
 from loadtests.report import write
@@ -23,24 +24,6 @@ TOKENS = (16384, 512, 16)  # the first from memory, the others as latency
 ROTATED_BYTES = 400 << 20  # eight times the L2 cache of an H200
 EPS = 1e-6
 Call = Callable[[int], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    hidden_size: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-
-
-QWEN3 = {
-    "Qwen3-Embedding-0.6B": Shape(1024, 16, 8, 128, 3072, 151669),
-    "Qwen3-Embedding-4B": Shape(2560, 32, 8, 128, 9728, 151665),
-    "Qwen3-Embedding-8B": Shape(4096, 32, 8, 128, 12288, 151665),
-}
-BERT = {"BERT-base": Shape(768, 12, 12, 64, 3072, 30522)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +46,9 @@ class Rotating:
         return self._tensors[i % len(self._tensors)]
 
 
-def qwen3_cases(shape: Shape, num_tokens: int) -> Iterator[Case]:
-    """Every op of a Qwen3 layer but the linear ones, then embedding and pooling."""
-    size, cold = shape.hidden_size, num_tokens == TOKENS[0]
+def qwen3_cases(config: Any, num_tokens: int) -> Iterator[Case]:
+    """Every op of a Qwen3 layer but the linear ones, then embedding and pooling; `config` is transformers'."""
+    size, cold = config.hidden_size, num_tokens == TOKENS[0]
     batch = packed(mixed_lengths(num_tokens, seed=0))
     x, residual, weight = Rotating(num_tokens, size, cold=cold), Rotating(num_tokens, size, cold=cold), random(size)
     yield Case(
@@ -80,10 +63,10 @@ def qwen3_cases(shape: Shape, num_tokens: int) -> Iterator[Case]:
         lambda i: kernels.rms_norm(x[i], weight, EPS, residual[i]),
         lambda i: F.rms_norm(residual[i].add_(x[i]), (size,), weight, EPS),
     )
-    yield norm_rope_case(shape, batch, cold)
-    gate_up = Rotating(num_tokens, 2 * shape.intermediate_size, cold=cold)
+    yield norm_rope_case(config, batch, cold)
+    gate_up = Rotating(num_tokens, 2 * config.intermediate_size, cold=cold)
     yield Case("swiglu", gate_up.nbytes * 3 // 2, lambda i: kernels.swiglu(gate_up[i]), lambda i: reference.swiglu(gate_up[i]))
-    ids, words = random_ids(shape, num_tokens), Rotating(shape.vocab_size, size, cold=cold)
+    ids, words = random_ids(config, num_tokens), Rotating(config.vocab_size, size, cold=cold)
     yield Case(
         "embed",
         2 * x.nbytes + ids[0].nbytes,
@@ -93,8 +76,8 @@ def qwen3_cases(shape: Shape, num_tokens: int) -> Iterator[Case]:
     yield from pooling_cases(x, batch, Rotating(num_tokens, size, cold=cold))
 
 
-def bert_cases(shape: Shape, num_tokens: int) -> Iterator[Case]:
-    size, cold = shape.hidden_size, num_tokens == TOKENS[0]
+def bert_cases(config: Any, num_tokens: int) -> Iterator[Case]:
+    size, cold = config.hidden_size, num_tokens == TOKENS[0]
     batch = packed(mixed_lengths(num_tokens, seed=0, most=512))
     x, residual = Rotating(num_tokens, size, cold=cold), Rotating(num_tokens, size, cold=cold)
     weight, shift, bias = random(size), random(size), random(size)
@@ -110,14 +93,14 @@ def bert_cases(shape: Shape, num_tokens: int) -> Iterator[Case]:
         lambda i: kernels.layer_norm(x[i], weight, shift, EPS, bias, residual[i]),
         lambda i: reference.layer_norm(x[i], weight, shift, EPS, bias, residual[i]),
     )
-    wide, wide_bias = Rotating(num_tokens, shape.intermediate_size, cold=cold), random(shape.intermediate_size)
+    wide, wide_bias = Rotating(num_tokens, config.intermediate_size, cold=cold), random(config.intermediate_size)
     yield Case(
         "bias + gelu",
         2 * wide.nbytes + wide_bias.nbytes,
         lambda i: kernels.gelu(wide[i], wide_bias),
         lambda i: reference.gelu(wide[i], wide_bias),
     )
-    ids, words = random_ids(shape, num_tokens), Rotating(shape.vocab_size, size, cold=cold)
+    ids, words = random_ids(config, num_tokens), Rotating(config.vocab_size, size, cold=cold)
     table, places = random(512, size), reference.places(batch.bounds)
     yield Case(
         "embed + positions",
@@ -128,8 +111,8 @@ def bert_cases(shape: Shape, num_tokens: int) -> Iterator[Case]:
     yield from pooling_cases(x, batch, Rotating(num_tokens, size, cold=cold, dtype=torch.float32))
 
 
-def norm_rope_case(shape: Shape, batch: PackedBatch, cold: bool) -> Case:
-    heads, kv_heads, size = shape.n_heads, shape.n_kv_heads, shape.head_dim
+def norm_rope_case(config: Any, batch: PackedBatch, cold: bool) -> Case:
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     qkv = Rotating(batch.num_tokens, heads + 2 * kv_heads, size, cold=cold)
     q_weight, k_weight = random(size), random(size)
     table = reference.rope_table(size, 1e6, max(batch.lengths), DEVICE)
@@ -176,8 +159,8 @@ def random(*size: int) -> Tensor:
     return torch.randn(size, dtype=torch.bfloat16, device=DEVICE)
 
 
-def random_ids(shape: Shape, num_tokens: int) -> list[Tensor]:
-    return [torch.randint(shape.vocab_size, (num_tokens,), dtype=torch.int32, device=DEVICE) for _ in range(CALLS)]
+def random_ids(config: Any, num_tokens: int) -> list[Tensor]:
+    return [torch.randint(config.vocab_size, (num_tokens,), dtype=torch.int32, device=DEVICE) for _ in range(CALLS)]
 
 
 def measure(full: Case, latencies: dict[int, Case], bandwidth: float) -> dict[str, Any]:
@@ -210,12 +193,12 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     tables: dict[str, Sequence[dict[str, Any]]] = {}
-    for models, cases in ((QWEN3, qwen3_cases), (BERT, bert_cases)):
-        for name, shape in models.items():
-            sizes = zip(*(cases(shape, num_tokens) for num_tokens in TOKENS), strict=True)
-            tables[f"{name}, {TOKENS[0]:,} tokens"] = [
-                measure(full, dict(zip(TOKENS[1:], rest, strict=True)), bandwidth) for full, *rest in sizes
-            ]
+    for name, published in PUBLISHED.items():
+        cases = bert_cases if published.is_encoder else qwen3_cases
+        sizes = zip(*(cases(published.config, num_tokens) for num_tokens in TOKENS), strict=True)
+        tables[f"{name}, {TOKENS[0]:,} tokens"] = [
+            measure(full, dict(zip(TOKENS[1:], rest, strict=True)), bandwidth) for full, *rest in sizes
+        ]
     notes = [
         f"copy: {bandwidth / 1e9:,.0f} GB/s, 2 GiB on the device, bytes read and written; floor µs: the op's bytes at this rate",
         "bytes: each input read once, each output written once; time on the GPU, calls captured in one CUDA graph, median",

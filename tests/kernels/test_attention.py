@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from closeness import assert_as_close_as_torch
 from helpers import (
     DEVICE,
     DTYPES,
     RAGGED,
-    assert_as_close_as_torch,
     bounds_of,
     poisoned,
     random_qkv,

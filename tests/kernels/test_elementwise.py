@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import DEVICE, DTYPES, RAGGED, assert_as_close_as_torch, bounds_of, cu_seqlens_of, poisoned
+from closeness import assert_as_close_as_torch
+from helpers import DEVICE, DTYPES, RAGGED, bounds_of, cu_seqlens_of, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 

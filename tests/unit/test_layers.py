@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from closeness import assert_as_close_as_torch
 
 from engine.batch import BatchPacker, PackedBatch
 from engine.kernels.reference import attention, rope_table
@@ -19,12 +20,6 @@ RAGGED = [1, 31, 32, 33, 64, 7, 7, 100]
 
 def batch_of(lengths: list[int]) -> PackedBatch:
     return BatchPacker("mean", 8, None).pack([np.zeros(length, dtype=np.int32) for length in lengths])
-
-
-def assert_as_close_as_torch(ours: torch.Tensor, low: torch.Tensor, exact: torch.Tensor, factor: float = 2.0) -> None:
-    """Our error against fp64 may be at most `factor` times the error torch makes in our dtype."""
-    ours_err, torch_err = (ours.double() - exact).abs().max(), (low.double() - exact).abs().max()
-    assert ours_err <= factor * torch_err + 1e-6, f"{ours_err=:.2e} {torch_err=:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
