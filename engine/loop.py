@@ -217,29 +217,35 @@ class EngineLoop:
             self._deliver(launched)
 
     def _deliver(self, launched: _Launched) -> None:
+        """Wait for a pass and hand out its results; its jobs hear of whatever goes wrong on the way."""
         try:
-            output = launched.flight.wait()
+            output, seconds = self._land(launched)
+            if self._on_batch is not None:
+                self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
+            tokens = _tokens(launched.batch, output)
+            finite = output.finite & [bool(np.isfinite(each).all()) for each in tokens] if tokens else output.finite
+            batch = _apart(launched.batch, finite)
+            for part, result in zip(batch, _results(batch, output.vectors, tokens, finite), strict=True):
+                if result is not None:
+                    _hand_over(part, result, seconds)
+                elif launched.num_seqs == 1:
+                    _fail(part.job, BackendError("the model gave a vector that is not finite"))
+                else:
+                    self._run_alone(part)
         except Exception as error:
             self._broken(launched.batch, error)
-            return
+
+    def _land(self, launched: _Launched) -> tuple[Output, float]:
+        """Its output and the seconds it had the device for."""
+        try:
+            output = launched.flight.wait()
         finally:
             with self._wake:
                 self._in_flight -= 1
                 seconds = self._clock.landed(launched.num_tokens, launched.started_at)
                 if len(self._packer):  # else there is nothing to wake the engine for: it would only hold up what follows
                     self._wake.notify()
-        if self._on_batch is not None:
-            self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
-        tokens = _tokens(launched.batch, output)
-        finite = output.finite & [bool(np.isfinite(each).all()) for each in tokens] if tokens else output.finite
-        batch = _apart(launched.batch, finite)
-        for part, result in zip(batch, _results(batch, output.vectors, tokens, finite), strict=True):
-            if result is not None:
-                _hand_over(part, result, seconds)
-            elif launched.num_seqs == 1:
-                _fail(part.job, BackendError("the model gave a vector that is not finite"))
-            else:
-                self._run_alone(part)
+        return output, seconds
 
     def _run_alone(self, part: Slice) -> None:
         with self._wake:

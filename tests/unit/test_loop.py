@@ -129,6 +129,22 @@ def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate:
             each.future.result(5)
 
 
+def test_an_error_while_results_are_handed_out_reaches_their_jobs_and_no_other(gate: Gate) -> None:
+    gate.open.set()
+
+    def report(batch: BatchReport) -> None:
+        if batch.num_seqs == 2:
+            raise ValueError("no such metric")
+
+    loop = EngineLoop(gate, max_batch_tokens=8, on_batch=report)
+    first, after = job(1, 1), job(2)
+    loop.submit([first, after])
+    with pytest.raises(BackendError, match="no such metric"):
+        first.future.result(5)
+    assert after.future.result(5).vectors.tolist() == [[2, 2]]
+    loop.stop()
+
+
 def test_stopping_tells_everyone_who_waits(gate: Gate) -> None:
     loop = EngineLoop(gate, max_batch_tokens=8)
     running, waiting = job(1, 1), job(2)
