@@ -63,8 +63,8 @@ class _Layer:
         return _add_norm(self.output_norm, self.down, self.up(hidden), hidden)
 
     def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
-        qkv = self.qkv(hidden).view(len(hidden), -1, self.head_dim)  # [T, 3 H, D]
-        mixed = attention(qkv, pooled_only).flatten(1)  # [T, C]
+        # [T, C]; Q, K and V, [T, 3 H, D], are given back before the norm takes memory
+        mixed = attention(self.qkv(hidden).view(len(hidden), -1, self.head_dim), pooled_only).flatten(1)
         if pooled_only:
             mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
         return _add_norm(self.attention_norm, self.out, mixed, hidden)

@@ -38,6 +38,7 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
 def engine(folder: Path) -> Engine:
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert engine.packer.tiling is not None, "our attention does not run here"
+    engine._cuda.max_graph_tokens = 512  # type: ignore[union-attr]  # what `tune` finds depends on who else is on the card
     return engine
 
 
@@ -73,7 +74,6 @@ def assert_as_exact_as_transformers(ours: np.ndarray, folder: Path, batch: list[
 @pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
 def test_vectors_are_right_in_every_company(folder: Path, engine: Engine, lengths: list[int], graphed: bool) -> None:
     """Equal lengths are the case in which TEI loses the causal mask (TEI#882)."""
-    assert sum(lengths) <= engine.max_graph_tokens
     for seed in range(3):  # a graph is captured, then replayed on other texts
         batch = sequences(lengths, seed)
         output = engine.launch(batch, want_hidden=not graphed).wait()  # with hidden states, no graph is used
