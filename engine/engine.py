@@ -79,7 +79,7 @@ class Engine:
             keep_freed_memory()
         else:
             torch.cuda.set_device(chosen_device)
-            memory.grow_in_place()
+            memory.grow_in_place(chosen_device)
             # Split products would be summed up in bf16 otherwise; everything else accumulates in fp32.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -14,13 +14,15 @@ _GROWTH_BYTES = 512 << 20
 _LEAST_WORKSPACE_BYTES = 256 << 20
 
 
-def grow_in_place() -> None:
+def grow_in_place(device: torch.device) -> None:
     """Let torch's memory grow in place, not by a block of each size asked for.
 
-    A pass then takes what it needs; in blocks it was 1.0 GiB more for the 4B's longest input, a third. Whoever configures
-    torch's allocator through the environment is left alone.
+    A pass then takes what it needs; in blocks it was 1.0 GiB more for the 4B's longest input, a third. Not on GPUs that
+    share the host's memory, where it has led to errors of the driver (dgx-spark-playbooks#97), and not over the head of
+    whoever configures torch's allocator through the environment.
     """
-    if not (os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")):
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if not chosen and not torch.cuda.get_device_properties(device).is_integrated:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

@@ -1,0 +1,50 @@
+"""The files an operator writes: YAML read against a schema that refuses what it does not know. Ray drops such keys silently."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from engine.errors import EmberError
+
+File = TypeVar("File", bound=BaseModel)
+
+
+class ClusterError(EmberError):
+    """A file, a node or a plan cannot be used; names it, the value and the way out."""
+
+
+def read_yaml(path: Path, schema: type[File]) -> File:
+    """A YAML file as `schema`. Raises: ClusterError; an unknown key is one of its reasons, with the keys there are."""
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise ClusterError(f"{path}: {_explain(error, schema)}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ClusterError(f"{path} cannot be read: {error}") from error
+
+
+def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
+    errors = error.errors(include_url=False)
+    # A misspelt key is often two errors, of which "missing" says less.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return f"{where} is not a key there; keys are {', '.join(_keys_at(schema, first['loc'][:-1]))}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    if not where:
+        return f"expected a mapping with {', '.join(schema.model_fields)}"
+    return f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def _keys_at(schema: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
+    """The keys of the model that stands at `place` inside `schema`."""
+    for step in place:
+        if isinstance(step, str):
+            annotation = schema.model_fields[step].annotation
+            parts = [annotation, *getattr(annotation, "__args__", ())]
+            schema = next(part for part in parts if isinstance(part, type) and issubclass(part, BaseModel))
+    return list(schema.model_fields)

@@ -1,0 +1,134 @@
+"""What a cluster is made of, as plain data: nodes, their cards, and the class that equal nodes share.
+
+Read from a running node by `cluster/inventory.py`, or from a file by `load_nodes`: a cluster can be planned before it is
+bought.
+"""
+
+import platform
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.files import ClusterError, read_yaml
+
+GIB = 1 << 30
+# What is left to the system. A GPU that shares the host's memory takes the machine down with it when that runs out.
+UNIFIED_RESERVE = 10 * GIB
+HOST_RESERVE = 4 * GIB
+CARD_RESERVE = GIB // 4
+
+_ARCHS = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One GPU, or one MIG slice of one.
+
+    `total_bytes` is what the card has; with `unified`, what the host has. `free_bytes` is None where nobody measured.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int | None = None
+    unified: bool = False
+    uuid: str | None = None
+    source: str = "file"  # where the two numbers come from
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. `read_at` is seconds since the epoch; None for a file, which has no age."""
+
+    name: str
+    arch: str  # amd64 or arm64
+    ram_bytes: int
+    num_cpus: int
+    cards: tuple[Card, ...] = ()
+    reserve_bytes: int | None = None  # None takes the default of its kind
+    read_at: float | None = None
+
+    @property
+    def class_name(self) -> str:
+        """Nodes of one class are interchangeable: same card, same memory, same architecture, or the same CPUs."""
+        if self.cards:
+            card = self.cards[0]
+            return f"{_slug(card.name)}-{round(card.total_bytes / GIB)}g-{self.arch}"
+        return f"cpu-{self.num_cpus}c-{round(self.ram_bytes / GIB)}g-{self.arch}"
+
+    @property
+    def usable_bytes(self) -> int:
+        """What models may take of each card; of the host where there is no card."""
+        if not self.cards:
+            return self.ram_bytes - (HOST_RESERVE if self.reserve_bytes is None else self.reserve_bytes)
+        card = self.cards[0]
+        default = UNIFIED_RESERVE if card.unified else CARD_RESERVE
+        return card.total_bytes - (default if self.reserve_bytes is None else self.reserve_bytes)
+
+
+def checked(node: Node) -> Node:
+    """Raises: ClusterError for a node that has cards of several kinds, or nothing left for models."""
+    kinds = {(card.name, round(card.total_bytes / GIB)) for card in node.cards}
+    if len(kinds) > 1:
+        names = ", ".join(f"{name} {gib} GiB" for name, gib in sorted(kinds))
+        raise ClusterError(
+            f"node {node.name} has cards of different kinds ({names}), and Ray cannot choose among the cards of a node: "
+            "start one node per kind, each with its own CUDA_VISIBLE_DEVICES"
+        )
+    if node.usable_bytes <= 0:
+        reserve = UNIFIED_RESERVE if node.reserve_bytes is None else node.reserve_bytes
+        raise ClusterError(f"node {node.name}: nothing is left for models beside a reserve of {reserve / GIB:.1f} GiB")
+    return node
+
+
+def normal_arch(machine: str = platform.machine()) -> str:
+    """Raises: ClusterError for a machine that is neither x86-64 nor ARM64."""
+    if machine.lower() not in _ARCHS:
+        raise ClusterError(f"architecture {machine!r} is not supported; supported are {', '.join(_ARCHS)}")
+    return _ARCHS[machine.lower()]
+
+
+class _FileCard(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1)
+    vram_gib: float = Field(gt=0)
+    unified: bool = False
+
+
+class _FileNode(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1)
+    arch: str = "x86_64"
+    ram_gib: float = Field(gt=0)
+    cpus: int = Field(8, gt=0)
+    gpus: list[_FileCard] = []
+    reserve_gib: Annotated[float | None, Field(ge=0)] = None
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    nodes: list[_FileNode] = Field(min_length=1)
+
+
+def load_nodes(path: Path) -> tuple[Node, ...]:
+    """Read an inventory file. Raises: ClusterError naming the line's place, the value and what is allowed."""
+    nodes = tuple(checked(_node(each)) for each in read_yaml(path, _File).nodes)
+    names = [node.name for node in nodes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ClusterError(f"{path}: two nodes are called {twice!r}; names must differ")
+    return nodes
+
+
+def _node(file: _FileNode) -> Node:
+    cards = tuple(Card(card.name, int(card.vram_gib * GIB), unified=card.unified) for card in file.gpus)
+    node = Node(file.name, normal_arch(file.arch), int(file.ram_gib * GIB), file.cpus, cards)
+    return node if file.reserve_gib is None else replace(node, reserve_bytes=int(file.reserve_gib * GIB))
+
+
+def _slug(name: str) -> str:
+    """A GPU's name as a label: `NVIDIA GeForce RTX 5080` -> `rtx-5080`."""
+    short = re.sub(r"\b(nvidia|geforce)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "gpu"
