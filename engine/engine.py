@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -56,6 +57,7 @@ class Engine:
         device: str = "auto",
         pooling: Pooling | None = None,
         max_batch_tokens: int | None = None,
+        max_input_tokens: int | None = None,
         num_threads: int | None = None,
     ) -> "Engine":
         """Load a model folder, a Hub id, or the embedded model, and run it: once on a CPU; on a GPU until the best token
@@ -66,6 +68,7 @@ class Engine:
             device: "auto" takes the first GPU if there is one.
             pooling: for folders that do not name theirs.
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
+            max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
         Raises: ModelError with the file and the way out.
         """
@@ -73,6 +76,8 @@ class Engine:
             torch.set_num_threads(num_threads)
         folder = resolve_model(str(model))
         config = load_model_config(folder, pooling)
+        if max_input_tokens is not None:
+            config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))
         chosen_device = choose_device(device)
         chosen_dtype = choose_dtype(dtype, chosen_device, config.family)
         if chosen_device.type == "cpu":

@@ -1,17 +1,122 @@
-"""GPU memory as a good neighbour: refuse what cannot fit, and stay within what was taken at start."""
+"""Memory: how much a model will take, asked before anything is loaded; and a GPU as a good neighbour, who refuses what
+cannot fit and stays within what was taken at start.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from engine.errors import ModelError
+from engine.model_config import ModelConfig
 
 # What a loaded engine may still take: CUDA graphs made later, and the allocator's rounding.
 _GROWTH_BYTES = 512 << 20
 # Beside the weights there must be room for the smallest token budget.
 _LEAST_WORKSPACE_BYTES = 256 << 20
+
+
+# Whose memory it is: a card's own, the host's lent to a GPU, or the host's.
+MemoryKind = Literal["gpu", "unified", "cpu"]
+
+# Budgets are found at warm-up up to this one; CUDA graphs are made up to that many tokens.
+MOST_BATCH_TOKENS = 16384
+MOST_GRAPH_TOKENS = 4096
+# Measured on an H200 beside what torch reports, for engines of 0.2 to 17 GiB (docs/decisions/009).
+_CUBLAS_BYTES = 2 * (32 << 20)  # its workspace, in the thread that warms up and in the one that serves
+_ROUNDING_BYTES = 80 << 20  # torch takes memory in steps of 20 MiB from each of four pools
+_CONTEXT_BYTES = 850 << 20  # CUDA's context, the libraries' kernels and ours; smaller chips take less
+_HOST_BYTES = 1200 << 20  # a process with torch and Ray, before the weights
+# Without memory that grows in place, what a pass leaves between its blocks is a third of the workspace.
+_FRAGMENTED = 1.35
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that one replica takes. `workspace_per_token` is the part of a pass, `workspace` that of the largest one."""
+
+    weights: int
+    workspace: int
+    graphs: int
+    overhead: int
+    context: int
+    workspace_per_token: int
+
+    @property
+    def reserved(self) -> int:
+        """What torch will report as reserved, at most; the context is not torch's."""
+        return self.weights + self.workspace + self.graphs + self.overhead
+
+    @property
+    def total(self) -> int:
+        return self.reserved + self.context
+
+
+def footprint(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kind: MemoryKind,
+    max_batch_tokens: int | None = None,
+    weight_bytes: int | None = None,
+) -> Footprint:
+    """What a replica of this model will take, from its shape alone: an upper bound, 1 to 4 % above what torch reports.
+
+    Args:
+        max_batch_tokens: None for a budget found at warm-up; at most MOST_BATCH_TOKENS then.
+        weight_bytes: what the checkpoint's headers say; None computes it.
+    """
+    longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
+    per_token = dtype.itemsize * _peak_values(config) + _INDEX_BYTES
+    weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
+    weights += _rope_bytes(config)
+    workspace = longest * per_token
+    if kind == "cpu":
+        return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
+    if kind == "unified":
+        workspace = int(workspace * _FRAGMENTED)
+    graphs = min(longest, MOST_GRAPH_TOKENS) * per_token
+    return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
+
+
+# Of a packed batch: ids, bounds, attention tiles and options, int32; at most this much for each token.
+_INDEX_BYTES = 40
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Of the tensors that the engine loads; heads and other needless ones not counted."""
+    c, wide, layers = config.hidden_size, config.intermediate_size, config.n_layers
+    if config.family == "bert":
+        embeddings = (config.vocab_size + config.type_vocab_size + config.max_position_embeddings + 2) * c
+        return embeddings + layers * (4 * (c * c + c) + 2 * c * wide + wide + c + 4 * c)
+    heads = (config.n_heads + config.n_kv_heads) * config.head_dim
+    return config.vocab_size * c + c + layers * (2 * heads * c + 3 * c * wide + 2 * c + 2 * config.head_dim)
+
+
+def body_parameters(config: ModelConfig) -> int:
+    """Of the linear layers: each token is multiplied with every one of them."""
+    c, wide = config.hidden_size, config.intermediate_size
+    if config.family == "bert":
+        return config.n_layers * (4 * c * c + 2 * c * wide)
+    return config.n_layers * (2 * (config.n_heads + config.n_kv_heads) * config.head_dim * c + 3 * c * wide)
+
+
+def _peak_values(config: ModelConfig) -> int:
+    """Values a token holds at the most crowded moment of a pass, the holes that freed ones leave behind included.
+
+    Read off the layers' `forward`: the allocator lays what it is asked for into the first gap that is large enough.
+    """
+    c, wide = config.hidden_size, config.intermediate_size
+    qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    if config.family == "bert":
+        return max(2 * c + qkv, 3 * c + wide)
+    return 2 * c + max(qkv + config.n_heads * config.head_dim, 3 * wide)
+
+
+def _rope_bytes(config: ModelConfig) -> int:
+    return config.max_position_embeddings * config.head_dim * 4 if config.rope_theta else 0
 
 
 def grow_in_place(device: torch.device) -> None:

@@ -56,6 +56,7 @@ class ModelServer:
             dtype=settings.dtype,
             pooling=settings.pooling,
             max_batch_tokens=settings.max_batch_tokens,
+            max_input_tokens=settings.max_input_tokens,
             num_threads=num_threads,
         )
 

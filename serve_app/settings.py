@@ -14,7 +14,7 @@ from engine.hub import EMBEDDED_MODEL
 from engine.model_config import Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
-_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class SettingsError(EmberError):
@@ -26,7 +26,7 @@ def _split(value: Any) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+    return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 def _pooling(value: Any) -> Any:
@@ -54,6 +54,7 @@ class Settings(BaseModel):
         None, description="mean, cls or last_token [default: what the model's folder says]"
     )
     max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
+    max_input_tokens: int | None = Field(None, ge=1, description="Tokens of the longest input [default: the model's own limit]")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
     max_concurrent_requests: int = Field(512, ge=1, description="Requests in flight per replica; more get 429")
     max_client_batch_size: int = Field(2048, ge=1, description="Inputs in one request; more get 422")

@@ -1,0 +1,53 @@
+"""Shapes of published models, so that a cluster can be planned with no network and no weights."""
+
+from engine.model_config import ModelConfig, Pooling
+
+_CLS: Pooling = "cls"
+_MEAN: Pooling = "mean"
+
+
+def _bert(layers: int, hidden: int, pooling: Pooling, longest: int = 512) -> ModelConfig:
+    heads = {384: 12, 768: 12, 1024: 16}[hidden]
+    return ModelConfig(
+        family="bert", architecture="BertModel", vocab_size=30522, hidden_size=hidden, intermediate_size=4 * hidden,
+        n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=hidden // heads, hidden_act="gelu", norm_eps=1e-12,
+        max_position_embeddings=512, causal=False, pooling=pooling, max_input_length=longest, type_vocab_size=2,
+    )  # fmt: skip
+
+
+def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, positions: int) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3", architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
+        n_layers=layers, n_heads=heads, n_kv_heads=8, head_dim=128, hidden_act="silu", norm_eps=1e-6,
+        max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope_theta=1e6,
+    )  # fmt: skip
+
+
+CATALOGUE: dict[str, ModelConfig] = {
+    "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
+    "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
+    "Qwen/Qwen3-Embedding-8B": _qwen3(36, 4096, 32, 12288, 151665, 40960),
+    "Qwen/Qwen3-Reranker-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 40960),
+    "Qwen/Qwen3-Reranker-4B": _qwen3(36, 2560, 32, 9728, 151669, 40960),
+    "Qwen/Qwen3-Reranker-8B": _qwen3(36, 4096, 32, 12288, 151669, 40960),
+    "BAAI/bge-small-en-v1.5": _bert(12, 384, _CLS),
+    "BAAI/bge-base-en-v1.5": _bert(12, 768, _CLS),
+    "BAAI/bge-large-en-v1.5": _bert(24, 1024, _CLS),
+    "intfloat/e5-small-v2": _bert(12, 384, _MEAN),
+    "intfloat/e5-base-v2": _bert(12, 768, _MEAN),
+    "intfloat/e5-large-v2": _bert(24, 1024, _MEAN),
+    "thenlper/gte-small": _bert(12, 384, _MEAN),
+    "thenlper/gte-base": _bert(12, 768, _MEAN),
+    "thenlper/gte-large": _bert(24, 1024, _MEAN),
+    "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
+    "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
+}
+
+
+def known_model(model: str) -> ModelConfig | None:
+    """The shape of a published model, by its Hub id or the last part of it, in any case."""
+    wanted = model.lower()
+    for name, config in CATALOGUE.items():
+        if wanted in (name.lower(), name.lower().rsplit("/", 1)[1]):
+            return config
+    return None
