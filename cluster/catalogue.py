@@ -46,8 +46,11 @@ CATALOGUE: dict[str, ModelConfig] = {
 
 def known_model(model: str) -> ModelConfig | None:
     """The shape of a published model, by its Hub id or the last part of it, in any case."""
+    name = hub_id(model)
+    return CATALOGUE[name] if name else None
+
+
+def hub_id(model: str) -> str | None:
+    """The Hub id of a published model, by it or the last part of it, in any case."""
     wanted = model.lower()
-    for name, config in CATALOGUE.items():
-        if wanted in (name.lower(), name.lower().rsplit("/", 1)[1]):
-            return config
-    return None
+    return next((name for name in CATALOGUE if wanted in (name.lower(), name.lower().rsplit("/", 1)[1])), None)

@@ -23,7 +23,7 @@ def read_yaml(path: Path, schema: type[File]) -> File:
     except ValidationError as error:
         raise ClusterError(f"{path}: {_explain(error, schema)}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ClusterError(f"{path} cannot be read: {error}") from error
+        raise ClusterError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
@@ -35,9 +35,12 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
         return f"{where} is not a key there; keys are {', '.join(_keys_at(schema, first['loc'][:-1]))}"
     if first["type"] == "missing":
         return f"{where} is missing"
-    if not where:
-        return f"expected a mapping with {', '.join(schema.model_fields)}"
-    return f"{where} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}"
+    if first["type"] == "model_type":
+        return f"{where or 'the file'} is {first['input']!r}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
+    reason = first["msg"].removeprefix("Value error, ")
+    if isinstance(first["input"], dict):  # a rule between keys, which says itself what it is about
+        return f"{where}: {reason}" if where else reason
+    return f"{where} = {first['input']!r}: {reason}"
 
 
 def _keys_at(schema: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:

@@ -21,6 +21,11 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # How long a stopping replica waits for HAProxy to forget it. HAProxy hears within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # Autoscaling hears of a burst this often; it is ten seconds otherwise.
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
+    # From the gateway to a replica and back: 2,048 vectors of 4,096 numbers are 32 MiB.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     # Ray runs workers at nice 15; the engine is one, and would yield to whatever else the machine does.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -78,6 +83,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             ray.init(
+                address="local",  # else a Ray that already runs on this machine would be joined
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 log_to_driver=False,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from cluster.files import ClusterError, read_yaml
 
@@ -59,13 +59,18 @@ class Node:
         return f"cpu-{self.num_cpus}c-{round(self.ram_bytes / GIB)}g-{self.arch}"
 
     @property
+    def reserved(self) -> int:
+        """Bytes of each card, or of the host where there is none, that are left to the system."""
+        if self.reserve_bytes is not None:
+            return self.reserve_bytes
+        if not self.cards:
+            return HOST_RESERVE
+        return UNIFIED_RESERVE if self.cards[0].unified else CARD_RESERVE
+
+    @property
     def usable_bytes(self) -> int:
         """What models may take of each card; of the host where there is no card."""
-        if not self.cards:
-            return self.ram_bytes - (HOST_RESERVE if self.reserve_bytes is None else self.reserve_bytes)
-        card = self.cards[0]
-        default = UNIFIED_RESERVE if card.unified else CARD_RESERVE
-        return card.total_bytes - (default if self.reserve_bytes is None else self.reserve_bytes)
+        return (self.cards[0].total_bytes if self.cards else self.ram_bytes) - self.reserved
 
 
 def checked(node: Node) -> Node:
@@ -78,8 +83,15 @@ def checked(node: Node) -> Node:
             "start one node per kind, each with its own CUDA_VISIBLE_DEVICES"
         )
     if node.usable_bytes <= 0:
-        reserve = UNIFIED_RESERVE if node.reserve_bytes is None else node.reserve_bytes
-        raise ClusterError(f"node {node.name}: nothing is left for models beside a reserve of {reserve / GIB:.1f} GiB")
+        has = (
+            f"{node.cards[0].name} has {node.cards[0].total_bytes / GIB:.2f}"
+            if node.cards
+            else f"it has {node.ram_bytes / GIB:.2f}"
+        )
+        raise ClusterError(
+            f"node {node.name}: {has} GiB, and nothing of that is left for models beside a reserve of "
+            f"{node.reserved / GIB:.2f} GiB; reserve_gib sets another"
+        )
     return node
 
 
@@ -90,21 +102,36 @@ def normal_arch(machine: str = platform.machine()) -> str:
     return _ARCHS[machine.lower()]
 
 
+def _label(name: str) -> str:
+    """Models are pinned to a node through a label of Ray's, which takes no other names."""
+    if not re.fullmatch(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?", name):
+        raise ValueError(
+            "a node's name is 1 to 63 letters, digits, dots, dashes or underscores, and none of these three at its ends"
+        )
+    return name
+
+
+def _known_arch(machine: str) -> str:
+    if machine.lower() not in _ARCHS:
+        raise ValueError(f"not supported; supported are {', '.join(_ARCHS)}")
+    return machine
+
+
 class _FileCard(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(min_length=1)
-    vram_gib: float = Field(gt=0)
+    vram_gib: float = Field(gt=0, allow_inf_nan=False)
     unified: bool = False
 
 
 class _FileNode(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    name: str = Field(min_length=1)
-    arch: str = "x86_64"
-    ram_gib: float = Field(gt=0)
+    name: Annotated[str, AfterValidator(_label)]
+    arch: Annotated[str, AfterValidator(_known_arch)] = "x86_64"
+    ram_gib: float = Field(gt=0, allow_inf_nan=False)
     cpus: int = Field(8, gt=0)
     gpus: list[_FileCard] = []
-    reserve_gib: Annotated[float | None, Field(ge=0)] = None
+    reserve_gib: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
 
 
 class _File(BaseModel):
@@ -114,12 +141,15 @@ class _File(BaseModel):
 
 def load_nodes(path: Path) -> tuple[Node, ...]:
     """Read an inventory file. Raises: ClusterError naming the line's place, the value and what is allowed."""
-    nodes = tuple(checked(_node(each)) for each in read_yaml(path, _File).nodes)
+    nodes = tuple(map(_node, read_yaml(path, _File).nodes))
     names = [node.name for node in nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ClusterError(f"{path}: two nodes are called {twice!r}; names must differ")
-    return nodes
+    try:
+        return tuple(map(checked, nodes))
+    except ClusterError as error:
+        raise ClusterError(f"{path}: {error}") from None
 
 
 def _node(file: _FileNode) -> Node:

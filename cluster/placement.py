@@ -2,12 +2,13 @@
 
 Replicas that must be there (`min_replicas`) come first, the most constrained model first, each on the card that promises
 the most tokens/s for it. Where that leaves one out and the cluster is small, an exact search finds whether anything was
-possible. What room is left goes to further replicas up to `max_replicas`: the whole of a plan fits at once, so that
-autoscaling within it never meets a full card.
+possible. What room is left goes to further replicas up to `max_replicas`, to models that need none at first before the
+rest: the whole of a plan fits at once, so that autoscaling within it never meets a full card.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 # Beyond either, the search for an arrangement that the quick way has missed is not tried.
 EXACT_SLOTS = 24
 EXACT_REPLICAS = 24
-_EXACT_STEPS = 200_000
+EXACT_STEPS = 100_000  # a second or two
 _MANY = 1 << 30
+_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +68,28 @@ class Placement:
     proven: bool
 
 
-def place(demands: Sequence[Demand], slots: Sequence[Slot]) -> Placement:
+def place(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT_STEPS) -> Placement:
     """Place all demands. The same input, in any order, gives the same plan; more slots never place fewer required replicas
-    as long as the search is exact."""
+    as long as the search is exact.
+
+    `steps` bounds that search; it counts steps, not seconds, so that a plan does not depend on the machine.
+    """
     slots = sorted(slots, key=lambda slot: (slot.node, slot.index))
     demands = sorted(demands, key=lambda demand: _hardness(demand, slots))
-    board = _Board(slots)
-    chosen, missing = _greedy(demands, board)
-    method, proven = "greedy", not missing
-    if missing and len(slots) <= EXACT_SLOTS and sum(demand.min_replicas for demand in demands) <= EXACT_REPLICAS:
-        found, proven = _Search(demands, slots).best()
+    board, chosen = _Board(slots), {demand.model: list[int]() for demand in demands}
+    _take_turns(demands, board, chosen)
+    method, proven = "greedy", not _missing(demands, chosen)
+    if not proven and len(slots) <= EXACT_SLOTS and sum(demand.min_replicas for demand in demands) <= EXACT_REPLICAS:
         method = "exact"
-        if _value(demands, found) > _value(demands, chosen):
-            chosen = found
-        board = _Board(slots)
-        for demand in demands:
-            for slot in chosen[demand.model]:
-                board.put(demand, slot)
-        missing = {demand.model: lack for demand in demands if (lack := demand.min_replicas - len(chosen[demand.model]))}
+        found, proven = _Search(demands, slots, chosen, steps).best()
+        if found != chosen:
+            board, chosen = _settled(demands, slots, found)
     required = [Replica(demand.model, slots[slot], True) for demand in demands for slot in chosen[demand.model]]
-    spare = [] if missing else _fill(demands, board)
-    return Placement((*required, *spare), missing, method, proven)
+    return Placement((*required, *_fill(demands, board)), _missing(demands, chosen), method, proven)
+
+
+def _missing(demands: Sequence[Demand], chosen: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {demand.model: lack for demand in demands if (lack := demand.min_replicas - len(chosen[demand.model]))}
 
 
 def _hardness(demand: Demand, slots: Sequence[Slot]) -> tuple[int, int, str]:
@@ -110,42 +113,40 @@ class _Board:
         self._node = np.array([names[slot.node] for slot in slots], dtype=np.int64)
         self._free = np.array([slot.capacity for slot in slots], dtype=np.int64)
         self._places = np.array([slot.places or _MANY for slot in slots], dtype=np.int64)
+        self._shared_out = np.array([slot.shared_out for slot in slots], dtype=bool)
         self._count = np.zeros(len(slots), dtype=np.int64)
         self._on_node: dict[str, NDArray[np.int64]] = {}  # by model: its replicas on each node
-        self._has: dict[str, NDArray[np.bool_]] = {}  # by model: whether a further replica on the card would be idle
+        self._on_card: dict[str, NDArray[np.int64]] = {}  # and on each card
         self._facts: dict[str, tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.float64]]] = {}
 
     def choose(self, demand: Demand, apart: bool = False) -> int | None:
         """The best card with room: on a node with the fewest replicas of this model, then where it gets the most tokens/s
         beside what is there already, then the fullest.
 
-        With `apart`, none that has this model: a second replica makes a card no faster.
+        With `apart`, none that has this model: a second replica makes a card no faster. On CPUs it has its own cores.
         """
         allowed, needs, rates = self._of(demand)
         fitting = allowed & (needs <= self._free) & (self._count < self._places)
         if apart:
-            fitting &= ~self._has[demand.model]
+            fitting &= self._shared_out | (self._on_card[demand.model] == 0)
         fits = np.flatnonzero(fitting)
         if not len(fits):
             return None
         for cost in (
-            self._on_node[demand.model][self._node[fits]],
-            -rates[fits] / (1 + self._count[fits]),
-            self._free[fits] - needs[fits],
+            self._on_node[demand.model][self._node],
+            -rates / (1 + self._count),
+            self._free - needs,
         ):
-            keep = cost == cost.min()
-            fits = fits[keep]
-            if len(fits) == 1:
-                break
+            fits = fits[cost[fits] == cost[fits].min()]
         return int(fits[0])
 
-    def put(self, demand: Demand, slot: int) -> None:
+    def put(self, demand: Demand, slot: int, count: int = 1) -> None:
+        """A replica on the card; with `count` -1, off it again."""
         _, needs, _ = self._of(demand)
-        self._free[slot] -= needs[slot]
-        self._count[slot] += 1
-        self._on_node[demand.model][self._node[slot]] += 1
-        # Replicas on a CPU have their own cores.
-        self._has[demand.model][slot] = not self.slots[slot].shared_out
+        self._free[slot] -= count * needs[slot]
+        self._count[slot] += count
+        self._on_node[demand.model][self._node[slot]] += count
+        self._on_card[demand.model][slot] += count
 
     def _of(self, demand: Demand) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.float64]]:
         if demand.model not in self._facts:
@@ -154,33 +155,56 @@ class _Board:
             rates = np.array([demand.tokens_per_s.get(slot.node_class, 0.0) for slot in self.slots])
             self._facts[demand.model] = allowed, needs, rates
             self._on_node[demand.model] = np.zeros(len(self.slots), dtype=np.int64)
-            self._has[demand.model] = np.zeros(len(self.slots), dtype=bool)
+            self._on_card[demand.model] = np.zeros(len(self.slots), dtype=np.int64)
         return self._facts[demand.model]
 
 
-def _greedy(demands: Sequence[Demand], board: _Board) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """(cards by model, what found none). Every model gets its first replica before any gets its second."""
-    chosen: dict[str, list[int]] = {demand.model: [] for demand in demands}
-    missing: dict[str, int] = {}
+def _take_turns(demands: Sequence[Demand], board: _Board, chosen: dict[str, list[int]]) -> None:
+    """Choose cards for required replicas that have none yet. Every model gets its first before any gets its second."""
+    full: set[str] = set()
     for turn in range(max((demand.min_replicas for demand in demands), default=0)):
         for demand in demands:
-            if turn >= demand.min_replicas or demand.model in missing:
+            if not len(chosen[demand.model]) <= turn < demand.min_replicas or demand.model in full:
                 continue
             slot = board.choose(demand)
             if slot is None:
-                missing[demand.model] = demand.min_replicas - turn
+                full.add(demand.model)
                 continue
             board.put(demand, slot)
             chosen[demand.model].append(slot)
-    return chosen, missing
+
+
+def _settled(
+    demands: Sequence[Demand], slots: Sequence[Slot], found: Mapping[str, Sequence[int]]
+) -> tuple[_Board, dict[str, list[int]]]:
+    """What the search has found, each replica moved to where it would rather be: the search took any place there was."""
+    board, chosen = _Board(slots), {model: list(cards) for model, cards in found.items()}
+    for demand in demands:
+        for card in chosen[demand.model]:
+            board.put(demand, card)
+    for _ in range(_ROUNDS):
+        before = {model: list(cards) for model, cards in chosen.items()}
+        for demand in demands:
+            cards = chosen[demand.model]
+            for turn, card in enumerate(cards):
+                board.put(demand, card, -1)
+                best = board.choose(demand)
+                assert best is not None, "the card it came from has room"
+                cards[turn] = best
+                board.put(demand, best)
+        if chosen == before:
+            break
+    _take_turns(demands, board, chosen)  # a search that was cut short may have left room
+    return board, chosen
 
 
 def _fill(demands: Sequence[Demand], board: _Board) -> list[Replica]:
     """Further replicas, a turn at a time, until nothing fits or every model has its `max_replicas`."""
     found: list[Replica] = []
     room = {demand.model: demand.max_replicas - demand.min_replicas for demand in demands}
+    turns = sorted(demands, key=lambda demand: demand.min_replicas > 0)  # a model scaled to zero must have a card to wake on
     while any(room.values()):
-        for demand in demands:
+        for demand in turns:
             slot = board.choose(demand, apart=True) if room[demand.model] else None
             if slot is None:
                 room[demand.model] = 0
@@ -191,72 +215,84 @@ def _fill(demands: Sequence[Demand], board: _Board) -> list[Replica]:
     return found
 
 
-def _value(demands: Sequence[Demand], chosen: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """What is better: more models served at all, then more replicas."""
-    counts = [len(chosen[demand.model]) for demand in demands]
-    return sum(count > 0 for count in counts), sum(counts)
-
-
-@dataclass
 class _Search:
-    """Depth first over the required replicas, each on every card that is not like one tried already, or on none."""
+    """Depth first over the required replicas, each on every card that is not like one tried already, or on none.
 
-    demands: Sequence[Demand]
-    slots: Sequence[Slot]
-    _best: dict[str, list[int]] = field(default_factory=dict)
-    _steps: int = 0
+    Better is: more models served at all, then more replicas. Only what beats `start` is looked for.
+    """
+
+    def __init__(self, demands: Sequence[Demand], slots: Sequence[Slot], start: Mapping[str, Sequence[int]], steps: int) -> None:
+        self._items = [demand for demand in demands for _ in range(demand.min_replicas)]
+        self._goal = sum(demand.min_replicas > 0 for demand in demands), len(self._items)
+        self._best = {model: list(cards) for model, cards in start.items()}
+        self._best_value = sum(bool(cards) for cards in start.values()), sum(map(len, start.values()))
+        self._chosen: dict[str, list[int]] = {demand.model: [] for demand in demands}
+        self._free = [slot.capacity for slot in slots]
+        self._places = [slot.places or _MANY for slot in slots]
+        self._options = {
+            demand.model: [
+                (index, demand.bytes_on[slot.node_class]) for index, slot in enumerate(slots) if _allowed(demand, slot)
+            ]
+            for demand in demands
+        }
+        # Cards of one kind are alike when equally full. A node that some model names is like no other.
+        named = {node for demand in demands for node in (*(demand.nodes or ()), *demand.not_nodes)}
+        kinds: dict[tuple[str, bool], int] = {}
+        keys = [(slot.node, True) if slot.node in named else (slot.node_class, False) for slot in slots]
+        self._kind = [kinds.setdefault(key, len(kinds)) for key in keys]
+        self._sums = [self._least_sums(item) for item in range(len(self._items))]
+        self._models = [len({demand.model for demand in self._items[item:]}) for item in range(len(self._items))]
+        self._seen: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._steps, self._most_steps = 0, steps
 
     def best(self) -> tuple[dict[str, list[int]], bool]:
-        """(cards by model, whether the search was complete)."""
-        self._best = {demand.model: [] for demand in self.demands}
-        self._free = [slot.capacity for slot in self.slots]
-        self._places = [slot.places or _MANY for slot in self.slots]
-        self._chosen: dict[str, list[int]] = {demand.model: [] for demand in self.demands}
-        self._items = [demand for demand in self.demands for _ in range(demand.min_replicas)]
-        self._goal = sum(demand.min_replicas > 0 for demand in self.demands), len(self._items)
-        self._visit(0)
-        return self._best, self._steps < _EXACT_STEPS
+        """(cards by model, whether nothing better is possible)."""
+        self._visit(0, (0, 0))
+        return self._best, self._steps < self._most_steps or self._best_value == self._goal
 
-    def _visit(self, item: int) -> None:
+    def _least_sums(self, item: int) -> list[int]:
+        """Bytes that 1, 2, ... of the replicas from `item` on take at least."""
+        options = (self._options[demand.model] for demand in self._items[item:])
+        least = sorted(min(needs for _, needs in cards) for cards in options if cards)
+        return [sum(least[: count + 1]) for count in range(len(least))]
+
+    def _visit(self, item: int, value: tuple[int, int]) -> None:
         self._steps += 1
-        value = _value(self.demands, self._chosen)
-        if value > _value(self.demands, self._best):
+        if value > self._best_value:
+            self._best_value = value
             self._best = {model: list(cards) for model, cards in self._chosen.items()}
-        if item == len(self._items) or self._steps >= _EXACT_STEPS or _value(self.demands, self._best) == self._goal:
-            return
-        unseen = {demand.model for demand in self._items[item:] if not self._chosen[demand.model]}
-        if (value[0] + len(unseen), value[1] + len(self._items) - item) <= _value(self.demands, self._best):
+        if item == len(self._items) or self._steps >= self._most_steps or self._best_value == self._goal:
             return
         demand = self._items[item]
         cards = self._chosen[demand.model]
-        tried: set[tuple[str, int, int, bool]] = set()
-        for index, slot in enumerate(self.slots):
-            needs = demand.bytes_on.get(slot.node_class, 0)
+        most = bisect_right(self._sums[item], sum(self._free))
+        if (value[0] + min(most, self._models[item] - bool(cards)), value[1] + most) <= self._best_value:
+            return
+        if not cards and self._was_here(item, value):
+            return
+        tried: set[tuple[int, int, int]] = set()
+        for index, needs in self._options[demand.model]:
             # Replicas of a model are alike: each goes to a later card than the one before it, or to the same.
-            if (
-                not _allowed(demand, slot)
-                or needs > self._free[index]
-                or not self._places[index]
-                or (cards and index < cards[-1])
-            ):
+            if needs > self._free[index] or not self._places[index] or (cards and index < cards[-1]):
                 continue
-            like = slot.node_class, self._free[index], self._places[index], self._is_named(slot.node)
-            if like in tried and not (cards and index == cards[-1]) and not like[3]:
+            like = self._kind[index], self._free[index], self._places[index]
+            if like in tried:
                 continue
             tried.add(like)
             self._free[index] -= needs
             self._places[index] -= 1
             cards.append(index)
-            self._visit(item + 1)
+            self._visit(item + 1, (value[0] + (len(cards) == 1), value[1] + 1))
             cards.pop()
             self._free[index] += needs
             self._places[index] += 1
         # Without this replica; those of the same model after it would not find a place either.
-        last = item
-        while last < len(self._items) and self._items[last] is demand:
-            last += 1
-        self._visit(last)
+        self._visit(item + demand.min_replicas - len(cards), value)
 
-    def _is_named(self, node: str) -> bool:
-        """Whether some model asks for or avoids this node, so that it is like no other."""
-        return any(node in (demand.nodes or ()) or node in demand.not_nodes for demand in self.demands)
+    def _was_here(self, item: int, value: tuple[int, int]) -> bool:
+        """Whether cards as full as now, in any order, have been left to the same replicas with as much placed before."""
+        state = item, *sorted(zip(self._kind, self._free, self._places, strict=True))
+        if self._seen.get(state, (-1, -1)) >= value:
+            return True
+        self._seen[state] = value
+        return False

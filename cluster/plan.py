@@ -1,6 +1,7 @@
 """A cluster's models and nodes -> which replica goes where, why, what does not fit, and the Serve config that does it."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +12,23 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from cluster.catalogue import known_model
+from cluster.catalogue import hub_id, known_model
 from cluster.files import ClusterError, read_yaml
-from cluster.nodes import GIB, Node
+from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
-from cluster.throughput import estimated_tokens_per_s, is_known
+from cluster.throughput import estimated_tokens_per_s, has_bf16, is_known
 from engine.devices import DTYPES, DtypeName
-from engine.hub import resolve_model
-from engine.memory import Footprint, MemoryKind, footprint
+from engine.hub import EMBEDDED_MODEL, resolve_model
+from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
 from engine.model_config import ModelConfig, Pooling, load_model_config
 from serve_app.settings import DTYPE_ALIASES, Settings, pool_name
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
+# Steps of the search behind a way out; the plan itself takes more.
+_TRY_STEPS = 5_000
+# Settings that the plan gives each pool from its model's entry.
+_PER_MODEL = ("models", "served_model_name", "dtype", "pooling", "max_batch_tokens", "max_input_tokens", "num_threads")
 
 
 def _dtype(value: Any) -> Any:
@@ -78,6 +83,13 @@ class ModelsFile(BaseModel):
             raise ValueError(f"two models are called {twice!r}; names and aliases must differ")
         if self.default is not None and self.default not in names:
             raise ValueError(f"default is {self.default!r}, which no model is called; there is {', '.join(names)}")
+        slugs = Counter(pool_name(entry.name) for entry in self.models)
+        slug, count = slugs.most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"{count} models would have pools called {slug!r}; let their names differ in the last part")
+        misplaced = next((name for name in _PER_MODEL if name in self.settings.model_fields_set), None)
+        if misplaced:
+            raise ValueError(f"settings.{misplaced} is not for all models at once: it is taken from each model's entry")
         return self
 
 
@@ -116,7 +128,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Required replicas without a card, and what would make room for one."""
+    """Required replicas without a card, and what would make room for them. `count` is 0 for a model scaled to zero that has
+    none to wake on."""
 
     model: str
     count: int
@@ -134,37 +147,58 @@ def shape_of(entry: ModelEntry) -> ModelConfig:
     config = None if Path(entry.model).expanduser().is_dir() else known_model(entry.model)
     if config is None:
         config = load_model_config(resolve_model(entry.model), entry.pooling)
-    if entry.max_input_tokens is None:
-        return config
-    return replace(config, max_input_length=min(config.max_input_length, entry.max_input_tokens))
+    return _shortened(config, entry.max_input_tokens)
+
+
+def _shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:
+    return replace(config, max_input_length=min(config.max_input_length, max_input_tokens or config.max_input_length))
+
+
+def source_of(entry: ModelEntry) -> str:
+    """What a replica is told to load: a folder by its whole path, having another working directory, or a Hub id."""
+    folder = Path(entry.model).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    return entry.model if entry.model == EMBEDDED_MODEL else hub_id(entry.model) or entry.model
 
 
 class Plan:
     """Where everything goes. Everything else is read off the placement."""
 
     def __init__(self, file: ModelsFile, nodes: Sequence[Node]) -> None:
-        """Raises: ClusterError for a pin to a node that is not there, or a model that cannot be looked up."""
+        """Raises: ClusterError for a pin to a node that is not there, or a dtype the model cannot have; ModelError for a
+        model that cannot be looked up."""
         self.file, self.nodes = file, tuple(nodes)
         self.entries = {entry.name: entry for entry in file.models}
         self.shapes = {name: shape_of(entry) for name, entry in self.entries.items()}
         self.classes = _classes(nodes)
         self.slots = _slots(nodes, self.classes)
         _check_pins(file.models, {node.name for node in nodes})
-        self.placement: Placement = place([self._demand(entry) for entry in file.models], self.slots)
+        for entry in file.models:
+            if entry.dtype == "float16" and self.shapes[entry.name].family == "qwen3":
+                raise ClusterError(f"model {entry.name} has dtype float16, which Qwen3 overflows; use bfloat16 or float32")
+        self.demands = {entry.name: self._demand(entry) for entry in file.models}
+        self.placement: Placement = place(list(self.demands.values()), self.slots)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
         """Bytes of one replica there. `changes` are fields of the model's entry to imagine otherwise."""
-        entry = self.entries[name].model_copy(update=changes)
-        config = self.shapes[name]
-        if entry.max_input_tokens:
-            config = replace(config, max_input_length=min(config.max_input_length, entry.max_input_tokens))
-        kind = _kind(self.classes[node_class])
-        return footprint(config, _dtype_on(entry, kind), kind, entry.max_batch_tokens)
+        return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
     def tokens_per_s(self, name: str, node_class: str) -> float:
-        entry, node = self.entries[name], self.classes[node_class]
-        itemsize = _dtype_on(entry, _kind(node)).itemsize
-        return entry.tokens_per_s.get(node_class) or estimated_tokens_per_s(self.shapes[name], node, itemsize)
+        """As measured, by what the model's entry says, or else estimated."""
+        return self._rate(self.entries[name], node_class)
+
+    def is_measured(self, name: str, node_class: str) -> bool:
+        return node_class in self.entries[name].tokens_per_s
+
+    def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
+        config = _shortened(self.shapes[entry.name], entry.max_input_tokens)
+        return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
+
+    def _rate(self, entry: ModelEntry, node_class: str) -> float:
+        node, config = self.classes[node_class], self.shapes[entry.name]
+        itemsize = _dtype_on(entry, node, config).itemsize
+        return entry.tokens_per_s.get(node_class) or estimated_tokens_per_s(config, node, itemsize)
 
     @cached_property
     def assigned(self) -> tuple[Assigned, ...]:
@@ -177,9 +211,9 @@ class Plan:
                     each.model,
                     slot.node,
                     slot.index if node.cards else None,
-                    self.footprint(each.model, slot.node_class).total,
+                    self.demands[each.model].bytes_on[slot.node_class],
                     slot.capacity,
-                    self.tokens_per_s(each.model, slot.node_class),
+                    self.demands[each.model].tokens_per_s[slot.node_class],
                     each.required,
                     self._why(each.model, slot),
                 )
@@ -188,9 +222,9 @@ class Plan:
 
     @cached_property
     def unplaced(self) -> tuple[Unplaced, ...]:
-        return tuple(
-            Unplaced(name, count, self._why_not(name), self._ways_out(name)) for name, count in self.placement.missing.items()
-        )
+        placed = {each.model for each in self.placement.replicas}
+        without = {name: 0 for name in self.entries if name not in placed} | dict(self.placement.missing)
+        return tuple(Unplaced(name, count, self._why_not(name), self._ways_out(name)) for name, count in without.items())
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
@@ -202,11 +236,12 @@ class Plan:
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
     def _demand(self, entry: ModelEntry) -> Demand:
-        classes = list(self.classes)
+        # float16 runs on GPUs alone.
+        classes = [name for name, node in self.classes.items() if node.cards or entry.dtype != "float16"]
         return Demand(
             entry.name,
-            {each: self.footprint(entry.name, each).total for each in classes},
-            {each: self.tokens_per_s(entry.name, each) for each in classes},
+            {each: self._footprint(entry, self.classes[each]).total for each in classes},
+            {each: self._rate(entry, each) for each in classes},
             entry.min_replicas,
             entry.most_replicas,
             None if entry.nodes is None else frozenset(entry.nodes),
@@ -216,7 +251,7 @@ class Plan:
     def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> Pool:
         node = self.classes[node_class]
         # Rounded down: what fits to the byte must not fail for the fourth decimal, which is all that Ray counts.
-        share = self.footprint(name, node_class).total / node.usable_bytes
+        share = self.demands[name].bytes_on[node_class] / node.usable_bytes
         places = _places(node)
         return Pool(
             name,
@@ -231,68 +266,88 @@ class Plan:
         )
 
     def _why(self, name: str, slot: Slot) -> str:
-        possible = [each for each in self.classes if self._fits_empty(name, each)]
-        rate = self.tokens_per_s(name, slot.node_class)
-        if self.entries[name].nodes is not None:
+        demand = self.demands[name]
+        possible = [each for each, needs in demand.bytes_on.items() if needs <= self.classes[each].usable_bytes]
+        if demand.nodes is not None:
             return "pinned there"
+        if len(self.classes) == 1:
+            return "the only class of node"
         if len(possible) == 1:
             return "no other class of node can hold it"
-        best = max(possible, key=lambda each: self.tokens_per_s(name, each))
-        measured = "measured" if slot.node_class in self.entries[name].tokens_per_s else "estimated"
+        best = max(possible, key=lambda each: demand.tokens_per_s[each])
+        measured = "measured" if self.is_measured(name, slot.node_class) else "estimated"
         if best == slot.node_class:
             return f"fastest class that holds it ({measured})"
-        return f"{rate / self.tokens_per_s(name, best):.0%} of {best}'s speed, where it would share or lacks room ({measured})"
-
-    def _fits_empty(self, name: str, node_class: str) -> bool:
-        return self.footprint(name, node_class).total <= self.classes[node_class].usable_bytes
+        share = demand.tokens_per_s[slot.node_class] / demand.tokens_per_s[best]
+        return f"{share:.0%} of {best}'s speed, where it would share or lacks room ({measured})"
 
     def _why_not(self, name: str) -> str:
+        demand = self.demands[name]
         allowed = [slot for slot in self.slots if _may(self.entries[name], slot.node)]
-        if not allowed:
-            return "its pins and exclusions leave no node"
+        possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]
+        if not possible:
+            return "float16 does not run on a CPU" if allowed else "its pins and exclusions leave no node"
         used: Counter[Slot] = Counter()
         for each in self.placement.replicas:
-            used[each.slot] += self.footprint(each.model, each.slot.node_class).total
-        largest = max(allowed, key=lambda slot: slot.capacity - used[slot])
-        needs = self.footprint(name, largest.node_class).total
-        free = largest.capacity - used[largest]
-        where = f"{largest.node}:{largest.index}"
-        if free == largest.capacity:
-            return f"a replica needs {_gib(needs)}, and the largest card, {where}, has {_gib(free)} for models"
-        return f"a replica needs {_gib(needs)}, and the most that is left is {_gib(free)} of {_gib(largest.capacity)}, on {where}"
+            used[each.slot] += self.demands[each.model].bytes_on[each.slot.node_class]
+        count = Counter(each.slot for each in self.placement.replicas)
+
+        def lacks(slot: Slot, taken: int) -> int:
+            return demand.bytes_on[slot.node_class] - (slot.capacity - taken)
+
+        largest = min(possible, key=lambda slot: lacks(slot, 0))
+        if lacks(largest, 0) > 0:
+            needs = demand.bytes_on[largest.node_class]
+            return f"a replica needs {_gib_up(needs)}, and {_where(largest)} has no more than {_gib(largest.capacity)} for models"
+        with_place = [slot for slot in possible if slot.places is None or count[slot] < slot.places]
+        if not with_place:
+            return f"a replica computes with {_CORES_A_REPLICA} cores, and all are taken"
+        closest = min(with_place, key=lambda slot: lacks(slot, used[slot]))
+        needs, free = demand.bytes_on[closest.node_class], closest.capacity - used[closest]
+        return f"a replica needs {_gib_up(needs)}, and {_where(closest)} has {_gib(free)} of {_gib(closest.capacity)} left"
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
-        """Changes that would place everything, smallest first, each tried."""
-        found: list[str] = []
-        entry = self.entries[name]
-        tries: list[tuple[str, dict[str, Any]]] = []
-        if any(_dtype_on(entry, _kind(node)) == torch.float32 for node in self.classes.values()):
-            tries.append(("dtype: bfloat16", {"dtype": "bfloat16"}))
-        longest = self.shapes[name].max_input_length
-        for tokens in (16384, 8192, 4096, 2048, 512):
-            if tokens < longest:
-                budget = min(tokens, entry.max_batch_tokens or tokens)
-                change = {"max_input_tokens": tokens, "max_batch_tokens": budget}
-                tries.append((f"max_input_tokens: {tokens} and max_batch_tokens: {budget}", change))
-        if entry.min_replicas > 1:
-            fewer = entry.min_replicas - self.placement.missing[name]
-            tries.append((f"min_replicas: {fewer}", {"min_replicas": fewer, "max_replicas": max(1, fewer)}))
-        for text, changes in tries:
-            if len(found) < 2 and self._would_fit(name, changes):
-                found.append(text)
-        needs = min((self.footprint(name, each).total for each in self.classes if self.classes[each].cards), default=0)
-        if not needs:
-            needs = footprint(self.shapes[name], _dtype_on(entry, "gpu"), "gpu", entry.max_batch_tokens).total
-        found.append(f"another node with a card of {_gib(needs + GIB // 4)} or more")
-        return tuple(found)
+        """What would place all of this model and leave nothing else out: the smallest change of each kind, each tried."""
+        found = [next((text for text, changes in kind if self._would_fit(name, changes)), None) for kind in self._changes(name)]
+        return (*(text for text in found if text), self._another_node(name))
+
+    def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
+        """Changes of the model's entry to try, by kind, smallest first; each as the operator would write it."""
+        entry, longest = self.entries[name], self.shapes[name].max_input_length
+        budget = entry.max_batch_tokens or MOST_BATCH_TOKENS
+        shorter = [
+            {"max_input_tokens": tokens} if budget <= tokens else
+            {"max_batch_tokens": tokens} if longest <= tokens else
+            {"max_input_tokens": tokens, "max_batch_tokens": tokens}
+            for tokens in (16384, 8192, 4096, 2048, 512)
+            if tokens < max(longest, budget)
+        ]  # fmt: skip
+        fewer = entry.min_replicas - self.placement.missing.get(name, 0)
+        kinds: list[list[dict[str, Any]]] = [[{"dtype": "bfloat16"}], shorter, [{"min_replicas": fewer}] if fewer else []]
+        texts = [[(" and ".join(f"{key}: {value}" for key, value in each.items()), each) for each in kind] for kind in kinds]
+        if entry.nodes is not None or entry.not_nodes:
+            texts.append([("no nodes and not_nodes", {"nodes": None, "not_nodes": ()})])
+        return texts
 
     def _would_fit(self, name: str, changes: dict[str, Any]) -> bool:
-        changed = self.entries[name].model_copy(update=changes)
-        models = tuple(changed if entry.name == name else entry for entry in self.file.models)
-        return name not in Plan(self.file.model_copy(update={"models": models}), self.nodes).placement.missing
+        changed = self._demand(self.entries[name].model_copy(update=changes))
+        then = place([changed if each.model == name else each for each in self.demands.values()], self.slots, _TRY_STEPS)
+        others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
+        return others and name not in then.missing and any(each.model == name for each in then.replicas)
+
+    def _another_node(self, name: str) -> str:
+        entry, config = self.entries[name], self.shapes[name]
+        dtype = torch.bfloat16 if entry.dtype == "auto" else DTYPES[entry.dtype]
+        card = _gib_up(footprint(config, dtype, "gpu", entry.max_batch_tokens).total + CARD_RESERVE)
+        count = self.placement.missing.get(name, 0)
+        more = f"{count} more nodes, each with" if count > 1 else "another node with"
+        return f"{more} a card of {card} or more{', named in its nodes' if entry.nodes is not None else ''}"
 
     def serve_config(self) -> dict[str, Any]:
-        """The Serve config of the plan: a pool a model and class, and the gateway in front, as plain data for YAML."""
+        """The Serve config of the plan: a pool a model and class, and the gateway in front, as plain data for YAML.
+
+        Raises: ClusterError where the default model has no replica: the gateway would not know what to answer with.
+        """
         settings = self.file.settings
         applications = [self._pool_application(pool) for pool in self.pools]
         return {
@@ -306,7 +361,7 @@ class Plan:
         given = {"dtype": entry.dtype, "pooling": entry.pooling, "num_threads": pool.num_threads}
         given |= {"max_batch_tokens": entry.max_batch_tokens, "max_input_tokens": entry.max_input_tokens}
         settings = self.file.settings.model_copy(
-            update={"models": (entry.model,), "served_model_name": (entry.name,)} | {k: v for k, v in given.items() if v}
+            update={"models": (source_of(entry),), "served_model_name": (entry.name,)} | {k: v for k, v in given.items() if v}
         )
         options: dict[str, Any] = {"num_cpus": pool.num_cpus}
         if pool.num_gpus:
@@ -321,8 +376,10 @@ class Plan:
             "route_prefix": None,
             "import_path": "serve_app.pool:build",
             "args": {
-                "model": entry.model,
+                "pool": pool.name,
+                "model": source_of(entry),
                 "name": entry.name,
+                "tokens_per_s": round(pool.tokens_per_s),
                 "settings": _plain(settings),
                 "min_replicas": pool.min_replicas,
                 "max_replicas": pool.max_replicas,
@@ -342,8 +399,15 @@ class Plan:
                 if pool.model == name
             ]
             if pools:
-                models.append({"name": name, "model": entry.model, "aliases": list(entry.aliases), "pools": pools})
+                given = {"pooling": entry.pooling, "max_input_tokens": entry.max_input_tokens}
+                models.append(
+                    {"name": name, "model": source_of(entry), "aliases": list(entry.aliases)}
+                    | {key: value for key, value in given.items() if value}
+                    | {"pools": pools}
+                )
         default = self.file.default or self.file.models[0].name
+        if not any(default in (model["name"], *model["aliases"]) for model in models):
+            raise ClusterError(f"{default}, the default model, has no place, so there is no config; let default be another")
         return {
             "name": "gateway",
             "route_prefix": "/",
@@ -397,11 +461,13 @@ def _kind(node: Node) -> MemoryKind:
     return "cpu" if not node.cards else "unified" if node.cards[0].unified else "gpu"
 
 
-def _dtype_on(entry: ModelEntry, kind: MemoryKind) -> torch.dtype:
-    """What "auto" will take there; on a CPU it depends on the chip, so the larger one is counted with."""
+def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype:
+    """What the engine will take there; for "auto" on a CPU it depends on the chip, so the larger one is counted with."""
     if entry.dtype != "auto":
         return DTYPES[entry.dtype]
-    return torch.float32 if kind == "cpu" else torch.bfloat16
+    if has_bf16(node):
+        return torch.bfloat16
+    return torch.float16 if node.cards and config.family != "qwen3" else torch.float32
 
 
 def _may(entry: ModelEntry, node: str) -> bool:
@@ -412,10 +478,20 @@ def _check_pins(entries: Iterable[ModelEntry], nodes: set[str]) -> None:
     for entry in entries:
         for name in (*(entry.nodes or ()), *entry.not_nodes):
             if name not in nodes:
-                raise ClusterError(
-                    f"model {entry.name} names node {name!r}, which is not there; there is {', '.join(sorted(nodes))}"
-                )
+                known = sorted(nodes)
+                there = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+                raise ClusterError(f"model {entry.name} names node {name!r}, which is not there; there is {there}")
+
+
+def _where(slot: Slot) -> str:
+    return slot.node if slot.shared_out else f"{slot.node}:{slot.index}"
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
+    """What there is, rounded down."""
+    return f"{math.floor(size / GIB * 10) / 10:.1f} GiB"
+
+
+def _gib_up(size: float) -> str:
+    """What is needed, rounded up: a card of just that is enough."""
+    return f"{math.ceil(size / GIB * 10) / 10:.1f} GiB"

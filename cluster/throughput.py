@@ -33,7 +33,9 @@ _CARDS: tuple[tuple[str, float, float], ...] = (
 _UNKNOWN_CARD = (40e12, 250e9)
 _CPU_CORE_FLOPS = 0.1e12  # of a Zen 4 core with bf16; half of it in float32
 _CPU_BANDWIDTH = 40e9
+_BEFORE_BF16 = re.compile(r"\b(t4|v100|p100|p40|p4|titan|quadro rtx|rtx 20\d\d|gtx)\b")
 _GEMM_SHARE = 0.88  # of the peak that the products reach on the H200
+_MIG_SLICES = 7  # of a whole GPU, on all that can be sliced like that
 
 
 def estimated_tokens_per_s(config: ModelConfig, node: Node, itemsize: int = 2) -> float:
@@ -43,6 +45,7 @@ def estimated_tokens_per_s(config: ModelConfig, node: Node, itemsize: int = 2) -
     the profiles of our engine (loadtests/results/engine.md).
     """
     flops, bandwidth = speed_of(node)
+    flops *= 2 / itemsize  # float32 at half of bf16's rate, on tensor cores (TF32) and on CPUs
     c, wide = config.hidden_size, config.intermediate_size
     heads = (config.n_heads + config.n_kv_heads) * config.head_dim
     moved = itemsize * config.n_layers * (6 * c + 4 * heads + 3 * wide)
@@ -50,11 +53,19 @@ def estimated_tokens_per_s(config: ModelConfig, node: Node, itemsize: int = 2) -
 
 
 def speed_of(node: Node) -> tuple[float, float]:
-    """(FLOP/s, bytes/s) of one card of the node, or of its CPUs."""
+    """(FLOP/s in bf16, bytes/s) of one card of the node, or of its CPUs."""
     if not node.cards:
         return node.num_cpus * _CPU_CORE_FLOPS, _CPU_BANDWIDTH
     name = node.cards[0].name.lower()
-    return next((speed for pattern, *speed in _CARDS if re.search(rf"\b{pattern}\b", name)), _UNKNOWN_CARD)  # type: ignore[return-value]
+    flops, bandwidth = next((speed for pattern, *speed in _CARDS if re.search(rf"\b{pattern}\b", name)), _UNKNOWN_CARD)
+    part = re.search(r"\bmig (\d)g\b", name)
+    share = int(part[1]) / _MIG_SLICES if part else 1.0
+    return flops * share, bandwidth * share
+
+
+def has_bf16(node: Node) -> bool:
+    """Whether the node's cards multiply bfloat16 themselves: all from Ampere on."""
+    return not _BEFORE_BF16.search(node.cards[0].name.lower()) if node.cards else False
 
 
 def is_known(node: Node) -> bool:

@@ -63,6 +63,7 @@ class CudaRunner:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = _Graphs(forward, device)
         self.max_graph_tokens = 0  # until `tune` has found where graphs pay
+        self.longest_input: int | None = None  # tokens of the longest that fits beside the rest, once `tune` has tried
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
@@ -96,10 +97,10 @@ class CudaRunner:
         """
         budget = max_batch_tokens or self._find_budget(vocab_size, max_input_length)
         torch.cuda.empty_cache()  # what the trials left behind is of other sizes; the largest pass first, for the same reason
-        if max_input_length > budget and not self._try(vocab_size, [max_input_length]):
-            log.warning(
-                "an input of %d tokens does not fit into what this GPU has left: as long ones will fail", max_input_length
-            )
+        self.longest_input = max_input_length
+        while self.longest_input > budget and not self._try(vocab_size, [self.longest_input]):
+            log.warning("an input of %d tokens does not fit into what this GPU has left", self.longest_input)
+            self.longest_input = max(budget, self.longest_input // 2)
         self._try(vocab_size, _like(budget, max_input_length))
         self._try(vocab_size, [1] * min(budget, 4096))
         if self._packer.tiling is not None:  # the reference attention walks the lengths on the host

@@ -172,6 +172,17 @@ class Engine:
         return 0 if self._cuda is None else self._cuda.max_graph_tokens
 
     @property
+    def longest_input(self) -> int:
+        """Tokens of the longest input that there is memory for; at most the model's limit."""
+        tried = None if self._cuda is None else self._cuda.longest_input
+        return self.config.max_input_length if tried is None else tried
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether a pass takes memory that the rest of the machine takes from too."""
+        return self.device.type == "cpu" or bool(torch.cuda.get_device_properties(self.device).is_integrated)
+
+    @property
     def dtype_name(self) -> DtypeName:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 

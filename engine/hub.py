@@ -19,8 +19,8 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sent
 _HUB_SKIP = ["onnx/*", "openvino/*", "*/*.safetensors"]
 
 
-def resolve_model(model: str) -> Path:
-    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache).
+def resolve_model(model: str, weights: bool = True) -> Path:
+    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); its weights only if asked for.
 
     Honours `HF_HUB_OFFLINE`, `HF_HOME` and `HF_TOKEN`, as huggingface_hub does.
     Raises: ModelError naming the model and the way out.
@@ -33,7 +33,8 @@ def resolve_model(model: str) -> Path:
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ModelError(f"{model} is not a folder")
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP))
+        skip = _HUB_SKIP if weights else [*_HUB_SKIP, "*.safetensors"]
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=skip))
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ModelError(f"{model!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
     except (LocalEntryNotFoundError, OSError) as error:

@@ -38,6 +38,10 @@ _MARGIN_S = 0.0005
 _NAP_S, _AWAKE_S = 0.0001, 0.003
 
 
+# A pass of fewer than 512 tokens is bound by its launch or by reading the weights, and says little of a full one.
+_LARGE_BITS = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Embeddings:
     """A job's result. `vectors` is [n, dims] float32, or one [tokens, hidden_size] array per input for `per_token`."""
@@ -118,6 +122,21 @@ class EngineLoop:
     def backlog_s(self) -> float:
         """Seconds the queue would take at the rate measured so far; 0 before anything was measured."""
         return self.queued_tokens / self._clock.tokens_per_s if self._clock.tokens_per_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What was measured on passes large enough to tell, the best size of them; 0 before the first."""
+        return self._clock.large_tokens_per_s
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of the shortest passes measured so far; 0 before the first."""
+        return self._clock.pass_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the device has computed since the start."""
+        return self._clock.busy_s
 
     def submit(self, jobs: Iterable[Job]) -> None:
         """Queue jobs; each one's future hears the end. Raises: EngineStopped when nobody would run them."""
@@ -270,11 +289,15 @@ class _Clock:
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
+        self.large_tokens_per_s = 0.0
+        self.pass_s = 0.0
+        self.busy_s = 0.0
         self.launch_s = 0.0
         self.free_at = 0.0
         self._landed_at = 0.0
         self._in_flight: deque[float] = deque()  # seconds foreseen for each
         self._seconds: dict[int, float] = {}  # of a pass, by the bits of its number of tokens
+        self._rates: dict[int, float] = {}  # tokens/s, in the same way
 
     def pass_is_near(self, in_flight: bool) -> bool:
         """Whether one has just landed, or should land soon."""
@@ -296,7 +319,11 @@ class _Clock:
         self.free_at = now + sum(self._in_flight)
         kind = num_tokens.bit_length()
         self._seconds[kind] = _blend(self._seconds.get(kind, 0.0), seconds)
-        self.tokens_per_s = _blend(self.tokens_per_s, num_tokens / seconds)
+        self._rates[kind] = _blend(self._rates.get(kind, 0.0), num_tokens / seconds)
+        self.tokens_per_s = max(self._rates.values())
+        self.large_tokens_per_s = max((rate for bits, rate in self._rates.items() if bits >= _LARGE_BITS), default=0.0)
+        self.pass_s = min(self._seconds.values())
+        self.busy_s += seconds
         return seconds
 
 

@@ -112,7 +112,7 @@ class Api:
 
     async def embed_all(self, request: Request) -> Response:
         body = await self._read(request, EmbedAllRequest)
-        model = self._backend.get(None)
+        model = self._backend.get(body.model)
         with self._admit(len(body.inputs)):
             timings = Timings(body.inputs)
             options = body.encode_options(self._settings.auto_truncate)
@@ -126,7 +126,7 @@ class Api:
         body = await self._read(request, TokenizeRequest)
         if not body.inputs:
             raise EmptyBatch("`inputs` cannot be empty")
-        tokenizer = self._backend.get(None).tokenizer
+        tokenizer = self._backend.get(body.model).tokenizer
         with self._admit(len(body.inputs)):
             args = body.inputs, body.add_special_tokens, body.prompt_name
             tokens = await self._off_loop(sum(map(len, body.inputs)), tokenizer.tokens, *args)
@@ -134,7 +134,7 @@ class Api:
 
     async def decode(self, request: Request) -> Response:
         body = await self._read(request, DecodeRequest)
-        tokenizer = self._backend.get(None).tokenizer
+        tokenizer = self._backend.get(body.model).tokenizer
         with self._admit(len(body.ids)):
             texts = await self._off_loop(sum(map(len, body.ids)), tokenizer.decode, body.ids, body.skip_special_tokens)
         return _json(encode.to_json(texts))
@@ -171,11 +171,7 @@ class Api:
         return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        data = [
-            {"id": info.served_model_name, "object": "model", "created": info.created, "owned_by": "emberforge"}
-            for info in self._backend.models()
-        ]
-        return _json(encode.to_json({"object": "list", "data": data}))
+        return _json(encode.to_json({"object": "list", "data": self._backend.models()}))
 
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.swagger_page())
@@ -186,7 +182,7 @@ class Api:
     # What the routes share.
 
     async def _embed_native(self, body: EmbedRequest) -> Response:
-        model = self._backend.get(None)
+        model = self._backend.get(body.model)
         with self._admit(len(body.inputs)):
             timings = Timings(body.inputs)
             options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
@@ -197,7 +193,7 @@ class Api:
         sentences = body.inputs.sentences
         if not sentences:
             raise EmptyBatch("`inputs.sentences` cannot be empty")
-        model = self._backend.get(None)
+        model = self._backend.get(body.model)
         inputs: list[TextOrIds] = [body.inputs.source_sentence, *sentences]
         with self._admit(len(inputs)):
             timings = Timings(inputs)

@@ -1,9 +1,9 @@
-"""What the HTTP API needs of a model, and the local maker of it. The cluster's gateway will be a second one."""
+"""What the HTTP API needs of a model, and the local maker of it. The cluster's gateway has the other (`gateway.py`)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
 from engine.packer import Job
@@ -25,6 +25,9 @@ class ModelInfo:
     max_input_length: int
     max_batch_tokens: int
     created: int
+
+    def openai_entry(self) -> dict[str, Any]:
+        return {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}
 
 
 class ServedModel(Protocol):
@@ -48,7 +51,9 @@ class Backend(Protocol):
         """The model a request's `model` field means. Raises: UnknownModel."""
         ...
 
-    def models(self) -> Sequence[ModelInfo]: ...
+    def models(self) -> list[dict[str, Any]]:
+        """The entries of `GET /v1/models`."""
+        ...
 
     def check_health(self) -> None:
         """Raises: Unhealthy."""
@@ -91,8 +96,8 @@ class LocalBackend:
         known = [self._model.info.served_model_name, *self._elsewhere]
         raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(known)}")
 
-    def models(self) -> Sequence[ModelInfo]:
-        return [self._model.info]
+    def models(self) -> list[dict[str, Any]]:
+        return [self._model.info.openai_entry()]
 
     def check_health(self) -> None:
         if not self._loop.alive:

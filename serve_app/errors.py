@@ -72,6 +72,16 @@ class Overloaded(ApiError):
         self.headers = {"retry-after": str(max(1, math.ceil(backlog_s)))}
 
 
+class Asleep(ApiError):
+    """The model has no replica at the moment; one is being started."""
+
+    status, error_type = 503, "Unhealthy"
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.headers = {"retry-after": str(math.ceil(retry_after_s))}
+
+
 class BadBody(ApiError):
     """The body is not the JSON this route takes. Native routes answer plain text here, as TEI does."""
 

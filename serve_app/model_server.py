@@ -1,4 +1,5 @@
-"""The pool deployment: one Ray actor with one engine, which is its own HTTP ingress."""
+"""The replicas: one Ray actor with one engine. `ModelServer` is its own HTTP ingress, for a server of few models; behind a
+gateway it is `pool.py`'s."""
 
 import asyncio
 import sys
@@ -19,10 +20,10 @@ from serve_app.metrics import Metrics
 from serve_app.settings import Settings
 
 
-class ModelServer:
-    """Loads a model, then answers HTTP with it. Requests meet in `_collect`; the packer cuts them into batches."""
+class EngineServer:
+    """Loads a model and computes with it. Requests meet in `_collect`; the packer cuts them into batches."""
 
-    def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
+    def __init__(self, model: str, name: str, settings: Settings) -> None:
         # The engine thread and the event loop share the interpreter lock; at Python's default of 5 ms a busy loop
         # would hold the engine up between two operations for longer than a whole short query takes.
         sys.setswitchinterval(0.0005)
@@ -46,11 +47,10 @@ class ModelServer:
             max_batch_tokens=self._engine.max_batch_tokens,
             created=int(time()),
         )
-        local = LocalModel(info, self._engine.tokenizer, self._collect)
-        self._backend = LocalBackend(local, self._loop, elsewhere)
+        self._model = LocalModel(info, self._engine.tokenizer, self._collect)
 
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        """The one thing that the overhead benchmark replaces."""
+        """The one thing that benchmarks and tests replace."""
         return Engine.load(
             model,
             dtype=settings.dtype,
@@ -59,9 +59,6 @@ class ModelServer:
             max_input_tokens=settings.max_input_tokens,
             num_threads=num_threads,
         )
-
-    def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Api(self._backend, self._settings, self._metrics).app
 
     @serve.batch(max_batch_size=1024, batch_wait_timeout_s=0.0)
     async def _collect(self, jobs: list[Job]) -> list[None]:
@@ -79,6 +76,17 @@ class ModelServer:
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._loop.stop)
+
+
+class ModelServer(EngineServer):
+    """A replica that answers HTTP itself. `elsewhere` maps the names of the server's other models to their paths."""
+
+    def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
+        super().__init__(model, name, settings)
+        self._backend = LocalBackend(self._model, self._loop, elsewhere)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Api(self._backend, self._settings, self._metrics).app
 
 
 def _assigned_cpus() -> int:

@@ -107,7 +107,13 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class Encoding(_Body):
+class _ModelBody(_Body):
+    """A body that may name its model, on TEI's routes too: there is more than one behind a cluster's address."""
+
+    model: str | None = None
+
+
+class Encoding(_ModelBody):
     """How the inputs are encoded. `truncate` null means the server's `auto_truncate`."""
 
     truncate: bool | None = None
@@ -134,26 +140,25 @@ class Sentences(_Body):
     sentences: Annotated[list[str], PlainValidator(_parse_texts), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})]
 
 
-class SimilarityRequest(_Body):
+class SimilarityRequest(_ModelBody):
     inputs: Sentences
     parameters: Encoding | None = None
 
 
-class OpenAIEmbeddingsRequest(_Body):
+class OpenAIEmbeddingsRequest(_ModelBody):
     input: Inputs
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
     user: str | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(_ModelBody):
     inputs: Texts
     add_special_tokens: bool = True
     prompt_name: str | None = None
 
 
-class DecodeRequest(_Body):
+class DecodeRequest(_ModelBody):
     ids: IdLists
     skip_special_tokens: bool = True
 

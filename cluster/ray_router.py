@@ -1,0 +1,52 @@
+"""Ray Serve's request router within a pool: the replica that would be done first, by `cluster/router.py`.
+
+Serve makes one of these for each handle, in the process that calls, so that the gateway and its routers share one view. It
+pickles this module by value: what is shared must live in another.
+"""
+
+from time import monotonic
+from typing import Any
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cluster.router import Report, load_of
+
+
+class TokenRouter(FIFOMixin, RequestRouter):
+    """Ranks by predicted finish. Calls must carry `ticket`, a `Ticket`, as keyword."""
+
+    def initialize_state(self, *, pool: str, tokens_per_s: float, max_replicas: int) -> None:  # type: ignore[override]
+        self._load = load_of(pool, tokens_per_s, max_replicas)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._load.update({_name(each.replica_id): Report(**each.routing_stats) for each in replicas}, monotonic())
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        # Without it the caller would ask again at once for as long as no replica takes the request.
+        pending_request.routing_context.should_backoff = True
+        by_name = {_name(each.replica_id): each for each in candidate_replicas}
+        ranked = self._load.ranked(pending_request.kwargs["ticket"], monotonic())
+        return [[by_name[name]] for name in ranked if name in by_name]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        # That and how it ends is for the gateway to say: only it knows whether the replica is to blame.
+        self._load.routed(_name(replica_id), pending_request.kwargs["ticket"])
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)
+
+
+def routing_options(pool: str, tokens_per_s: float, max_replicas: int) -> dict[str, Any]:
+    """The `request_router_config` of a pool's deployment."""
+    return {
+        "request_router_class": "cluster.ray_router:TokenRouter",
+        "request_router_kwargs": {"pool": pool, "tokens_per_s": tokens_per_s, "max_replicas": max_replicas},
+        "request_routing_stats_period_s": 1.0,
+        "request_routing_stats_timeout_s": 5.0,
+    }

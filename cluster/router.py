@@ -1,0 +1,178 @@
+"""Which pool, and which of its replicas, will have a request's vectors first.
+
+Plain data and arithmetic, no Ray and no clock: `cluster/ray_router.py` feeds it and asks it, `now` is the caller's in
+seconds. Everything here belongs to one gateway
+process; what other gateways send is seen in the replicas' own reports, a second late.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+# A replica that fails is left alone for a second, then two, four, ... at most so many. A card that fails fast looks idle.
+_SHUNNED_S = 1.0
+_MOST_SHUNNED_S = 30.0
+# A replica whose reports lag this far behind the others' is taken for lost: its node has gone silent.
+SILENT_S = 4.0
+# What starting a replica takes where nothing is known of it.
+COLD_START_S = 20.0
+# A request is split if the last part is done in this share of the time one replica would need, and if that is long at all.
+_SPLIT_SHARE = 0.8
+_SPLIT_FROM_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica says of itself, every second. The rates are 0 before anything was measured."""
+
+    at: float = 0.0  # by its own clock: tells a new report from an old one, and nothing else
+    queued_tokens: int = 0
+    tokens_per_s: float = 0.0
+    pass_s: float = 0.0
+    longest_input: int | None = None  # tokens that its memory holds now
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What routing needs to know of a request; travels with it. `longest` is its longest input, in tokens."""
+
+    id: int
+    num_tokens: int
+    longest: int
+
+
+@dataclass
+class ReplicaLoad:
+    """A replica as this gateway sees it."""
+
+    report: Report = Report()
+    heard_at: float = 0.0  # by our clock
+    sent: dict[int, int] = field(default_factory=dict)  # tokens of our requests that are not over, by ticket
+    failures: int = 0  # in a row
+    shunned_until: float = 0.0
+
+    def queued_tokens(self, rate: float, now: float) -> float:
+        """What is before a new request: our own, or what it last reported less what it has done since."""
+        reported = self.report.queued_tokens - rate * (now - self.heard_at)
+        return max(sum(self.sent.values()), reported)
+
+
+class PoolLoad:
+    """The replicas of one pool, and how soon each would be done."""
+
+    def __init__(self, name: str, tokens_per_s: float, max_replicas: int = 1) -> None:
+        """`tokens_per_s` is the plan's, used until a replica has measured its own."""
+        self.name, self.max_replicas = name, max_replicas
+        self._planned = tokens_per_s
+        self.replicas: dict[str, ReplicaLoad] = {}
+        self._replica_of: dict[int, str] = {}  # by ticket
+
+    @property
+    def heard_at(self) -> float:
+        """When the last report came in."""
+        return max((each.heard_at for each in self.replicas.values()), default=0.0)
+
+    def queued_tokens(self, now: float) -> float:
+        return sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
+
+    def rate(self, replica: ReplicaLoad) -> float:
+        """Tokens/s of one replica."""
+        return replica.report.tokens_per_s or self._planned
+
+    def update(self, reports: Mapping[str, Report], now: float) -> None:
+        """The replicas there are now, with their latest reports."""
+        for gone in set(self.replicas) - set(reports):
+            del self.replicas[gone]
+        for name, report in reports.items():
+            load = self.replicas.get(name)
+            if load is None or load.report.at != report.at:
+                load = self.replicas.setdefault(name, ReplicaLoad())
+                load.report, load.heard_at = report, now
+
+    def routed(self, replica: str, ticket: Ticket) -> None:
+        self.replicas.setdefault(replica, ReplicaLoad()).sent[ticket.id] = ticket.num_tokens
+        self._replica_of[ticket.id] = replica
+
+    def finished(self, ticket: Ticket, now: float, failed: bool = False) -> None:
+        """The request is over, however it ended. `failed` says that the replica is to blame."""
+        load = self.replicas.get(self._replica_of.pop(ticket.id, ""))
+        if load is None:
+            return
+        load.sent.pop(ticket.id, None)
+        if not failed:
+            load.failures = 0
+            return
+        load.failures += 1
+        load.shunned_until = now + min(_MOST_SHUNNED_S, _SHUNNED_S * 2 ** (load.failures - 1))
+
+    def is_silent(self, ticket: Ticket, heard_at: float) -> bool:
+        """Whether the replica that has the request reports no more, although others have until `heard_at`."""
+        load = self.replicas.get(self._replica_of.get(ticket.id, ""))
+        return load is not None and load.heard_at < heard_at - SILENT_S
+
+    def ranked(self, ticket: Ticket, now: float) -> list[str]:
+        """Its replicas, the one that would be done first in front; those that cannot hold the request left out."""
+        able = [name for name, load in self.replicas.items() if _holds(load, ticket)]
+        return sorted(able, key=lambda name: (self.replicas[name].shunned_until > now, self._finish_s(name, ticket, now), name))
+
+    def finish_s(self, ticket: Ticket, now: float) -> float | None:
+        """Seconds until a request sent here would be done; None where no replica can do it, now or once one is started."""
+        if not self.replicas:
+            return COLD_START_S + ticket.num_tokens / self._planned if self.max_replicas else None
+        able = [name for name, load in self.replicas.items() if _holds(load, ticket) and load.shunned_until <= now]
+        if able:
+            return min(self._finish_s(name, ticket, now) for name in able)
+        # Better a replica that has just failed than none.
+        shunned = [load.shunned_until - now for load in self.replicas.values() if _holds(load, ticket)]
+        return COLD_START_S + min(shunned) if shunned else None
+
+    def _finish_s(self, name: str, ticket: Ticket, now: float) -> float:
+        load = self.replicas[name]
+        rate = self.rate(load)
+        return load.report.pass_s + (load.queued_tokens(rate, now) + ticket.num_tokens) / rate
+
+
+def _holds(load: ReplicaLoad, ticket: Ticket) -> bool:
+    return load.report.longest_input is None or ticket.longest <= load.report.longest_input
+
+
+# What this process sees of each pool, by name.
+LOADS: dict[str, PoolLoad] = {}
+
+
+def load_of(pool: str, tokens_per_s: float, max_replicas: int) -> PoolLoad:
+    """This process's view of a pool, made when first asked for."""
+    return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, max_replicas))
+
+
+def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:
+    """The pool that would be done first; None where none can do it."""
+    times = [(seconds, pool.name, pool) for pool in pools if (seconds := pool.finish_s(ticket, now)) is not None]
+    return min(times, key=lambda each: each[:2])[2] if times else None
+
+
+def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float) -> list[list[int]]:
+    """Which inputs go together, each part to a replica of its own: one part unless more are done sooner.
+
+    Longest first, each to the replica that would then be done first.
+    """
+    whole = [list(range(len(lengths)))]
+    ready = [
+        (load.report.pass_s + load.queued_tokens(rate, now) / rate, rate)
+        for pool in pools
+        for load in pool.replicas.values()
+        for rate in [pool.rate(load)]
+        if load.shunned_until <= now and _holds(load, Ticket(0, 0, max(lengths)))
+    ]
+    if len(ready) < 2 or len(lengths) < 2:
+        return whole
+    alone = min(start + sum(lengths) / rate for start, rate in ready)
+    if alone < _SPLIT_FROM_S:
+        return whole
+    parts: list[list[int]] = [[] for _ in ready]
+    done = [start for start, _ in ready]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        best = min(range(len(ready)), key=lambda part: done[part] + lengths[index] / ready[part][1])
+        done[best] += lengths[index] / ready[best][1]
+        parts[best].append(index)
+    slowest = max(seconds for seconds, part in zip(done, parts, strict=True) if part)
+    return [sorted(part) for part in parts if part] if slowest < _SPLIT_SHARE * alone else whole

@@ -1,0 +1,323 @@
+"""The CPU front over all pools: the same API as a replica's, each request sent where it will be done first."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from time import monotonic, time
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from cluster.router import COLD_START_S, LOADS, Ticket, choose, load_of, split
+from engine.errors import BackendError, DeviceLost, EngineStopped, InvalidInput
+from engine.hub import resolve_model
+from engine.loop import Embeddings
+from engine.memory import num_parameters
+from engine.model_config import Pooling, load_model_config
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds, Tokenizer
+from serve_app.api import Api
+from serve_app.app import deployment_options
+from serve_app.backend import ModelInfo
+from serve_app.errors import Asleep, Unhealthy, UnknownModel
+from serve_app.metrics import Metrics
+from serve_app.settings import Settings
+
+log = logging.getLogger(__name__)
+
+# Raised where a replica or its node is gone: the request was not answered, and another replica can.
+LOST = (RayActorError, RayServeException, RequestCancelledError, EngineStopped, DeviceLost)
+# With more than this before every replica that is up, pools that are asleep are woken, at most so often.
+_WAKE_FROM_S = 2.0
+_WAKE_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.5
+
+_tickets = itertools.count()
+
+
+class PoolRef(BaseModel):
+    """A pool as the gateway's configuration names it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    node_class: str
+    tokens_per_s: float = Field(gt=0)
+    min_replicas: int = Field(1, ge=0)
+    max_replicas: int = Field(1, ge=1)
+
+
+class GatewayModel(BaseModel):
+    """A model and the pools that have it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    model: str
+    aliases: tuple[str, ...] = ()
+    pooling: Pooling | None = None
+    max_input_tokens: int | None = None
+    pools: tuple[PoolRef, ...] = Field(min_length=1)
+
+
+class GatewayArgs(BaseModel):
+    """The `args` of the gateway's application. A misspelt key is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    models: tuple[GatewayModel, ...] = Field(min_length=1)
+    default: str
+    asleep: Literal["wait", "refuse"] = "wait"
+    settings: Settings = Settings()
+
+
+class Silent(EngineStopped):
+    """A replica's node has not been heard of for a while, although others have."""
+
+
+class Pool:
+    """One pool: its handle, and what is known of its load."""
+
+    def __init__(self, ref: PoolRef) -> None:
+        self.ref = ref
+        self.load = load_of(ref.name, ref.tokens_per_s, ref.max_replicas)
+        self._handle: DeploymentHandle[Any] | None = None
+        self._woken_at = 0.0
+
+    async def connect(self) -> None:
+        """Get the handle, if its application is there: from then on `load` follows the replicas."""
+        if self._handle is None:
+            try:
+                handle = await asyncio.to_thread(serve.get_deployment_handle, "Engine", self.ref.name)
+            except (RayServeException, RayActorError) as error:
+                log.info("pool %s is not there yet: %s", self.ref.name, error)
+                return
+            handle._init()  # type: ignore[no-untyped-call]  # else the router would not start before the first request
+            self._handle = handle
+
+    @property
+    def state(self) -> str:
+        if self.load.replicas:
+            return "ready"
+        return "asleep" if self._handle is not None and not self.ref.min_replicas else "starting"
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, ticket: Ticket) -> Embeddings:
+        """Raises: what the engine says, or one of LOST."""
+        if self._handle is None:
+            await self.connect()
+        if self._handle is None:
+            raise Silent(f"pool {self.ref.name} is not deployed")
+        response = self._handle.embed.remote(sequences, options, ticket=ticket)
+
+        async def answer() -> Embeddings:
+            result: Embeddings = await response
+            return result
+
+        waiting = asyncio.ensure_future(answer())
+        blame = False
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S))[0]:
+                if self.load.is_silent(ticket, max(pool.heard_at for pool in LOADS.values())):
+                    raise Silent(f"a replica of pool {self.ref.name} has gone silent")
+            return waiting.result()
+        except (*LOST, BackendError):
+            blame = True
+            raise
+        finally:
+            self.load.finished(ticket, monotonic(), failed=blame)
+            if not waiting.done():
+                waiting.cancel()
+                response.cancel()  # type: ignore[no-untyped-call]
+
+    def wake(self) -> None:
+        """Start a first replica, where there is none and nobody has asked for one lately."""
+        if self._handle is not None and not self.load.replicas and monotonic() - self._woken_at > _WAKE_EVERY_S:
+            self._woken_at = monotonic()
+            _in_background(_quietly(self._handle.wake.remote(ticket=Ticket(next(_tickets), 0, 0))))
+
+    def describe(self) -> dict[str, Any]:
+        rates = [self.load.rate(each) for each in self.load.replicas.values()]
+        return {
+            "name": self.ref.name,
+            "node_class": self.ref.node_class,
+            "state": self.state,
+            "replicas": len(rates),
+            "max_replicas": self.ref.max_replicas,
+            "queued_tokens": round(self.load.queued_tokens(monotonic())),
+            "tokens_per_s": round(sum(rates)),
+        }
+
+
+class PooledModel:
+    """A model that lives in pools."""
+
+    def __init__(self, given: GatewayModel, settings: Settings, asleep: Literal["wait", "refuse"]) -> None:
+        """Reads the model's configuration and tokenizer; never its weights."""
+        folder = resolve_model(given.model, weights=False)
+        config = load_model_config(folder, given.pooling)
+        if given.max_input_tokens is not None:
+            config = replace(config, max_input_length=min(config.max_input_length, given.max_input_tokens))
+        self.given, self._asleep = given, asleep
+        self.tokenizer = Tokenizer.load(folder, config)
+        self.pools = [Pool(ref) for ref in given.pools]
+        self.num_parameters = num_parameters(config)
+        self.info = ModelInfo(
+            model_id=given.model,
+            served_model_name=given.name,
+            dtype=settings.dtype,
+            device="cluster",
+            pooling=config.pooling,
+            hidden_size=config.hidden_size,
+            max_input_length=self.tokenizer.max_input_length,
+            max_batch_tokens=settings.max_batch_tokens or 0,
+            created=int(time()),
+        )
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+        """As `ServedModel.embed`; over several replicas where that is done sooner."""
+        parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic())
+        if len(parts) == 1:
+            return await self._compute(sequences, options)
+        results = await _all(self._compute([sequences[i] for i in part], options) for part in parts)
+        return _joined(parts, results, options)
+
+    def finish_s(self, num_tokens: int) -> float:
+        """Seconds until a request of so many tokens would be done; 0 where nothing is known."""
+        ticket = Ticket(-1, num_tokens, 0)
+        return min((s for pool in self.pools if (s := pool.load.finish_s(ticket, monotonic())) is not None), default=0.0)
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry of `GET /v1/models`."""
+        pools = [pool.describe() for pool in self.pools]
+        states = {pool["state"] for pool in pools}
+        return self.info.openai_entry() | {
+            "model": self.given.model,
+            "aliases": list(self.given.aliases),
+            "state": next(state for state in ("ready", "starting", "asleep") if state in states),
+            "parameters": self.num_parameters,
+            "dimensions": self.info.hidden_size,
+            "max_input_length": self.info.max_input_length,
+            "pools": pools,
+        }
+
+    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+        """On one replica; on another if that one is lost on the way: to compute twice harms nobody."""
+        lengths = [len(ids) for ids in sequences]
+        for attempt in (1, 2):
+            ticket = Ticket(next(_tickets), sum(lengths), max(lengths))
+            pool = self._choose(ticket)
+            try:
+                return await pool.embed(sequences, options, ticket)
+            except LOST as error:
+                log.warning("%s: attempt %d on pool %s failed: %r", self.given.name, attempt, pool.ref.name, error)
+        raise Unhealthy(f"model {self.given.name}: two replicas were lost while they computed this; try again")
+
+    def _choose(self, ticket: Ticket) -> Pool:
+        """Raises: InvalidInput for an input that no replica can hold, Asleep where the operator wants that said."""
+        now = monotonic()
+        load = choose((pool.load for pool in self.pools), ticket, now)
+        if load is None:
+            raise InvalidInput(f"an input of {ticket.longest} tokens fits into the memory of no card that has {self.given.name}")
+        pool = next(pool for pool in self.pools if pool.load is load)
+        if (load.finish_s(ticket, now) or 0.0) > _WAKE_FROM_S:
+            for other in self.pools:
+                other.wake()
+        if not load.replicas and self._asleep == "refuse" and not pool.ref.min_replicas:
+            raise Asleep(f"model {self.given.name} was asleep and is being started", COLD_START_S)
+        return pool
+
+
+class PooledBackend:
+    """All models of the cluster."""
+
+    def __init__(self, args: GatewayArgs) -> None:
+        self._models = [PooledModel(each, args.settings, args.asleep) for each in args.models]
+        self._by_name = {name: model for model in self._models for name in (model.given.name, *model.given.aliases)}
+        self._default = self._by_name[args.default]
+
+    async def connect(self) -> None:
+        for model in self._models:
+            for pool in model.pools:
+                await pool.connect()
+
+    def get(self, name: str | None) -> PooledModel:
+        if name is None:
+            return self._default
+        if name not in self._by_name:
+            raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def models(self) -> list[dict[str, Any]]:
+        return [model.entry() for model in self._models]
+
+    def check_health(self) -> None:
+        """A gateway that answers is healthy: models come and go behind it."""
+
+    def backlog_s(self) -> float:
+        return self._default.finish_s(0)
+
+
+class Gateway:
+    """The gateway's deployment: HTTP in, handles out."""
+
+    def __init__(self, args: GatewayArgs) -> None:
+        self._args = args
+        self._backend = PooledBackend(args)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return Api(self._backend, self._args.settings, Metrics("gateway")).app
+
+    async def check_health(self) -> None:
+        """Ray Serve calls this every few seconds: pools deployed meanwhile are found."""
+        await self._backend.connect()
+
+
+def build(args: GatewayArgs) -> serve.Application:
+    """The gateway's application. Ray Serve calls this with the `args` of the YAML."""
+    options = deployment_options(args.settings)
+    deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**options)
+    application: serve.Application = deployment.bind(args)
+    return application
+
+
+def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:
+    """The parts' results in the order of the request's inputs."""
+    queue_s, inference_s = max(each.queue_s for each in results), max(each.inference_s for each in results)
+    order = [index for part in parts for index in part]
+    rows = [row for each in results for row in each.vectors]
+    ordered = [row for _, row in sorted(zip(order, rows, strict=True), key=lambda each: each[0])]
+    return Embeddings(ordered if options.per_token else np.stack(ordered), queue_s, inference_s)
+
+
+async def _all(computations: Any) -> list[Embeddings]:
+    """All of them, at the same time; the first to fail ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in computations]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+_background: set["asyncio.Task[None]"] = set()
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(work)
+    _background.add(task)  # the loop itself keeps no reference
+    task.add_done_callback(_background.discard)
+
+
+async def _quietly(response: Any) -> None:
+    try:
+        await response
+    except Exception as error:
+        log.info("waking a pool: %r", error)

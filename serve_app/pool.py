@@ -1,0 +1,96 @@
+"""One pool as a Serve application: the replicas of one model on one class of nodes, called by the gateway through a handle."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from time import monotonic, time
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+
+from cluster.autoscale import options as scaling_options
+from cluster.ray_router import routing_options
+from cluster.router import Report, Ticket
+from engine.loop import Embeddings
+from engine.memory import footprint
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds
+from serve_app.app import deployment_options
+from serve_app.model_server import EngineServer
+from serve_app.settings import Settings
+
+# Left to the host where a pass takes its memory from there.
+_HOST_FLOOR_BYTES = 1 << 30
+
+
+class PoolArgs(BaseModel):
+    """The `args` of a pool's application. A misspelt key is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pool: str  # also the application's name
+    model: str
+    name: str  # what clients call the model
+    tokens_per_s: float = Field(gt=0)  # the plan's, until a replica has measured
+    min_replicas: int = Field(1, ge=0)
+    max_replicas: int = Field(1, ge=1)
+    settings: Settings = Settings()
+
+
+class PoolServer(EngineServer):
+    """A replica behind the gateway."""
+
+    def __init__(self, model: str, name: str, settings: Settings) -> None:
+        super().__init__(model, name, settings)
+        self._seen = monotonic(), 0.0  # when `busy` was last asked for, and the busy seconds then
+        self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
+        self._takes_host_memory = self._engine.shares_host_memory
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, *, ticket: Ticket) -> Embeddings:
+        """As `ServedModel.embed`; `ticket` is for the router on the caller's side."""
+        return await self._model.embed(sequences, options)
+
+    async def wake(self, *, ticket: Ticket) -> None:
+        """Nothing: being called is what starts a replica where there is none."""
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        loop = self._loop
+        return asdict(Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input()))
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        now, busy_s = monotonic(), self._loop.busy_s
+        (then, before), self._seen = self._seen, (now, busy_s)
+        return {"busy": min(1.0, (busy_s - before) / max(now - then, 1e-3)), "backlog_s": self._loop.backlog_s}
+
+    def _longest_input(self) -> int:
+        """Tokens of the longest input that memory holds now. A card's own was set aside at load; a host's comes and goes."""
+        longest = self._engine.longest_input
+        if not self._takes_host_memory:
+            return longest
+        room = psutil.virtual_memory().available - _HOST_FLOOR_BYTES
+        return max(0, min(longest, room // self._per_token))
+
+
+class Unrouted:
+    """The application's ingress, which a custom router is not allowed on. Nobody calls it, so no replica of it ever starts."""
+
+    def __init__(self, engine: Any) -> None:
+        raise RuntimeError("a pool has no HTTP address of its own; send the request to the gateway, with `model`")
+
+
+def build(args: PoolArgs) -> serve.Application:
+    """The application of one pool. Ray Serve calls this with the `args` of the YAML."""
+    return bind(args)
+
+
+def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any) -> serve.Application:
+    """As `build`, with deployment options, and with another server class for tests and benchmarks."""
+    routing = routing_options(args.pool, args.tokens_per_s, args.max_replicas)
+    chosen = deployment_options(args.settings) | scaling_options(args.min_replicas, args.max_replicas) | options
+    # On a card there may be no room for the new replica beside the old one.
+    engine = serve.deployment(name="Engine")(server).options(**chosen, max_surge_percent=0, request_router_config=routing)
+    asleep = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
+    ingress = serve.deployment(name="Unrouted")(Unrouted).options(autoscaling_config=asleep)
+    application: serve.Application = ingress.bind(engine.bind(args.model, args.name, args.settings))
+    return application

@@ -1,0 +1,149 @@
+"""Routing by predicted finish: arithmetic on plain data, the clock in the test's hand."""
+
+import pytest
+
+from cluster.autoscale import needed
+from cluster.router import COLD_START_S, SILENT_S, PoolLoad, Report, Ticket, choose, split
+
+
+def pool(name: str, rate: float, replicas: int = 1, queued: int = 0, longest: int | None = None) -> PoolLoad:
+    made = PoolLoad(name, rate)
+    made.update({f"{name}{i}": Report(1.0, queued, rate, 0.001, longest) for i in range(replicas)}, now=0.0)
+    return made
+
+
+def ticket(num_tokens: int, longest: int = 10, number: int = 1) -> Ticket:
+    return Ticket(number, num_tokens, longest)
+
+
+def test_the_faster_pool_is_taken_until_its_queue_outweighs_it() -> None:
+    fast, slow = pool("fast", 100_000), pool("slow", 50_000)
+    taken = []
+    for number in range(6):
+        each = ticket(10_000, number=number)
+        chosen = choose([fast, slow], each, now=0.0)
+        assert chosen is not None
+        chosen.routed(chosen.ranked(each, 0.0)[0], each)
+        taken.append(chosen.name)
+    assert sorted(taken[:3]) == ["fast", "fast", "slow"]
+    assert taken.count("fast") == 4
+
+
+def test_what_is_over_counts_no_more() -> None:
+    load = pool("a", 1_000)
+    each = ticket(5_000)
+    load.routed("a0", each)
+    assert load.finish_s(ticket(0, number=2), 0.0) == pytest.approx(5.001)
+    load.finished(each, now=0.0)
+    assert load.finish_s(ticket(0, number=2), 0.0) == pytest.approx(0.001)
+
+
+def test_other_gateways_requests_are_seen_in_reports_and_age() -> None:
+    load = pool("a", 1_000, queued=3_000)
+    assert load.finish_s(ticket(0), now=0.0) == pytest.approx(3.001)
+    assert load.finish_s(ticket(0), now=2.0) == pytest.approx(1.001)
+    assert load.finish_s(ticket(0), now=9.0) == pytest.approx(0.001)
+
+
+def test_the_plans_rate_holds_until_one_is_measured() -> None:
+    load = PoolLoad("a", 500)
+    load.update({"r": Report(1.0)}, now=0.0)
+    assert load.finish_s(ticket(1_000), 0.0) == pytest.approx(2.0)
+    load.update({"r": Report(2.0, tokens_per_s=4_000)}, now=1.0)
+    assert load.finish_s(ticket(1_000), 1.0) == pytest.approx(0.25)
+
+
+def test_an_input_goes_only_where_it_fits() -> None:
+    small, large = pool("small", 100_000, longest=8_192), pool("large", 1_000, longest=32_768)
+    assert choose([small, large], ticket(9_000, longest=9_000), 0.0) is large
+    assert choose([small, large], ticket(8_192, longest=8_192), 0.0) is small
+    assert choose([small], ticket(9_000, longest=9_000), 0.0) is None
+    assert small.ranked(ticket(9_000, longest=9_000), 0.0) == []
+
+
+def test_a_replica_that_fails_fast_attracts_nothing() -> None:
+    load = pool("a", 1_000, replicas=2)
+    now = 0.0
+    for number, shunned_s in enumerate((1, 2, 4, 8, 16, 30, 30)):
+        each = ticket(10, number=number)
+        load.routed("a0", each)
+        load.finished(each, now, failed=True)
+        assert load.ranked(ticket(1, number=99), now + shunned_s - 0.01) == ["a1", "a0"]
+        assert load.ranked(ticket(1, number=99), now + shunned_s + 0.01) == ["a0", "a1"]
+        now += shunned_s + 1
+    each = ticket(10, number=50)
+    load.routed("a0", each)
+    load.finished(each, now)  # one success and it starts anew
+    again = ticket(10, number=51)
+    load.routed("a0", again)
+    load.finished(again, now, failed=True)
+    assert load.ranked(ticket(1, number=99), now + 1.01)[0] == "a0"
+
+
+def test_failing_replicas_are_better_than_none() -> None:
+    load = pool("a", 1_000)
+    load.routed("a0", ticket(10))
+    load.finished(ticket(10), 0.0, failed=True)
+    assert load.ranked(ticket(1, number=2), 0.0) == ["a0"]
+    assert choose([load], ticket(1, number=2), 0.0) is load
+    other = pool("b", 1)
+    assert choose([load, other], ticket(5, number=2), 0.0) is other
+
+
+def test_a_pool_that_sleeps_costs_a_cold_start() -> None:
+    asleep, awake = PoolLoad("asleep", 100_000), pool("awake", 1_000)
+    assert choose([asleep, awake], ticket(1_000), 0.0) is awake
+    assert choose([asleep, awake], ticket(int(1_000 * COLD_START_S) + 2_000), 0.0) is asleep
+
+
+def test_replicas_that_are_gone_are_forgotten() -> None:
+    load = pool("a", 1_000, replicas=2)
+    load.routed("a0", ticket(500))
+    load.update({"a1": Report(2.0)}, now=1.0)
+    assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
+    load.finished(ticket(500), 1.0, failed=True)  # of a replica nobody knows any more
+    assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
+
+
+def test_a_replica_is_silent_only_while_others_are_heard() -> None:
+    silent, other = pool("a", 1_000), pool("b", 1_000)
+    silent.routed("a0", ticket(1))
+    assert not silent.is_silent(ticket(1), heard_at=silent.heard_at + SILENT_S)  # nobody reports: the controller is gone
+    other.update({"b0": Report(2.0)}, now=SILENT_S + 1)
+    assert silent.is_silent(ticket(1), other.heard_at)
+    silent.update({"a0": Report(1.0, 0, 1_000, 0.001)}, now=SILENT_S + 1)  # the same report again says nothing
+    assert silent.is_silent(ticket(1), other.heard_at)
+    silent.update({"a0": Report(2.0)}, now=SILENT_S + 1)
+    assert not silent.is_silent(ticket(1), other.heard_at)
+
+
+def test_a_request_is_split_only_where_that_is_sooner() -> None:
+    even = [pool("a", 1_000), pool("b", 1_000)]
+    parts = split(even, [100] * 20, 0.0)
+    assert sorted(map(len, parts)) == [10, 10]
+    assert sorted(index for part in parts for index in part) == list(range(20))
+    assert split(even, [10] * 4, 0.0) == [[0, 1, 2, 3]]  # over in a moment anyway
+    assert split(even, [2_000], 0.0) == [[0]]
+    assert split([pool("a", 1_000), pool("b", 50)], [100] * 20, 0.0) == [list(range(20))]  # the other would hold it up
+    thirds = split([pool("a", 2_000), pool("b", 1_000)], [100] * 30, 0.0)
+    assert sorted(map(len, thirds)) == [10, 20]
+
+
+def test_a_split_goes_over_the_replicas_of_one_pool_too() -> None:
+    assert len(split([pool("a", 1_000, replicas=3)], [100] * 30, 0.0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("busy", "backlog_s", "requests", "replicas"),
+    [
+        (0.0, 0.0, 0, 0),  # nobody asks: asleep, where that is allowed
+        (0.0, 0.0, 1, 1),
+        (0.7, 0.0, 3, 1),
+        (0.9, 0.0, 3, 2),  # one at 90 % is too few
+        (1.0, 8.0, 50, 4),
+        (1.4, 0.0, 9, 2),  # two at 70 % stay two
+        (0.3, 0.0, 2, 1),
+    ],
+)
+def test_replicas_follow_the_backlog(busy: float, backlog_s: float, requests: int, replicas: int) -> None:
+    assert needed(busy, backlog_s, requests) == replicas
