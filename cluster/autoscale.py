@@ -41,6 +41,7 @@ def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
             "initial_replicas": min_replicas,
             "max_replicas": max_replicas,
             "policy": {"policy_function": "cluster.autoscale:replicas_needed"},
+            "metrics_interval_s": 1.0,  # unused where SERVE_ENV is set, but must be less than the next
             "look_back_period_s": 4.0,
             "upscale_delay_s": 2.0,
             "downscale_delay_s": 15.0,

@@ -55,7 +55,7 @@ class Node:
         """Nodes of one class are interchangeable: same card, same memory, same architecture, or the same CPUs."""
         if self.cards:
             card = self.cards[0]
-            return f"{_slug(card.name)}-{round(card.total_bytes / GIB)}g-{self.arch}"
+            return f"{_slug(card.name)}-{_nominal_gib(card.total_bytes)}g-{self.arch}"
         return f"cpu-{self.num_cpus}c-{round(self.ram_bytes / GIB)}g-{self.arch}"
 
     @property
@@ -156,6 +156,12 @@ def _node(file: _FileNode) -> Node:
     cards = tuple(Card(card.name, int(card.vram_gib * GIB), unified=card.unified) for card in file.gpus)
     node = Node(file.name, normal_arch(file.arch), int(file.ram_gib * GIB), file.cpus, cards)
     return node if file.reserve_gib is None else replace(node, reserve_bytes=int(file.reserve_gib * GIB))
+
+
+def _nominal_gib(size: int) -> int:
+    """Whole GiB; in steps of four where machines of one kind report a few more or less, as those that share memory do."""
+    gib = size / GIB
+    return round(gib) if gib < 64 else 4 * round(gib / 4)
 
 
 def _slug(name: str) -> str:

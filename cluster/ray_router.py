@@ -7,12 +7,12 @@ pickles this module by value: what is shared must live in another.
 from time import monotonic
 from typing import Any
 
-from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cluster.router import Report, load_of
 
 
-class TokenRouter(FIFOMixin, RequestRouter):
+class TokenRouter(RequestRouter):
     """Ranks by predicted finish. Calls must carry `ticket`, a `Ticket`, as keyword."""
 
     def initialize_state(self, *, pool: str, tokens_per_s: float, max_replicas: int) -> None:  # type: ignore[override]
@@ -30,12 +30,13 @@ class TokenRouter(FIFOMixin, RequestRouter):
         # Without it the caller would ask again at once for as long as no replica takes the request.
         pending_request.routing_context.should_backoff = True
         by_name = {_name(each.replica_id): each for each in candidate_replicas}
-        ranked = self._load.ranked(pending_request.kwargs["ticket"], monotonic())
-        return [[by_name[name]] for name in ranked if name in by_name]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        # That and how it ends is for the gateway to say: only it knows whether the replica is to blame.
-        self._load.routed(_name(replica_id), pending_request.kwargs["ticket"])
+        ticket = pending_request.kwargs["ticket"]
+        ranked = [name for name in self._load.ranked(ticket, monotonic()) if name in by_name]
+        if ranked:
+            # Not in `on_request_routed`: Serve calls that once the answer is there. Replicas do not turn requests away, so
+            # the first one takes it; should that not be so, this is called again.
+            self._load.routed(ranked[0], ticket)
+        return [[by_name[name]] for name in ranked]
 
 
 def _name(replica_id: ReplicaID) -> str:

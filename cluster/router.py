@@ -64,7 +64,8 @@ class PoolLoad:
         self.name, self.max_replicas = name, max_replicas
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
-        self._replica_of: dict[int, str] = {}  # by ticket
+        self._replica_of: dict[int, str | None] = {}  # of each request that is not over, by ticket; None until it has one
+        self._unrouted: dict[int, int] = {}  # tokens of those that have none yet
 
     @property
     def heard_at(self) -> float:
@@ -72,7 +73,7 @@ class PoolLoad:
         return max((each.heard_at for each in self.replicas.values()), default=0.0)
 
     def queued_tokens(self, now: float) -> float:
-        return sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
+        return sum(self._unrouted.values()) + sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
 
     def rate(self, replica: ReplicaLoad) -> float:
         """Tokens/s of one replica."""
@@ -88,25 +89,42 @@ class PoolLoad:
                 load = self.replicas.setdefault(name, ReplicaLoad())
                 load.report, load.heard_at = report, now
 
+    def opened(self, ticket: Ticket) -> None:
+        """A request is about to be sent here. From now on it counts, wherever it will go."""
+        self._replica_of[ticket.id] = None
+        self._unrouted[ticket.id] = ticket.num_tokens
+
     def routed(self, replica: str, ticket: Ticket) -> None:
-        self.replicas.setdefault(replica, ReplicaLoad()).sent[ticket.id] = ticket.num_tokens
+        """It goes to this replica; if to another before, no longer. Nothing where it is over already."""
+        if ticket.id not in self._replica_of:
+            return
+        self._release(ticket)
         self._replica_of[ticket.id] = replica
+        self.replicas.setdefault(replica, ReplicaLoad()).sent[ticket.id] = ticket.num_tokens
 
     def finished(self, ticket: Ticket, now: float, failed: bool = False) -> None:
         """The request is over, however it ended. `failed` says that the replica is to blame."""
-        load = self.replicas.get(self._replica_of.pop(ticket.id, ""))
+        load = self._release(ticket)
+        self._replica_of.pop(ticket.id, None)
         if load is None:
             return
-        load.sent.pop(ticket.id, None)
         if not failed:
             load.failures = 0
             return
         load.failures += 1
         load.shunned_until = now + min(_MOST_SHUNNED_S, _SHUNNED_S * 2 ** (load.failures - 1))
 
+    def _release(self, ticket: Ticket) -> ReplicaLoad | None:
+        """Take the request off whatever it counts for; its replica, where that is known and still there."""
+        self._unrouted.pop(ticket.id, None)
+        load = self.replicas.get(self._replica_of.get(ticket.id) or "")
+        if load is not None:
+            load.sent.pop(ticket.id, None)
+        return load
+
     def is_silent(self, ticket: Ticket, heard_at: float) -> bool:
         """Whether the replica that has the request reports no more, although others have until `heard_at`."""
-        load = self.replicas.get(self._replica_of.get(ticket.id, ""))
+        load = self.replicas.get(self._replica_of.get(ticket.id) or "")
         return load is not None and load.heard_at < heard_at - SILENT_S
 
     def ranked(self, ticket: Ticket, now: float) -> list[str]:
@@ -120,7 +138,8 @@ class PoolLoad:
             return COLD_START_S + ticket.num_tokens / self._planned if self.max_replicas else None
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and load.shunned_until <= now]
         if able:
-            return min(self._finish_s(name, ticket, now) for name in able)
+            ahead_s = sum(self._unrouted.values()) / sum(self.rate(self.replicas[name]) for name in able)
+            return ahead_s + min(self._finish_s(name, ticket, now) for name in able)
         # Better a replica that has just failed than none.
         shunned = [load.shunned_until - now for load in self.replicas.values() if _holds(load, ticket)]
         return COLD_START_S + min(shunned) if shunned else None

@@ -95,6 +95,7 @@ class Ours:
         ticket = Ticket(next(self._ids), request.num_tokens, max(request.lengths))
         pool = choose(self._pools, ticket, now)
         assert pool is not None, "every card holds these"
+        pool.opened(ticket)
         pool.routed(pool.name, ticket)
         self._tickets[id(request)] = pool, ticket
         return self._cards[pool.name]

@@ -115,6 +115,7 @@ class Pool:
             await self.connect()
         if self._handle is None:
             raise Silent(f"pool {self.ref.name} is not deployed")
+        self.load.opened(ticket)
         response = self._handle.embed.remote(sequences, options, ticket=ticket)
 
         async def answer() -> Embeddings:

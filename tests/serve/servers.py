@@ -1,17 +1,24 @@
 """Server classes with an engine that is slow or broken on purpose, for what a fast one would hide."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from cluster.router import Ticket
 from engine.engine import Engine
+from engine.errors import EngineStopped
 from engine.flight import Flight, Landed
+from engine.loop import Embeddings
 from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.tokenizer import EncodeOptions, TokenIds
 from serve_app.model_server import ModelServer
+from serve_app.pool import PoolServer
 from serve_app.settings import Settings
+
+MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool`
 
 
 class SlowEngine(Engine):
@@ -45,3 +52,39 @@ class SlowServer(ModelServer):
 class PoisonServer(ModelServer):
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
         return PoisonEngine.load(model, dtype="float32", num_threads=num_threads)
+
+
+class SlowPool(PoolServer):
+    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
+        return SlowEngine.load(model, dtype="float32", max_batch_tokens=64, num_threads=num_threads)
+
+
+class PoisonPool(PoolServer):
+    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
+        return PoisonEngine.load(model, dtype="float32", num_threads=num_threads)
+
+
+class BrokenPool(PoolServer):
+    """Fails whatever it is asked, at once."""
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, *, ticket: Ticket) -> Embeddings:
+        raise EngineStopped("the device fell over")
+
+
+class DyingPool(PoolServer):
+    """A text that ends in the token of "die" ends the replica, the first time that any of them gets it."""
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, *, ticket: Ticket) -> Embeddings:
+        die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
+        if any(ids[-2] == die for ids in sequences) and _first(os.environ[MARKER]):
+            os._exit(1)
+        return await super().embed(sequences, options, ticket=ticket)
+
+
+def _first(marker: str) -> bool:
+    """Whether nobody has been here before."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True

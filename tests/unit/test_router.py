@@ -12,6 +12,11 @@ def pool(name: str, rate: float, replicas: int = 1, queued: int = 0, longest: in
     return made
 
 
+def send(load: PoolLoad, replica: str, each: Ticket) -> None:
+    load.opened(each)
+    load.routed(replica, each)
+
+
 def ticket(num_tokens: int, longest: int = 10, number: int = 1) -> Ticket:
     return Ticket(number, num_tokens, longest)
 
@@ -23,16 +28,37 @@ def test_the_faster_pool_is_taken_until_its_queue_outweighs_it() -> None:
         each = ticket(10_000, number=number)
         chosen = choose([fast, slow], each, now=0.0)
         assert chosen is not None
-        chosen.routed(chosen.ranked(each, 0.0)[0], each)
+        send(chosen, chosen.ranked(each, 0.0)[0], each)
         taken.append(chosen.name)
     assert sorted(taken[:3]) == ["fast", "fast", "slow"]
     assert taken.count("fast") == 4
 
 
+def test_what_has_no_replica_yet_counts_all_the_same() -> None:
+    busy, free = pool("busy", 1_000), pool("free", 1_000)
+    busy.opened(ticket(500))
+    assert choose([busy, free], ticket(500, number=2), 0.0) is free
+    assert busy.queued_tokens(0.0) == 500
+    busy.routed("busy0", ticket(500))
+    assert busy.queued_tokens(0.0) == 500
+    busy.finished(ticket(500), 0.0)
+    busy.routed("busy0", ticket(500))  # too late: its caller has left
+    assert busy.queued_tokens(0.0) == 0
+
+
+def test_a_request_sent_to_another_replica_counts_once() -> None:
+    load = pool("a", 1_000, replicas=2)
+    send(load, "a0", ticket(500))
+    load.routed("a1", ticket(500))
+    assert load.queued_tokens(0.0) == 500
+    load.finished(ticket(500), 0.0, failed=True)
+    assert load.ranked(ticket(1, number=2), 0.0) == ["a0", "a1"]  # the second one is to blame
+
+
 def test_what_is_over_counts_no_more() -> None:
     load = pool("a", 1_000)
     each = ticket(5_000)
-    load.routed("a0", each)
+    send(load, "a0", each)
     assert load.finish_s(ticket(0, number=2), 0.0) == pytest.approx(5.001)
     load.finished(each, now=0.0)
     assert load.finish_s(ticket(0, number=2), 0.0) == pytest.approx(0.001)
@@ -66,23 +92,23 @@ def test_a_replica_that_fails_fast_attracts_nothing() -> None:
     now = 0.0
     for number, shunned_s in enumerate((1, 2, 4, 8, 16, 30, 30)):
         each = ticket(10, number=number)
-        load.routed("a0", each)
+        send(load, "a0", each)
         load.finished(each, now, failed=True)
         assert load.ranked(ticket(1, number=99), now + shunned_s - 0.01) == ["a1", "a0"]
         assert load.ranked(ticket(1, number=99), now + shunned_s + 0.01) == ["a0", "a1"]
         now += shunned_s + 1
     each = ticket(10, number=50)
-    load.routed("a0", each)
+    send(load, "a0", each)
     load.finished(each, now)  # one success and it starts anew
     again = ticket(10, number=51)
-    load.routed("a0", again)
+    send(load, "a0", again)
     load.finished(again, now, failed=True)
     assert load.ranked(ticket(1, number=99), now + 1.01)[0] == "a0"
 
 
 def test_failing_replicas_are_better_than_none() -> None:
     load = pool("a", 1_000)
-    load.routed("a0", ticket(10))
+    send(load, "a0", ticket(10))
     load.finished(ticket(10), 0.0, failed=True)
     assert load.ranked(ticket(1, number=2), 0.0) == ["a0"]
     assert choose([load], ticket(1, number=2), 0.0) is load
@@ -98,7 +124,7 @@ def test_a_pool_that_sleeps_costs_a_cold_start() -> None:
 
 def test_replicas_that_are_gone_are_forgotten() -> None:
     load = pool("a", 1_000, replicas=2)
-    load.routed("a0", ticket(500))
+    send(load, "a0", ticket(500))
     load.update({"a1": Report(2.0)}, now=1.0)
     assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
     load.finished(ticket(500), 1.0, failed=True)  # of a replica nobody knows any more
@@ -107,7 +133,7 @@ def test_replicas_that_are_gone_are_forgotten() -> None:
 
 def test_a_replica_is_silent_only_while_others_are_heard() -> None:
     silent, other = pool("a", 1_000), pool("b", 1_000)
-    silent.routed("a0", ticket(1))
+    send(silent, "a0", ticket(1))
     assert not silent.is_silent(ticket(1), heard_at=silent.heard_at + SILENT_S)  # nobody reports: the controller is gone
     other.update({"b0": Report(2.0)}, now=SILENT_S + 1)
     assert silent.is_silent(ticket(1), other.heard_at)

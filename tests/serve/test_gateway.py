@@ -1,0 +1,198 @@
+"""The gateway over pools, on real Serve: one address for all models, and a replica's end that no client notices."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from conftest import wait_until_routed
+from ray import serve
+from servers import MARKER, BrokenPool, DyingPool, PoisonPool, SlowPool
+from test_behaviour import leave_at_once, metric, wait_for
+
+from engine.hub import EMBEDDED_MODEL
+from serve_app import gateway, pool
+from serve_app.settings import Settings
+
+SETTINGS = Settings(num_threads=1, dtype="float32")
+Clustered = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def clustered(address: str) -> Clustered:
+    """`with clustered("/x", {"mini": {"pool": server, ...}}, ...) as client:` serves these pools behind a gateway at `/x`."""
+
+    @contextmanager
+    def deploy(
+        prefix: str,
+        models: dict[str, dict[str, Any]],
+        replicas: dict[str, tuple[int, int]] | None = None,
+        folders: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
+        **args: Any,
+    ) -> Iterator[httpx.Client]:
+        given = []
+        with ExitStack() as stack:
+            for model, servers in models.items():
+                folder = (folders or {}).get(model, EMBEDDED_MODEL)
+                refs = []
+                for name, server in servers.items():
+                    least, most = (replicas or {}).get(name, (1, 1))
+                    ref = {"name": name, "tokens_per_s": 3000, "min_replicas": least, "max_replicas": most}
+                    pool_args = pool.PoolArgs(
+                        pool=name,
+                        model=folder,
+                        settings=SETTINGS.model_copy(update={"models": (folder,)}),
+                        **(ref | {"name": model}),
+                    )
+                    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env or {}}}
+                    serve.run(pool.bind(pool_args, server, ray_actor_options=options), name=name, route_prefix=None)
+                    stack.callback(serve.delete, name)
+                    refs.append(ref | {"node_class": "cpu"})
+                given.append({"name": model, "model": folder, "aliases": [f"{model}-alias"], "pools": refs})
+            settings = Settings(**{"models": (EMBEDDED_MODEL,), "max_client_batch_size": 512} | args.pop("settings", {}))
+            gateway_args = gateway.GatewayArgs.model_validate(
+                {"models": given, "default": next(iter(models)), "settings": settings} | args
+            )
+            serve.run(gateway.build(gateway_args), name="gateway" + prefix.strip("/"), route_prefix=prefix)
+            stack.callback(serve.delete, "gateway" + prefix.strip("/"))
+            with httpx.Client(base_url=address + prefix, timeout=40) as client:
+                wait_until_routed(client)
+                yield client
+
+    return deploy
+
+
+@pytest.fixture(scope="module")
+def two_models(clustered: Clustered, tiny: Callable[..., Path]) -> Iterator[httpx.Client]:
+    pools = {"mini": {"mini.a": pool.PoolServer, "mini.b": pool.PoolServer}, "small": {"small.a": PoisonPool}}
+    with clustered("/two", pools, folders={"small": str(tiny("bert"))}) as client:
+        wait_for(lambda: {entry["state"] for entry in client.get("v1/models").json()["data"]} == {"ready"})
+        yield client
+
+
+def test_the_body_names_the_model(two_models: httpx.Client, client: httpx.Client) -> None:
+    text = {"input": "one address for all"}
+    direct = client.post("v1/embeddings", json=text).json()["data"][0]["embedding"]
+    for name in ("mini", "mini-alias", None):
+        answer = two_models.post("v1/embeddings", json=text | ({"model": name} if name else {})).json()
+        np.testing.assert_allclose(answer["data"][0]["embedding"], direct, atol=1e-6)
+        assert answer["model"] == "mini"
+    assert len(two_models.post("v1/embeddings", json={"input": "w1", "model": "small"}).json()["data"][0]["embedding"]) == 64
+    assert np.shape(two_models.post("embed", json={"inputs": ["w1", "w2 w3"], "model": "small-alias"}).json()) == (2, 64)
+    assert np.shape(two_models.post("embed_all", json={"inputs": "w1 w2", "model": "small"}).json()) == (1, 4, 64)
+
+
+def test_an_unknown_model_is_told_what_there_is(two_models: httpx.Client) -> None:
+    answer = two_models.post("v1/embeddings", json={"input": "x", "model": "nope"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "model `nope` is not served here; there is mini, mini-alias, small, small-alias"
+
+
+def test_models_are_listed_with_state_and_size(two_models: httpx.Client) -> None:
+    mini, small = two_models.get("v1/models").json()["data"]
+    assert (mini["id"], mini["state"], mini["dimensions"], mini["parameters"]) == ("mini", "ready", 384, 22_565_376)
+    assert [each["replicas"] for each in mini["pools"]] == [1, 1]
+    assert (small["id"], small["aliases"], small["dimensions"]) == ("small", ["small-alias"], 64)
+
+
+def test_errors_keep_their_form_through_the_gateway(two_models: httpx.Client) -> None:
+    long = two_models.post("embed", json={"inputs": "word " * 400, "truncate": False})
+    assert long.status_code == 422
+    assert long.json()["error_type"] == "Validation"
+    assert "256" in long.json()["error"]
+    poisoned = two_models.post("embed", json={"inputs": [[13]], "model": "small"})
+    assert (poisoned.status_code, poisoned.json()["error_type"]) == (424, "Backend")
+    assert two_models.post("embed", json={"inputs": [[15]], "model": "small"}).status_code == 200
+
+
+def test_a_large_request_is_split_and_put_together_again(clustered: Clustered, client: httpx.Client) -> None:
+    texts = [f"text number {i} " + "and more of it " * 11 for i in range(16)]  # one a pass of 64 tokens
+    with clustered("/split", {"mini": {"split.a": SlowPool, "split.b": SlowPool}}) as gate, ThreadPoolExecutor(1) as threads:
+        wait_for(lambda: all(each["replicas"] for each in gate.get("v1/models").json()["data"][0]["pools"]))
+        answer = threads.submit(gate.post, "embed", json={"inputs": texts})
+        wait_for(lambda: all(each["queued_tokens"] for each in gate.get("v1/models").json()["data"][0]["pools"]))
+        vectors = answer.result().json()
+    np.testing.assert_allclose(vectors, client.post("embed", json={"inputs": texts}).json(), atol=1e-5)
+
+
+def test_a_replica_that_dies_takes_no_request_with_it(clustered: Clustered, tmp_path: Path) -> None:
+    env = {MARKER: str(tmp_path / "died")}
+    with clustered("/dying", {"mini": {"dying": DyingPool}}, replicas={"dying": (2, 2)}, env=env) as gate:
+        wait_for(lambda: gate.get("v1/models").json()["data"][0]["pools"][0]["replicas"] == 2)
+        with ThreadPoolExecutor(8) as threads:
+            others = [threads.submit(gate.post, "embed", json={"inputs": f"text {i}"}) for i in range(40)]
+            answer = gate.post("embed", json={"inputs": "please die"})
+            assert answer.status_code == 200
+            assert (tmp_path / "died").exists()
+            assert {each.result().status_code for each in others} == {200}
+
+
+def test_a_pool_that_fails_fast_gets_no_traffic(clustered: Clustered) -> None:
+    with clustered("/broken", {"mini": {"broken": BrokenPool, "whole": pool.PoolServer}}) as gate:
+        wait_for(lambda: all(each["replicas"] for each in gate.get("v1/models").json()["data"][0]["pools"]))
+        answers = [gate.post("embed", json={"inputs": f"text {i}"}).status_code for i in range(30)]
+        assert answers == [200] * 30
+
+
+def test_when_every_replica_fails_the_client_is_told_to_come_back(clustered: Clustered) -> None:
+    with clustered("/down", {"mini": {"down": BrokenPool}}) as gate:
+        answer = gate.post("embed", json={"inputs": "x"})
+        assert (answer.status_code, answer.json()["error_type"]) == (503, "Unhealthy")
+        assert "try again" in answer.json()["error"]
+
+
+def test_a_client_that_leaves_the_gateway_frees_the_pool(clustered: Clustered) -> None:
+    with clustered("/leave", {"mini": {"leave": SlowPool}}) as gate, ThreadPoolExecutor(4) as threads:
+        wait_for(lambda: gate.get("v1/models").json()["data"][0]["state"] == "ready")
+        running = threads.submit(gate.post, "embed", json={"inputs": ["word " * 50] * 4})  # four passes
+        wait_for(lambda: metric(gate, "requests_in_flight") == 1)
+        leave_at_once(gate, {"inputs": ["leaving " * 40] * 40})  # forty more, ten seconds
+        start = time.monotonic()
+        assert running.result().status_code == 200
+        assert gate.post("embed", json={"inputs": "next"}).status_code == 200
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("asleep", ["wait", "refuse"])
+def test_a_model_at_zero_is_woken_by_its_first_request(clustered: Clustered, asleep: str) -> None:
+    name = f"zero-{asleep}"
+    with clustered(f"/{name}", {"mini": {name: pool.PoolServer}}, replicas={name: (0, 1)}, asleep=asleep) as gate:
+        wait_for(lambda: gate.get("v1/models").json()["data"][0]["state"] == "asleep")
+        first = gate.post("embed", json={"inputs": "good morning"})
+        if asleep == "wait":
+            assert first.status_code == 200
+        else:
+            assert (first.status_code, int(first.headers["retry-after"]) > 0) == (503, True)
+            assert "asleep" in first.json()["error"]
+        wait_for(lambda: gate.get("v1/models").json()["data"][0]["state"] == "ready", 30)
+        assert gate.post("embed", json={"inputs": "good morning"}).status_code == 200
+
+
+def test_replicas_follow_the_load_and_no_request_is_lost(clustered: Clustered) -> None:
+    with clustered("/scale", {"mini": {"scale": SlowPool}}, replicas={"scale": (1, 3)}) as gate:
+
+        def replicas() -> int:
+            count: int = gate.get("v1/models").json()["data"][0]["pools"][0]["replicas"]
+            return count
+
+        wait_for(lambda: replicas() == 1)
+        ended, statuses = threading.Event(), []
+
+        def ask() -> None:
+            while not ended.is_set():
+                statuses.append(gate.post("embed", json={"inputs": "word " * 50}).status_code)
+
+        with ThreadPoolExecutor(12) as threads:
+            for _ in range(12):
+                threads.submit(ask)
+            wait_for(lambda: replicas() == 3, 30)
+            ended.set()
+        wait_for(lambda: replicas() == 1, 45)
+        assert set(statuses) == {200}
