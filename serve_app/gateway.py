@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine, Sequence
+from contextvars import Context
 from dataclasses import replace
 from time import monotonic, time
 from typing import Any, Literal
@@ -100,7 +101,7 @@ class Pool:
             except (RayServeException, RayActorError) as error:
                 log.info("pool %s is not there yet: %s", self.ref.name, error)
                 return
-            handle._init()  # type: ignore[no-untyped-call]  # else the router would not start before the first request
+            handle._init()  # else the router would not start before the first request
             self._handle = handle
 
     @property
@@ -116,7 +117,7 @@ class Pool:
         if self._handle is None:
             raise Silent(f"pool {self.ref.name} is not deployed")
         self.load.opened(ticket)
-        response = self._handle.embed.remote(sequences, options, ticket=ticket)
+        response = _call(self._handle.embed, sequences, options, ticket=ticket)
 
         async def answer() -> Embeddings:
             result: Embeddings = await response
@@ -142,7 +143,7 @@ class Pool:
         """Start a first replica, where there is none and nobody has asked for one lately."""
         if self._handle is not None and not self.load.replicas and monotonic() - self._woken_at > _WAKE_EVERY_S:
             self._woken_at = monotonic()
-            _in_background(_quietly(self._handle.wake.remote(ticket=Ticket(next(_tickets), 0, 0))))
+            _in_background(_quietly(_call(self._handle.wake, ticket=Ticket(next(_tickets), 0, 0))))
 
     def describe(self) -> dict[str, Any]:
         rates = [self.load.rate(each) for each in self.load.replicas.values()]
@@ -287,6 +288,12 @@ def build(args: GatewayArgs) -> serve.Application:
     deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**options)
     application: serve.Application = deployment.bind(args)
     return application
+
+
+def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """`method.remote(...)` as a request of its own. Calls out of one HTTP request would carry one id, by which Serve's router
+    tells them apart: of two that wait at the same time, one would never be sent."""
+    return Context().run(method.remote, *args, **kwargs)
 
 
 def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:
