@@ -101,7 +101,7 @@ class Pool:
             except (RayServeException, RayActorError) as error:
                 log.info("pool %s is not there yet: %s", self.ref.name, error)
                 return
-            handle._init()  # else the router would not start before the first request
+            handle._init()  # type: ignore[no-untyped-call]  # else the router would not start before the first request
             self._handle = handle
 
     @property
@@ -137,7 +137,7 @@ class Pool:
             self.load.finished(ticket, monotonic(), failed=blame)
             if not waiting.done():
                 waiting.cancel()
-                response.cancel()  # type: ignore[no-untyped-call]
+                response.cancel()
 
     def wake(self) -> None:
         """Start a first replica, where there is none and nobody has asked for one lately."""

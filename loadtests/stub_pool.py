@@ -1,0 +1,52 @@
+"""Pools whose engines sleep instead of computing, as fast as the card that their node plays."""
+
+from collections.abc import Sequence
+from time import sleep
+from typing import Any
+
+import ray
+from pydantic import Field
+from ray import serve
+
+from loadtests.servers import StubEngine
+from serve_app import pool
+from serve_app.settings import Settings
+
+
+class StubArgs(pool.PoolArgs):
+    """`speeds`: tokens/s and seconds a pass, by node class. `ours` False leaves routing to Ray Serve."""
+
+    speeds: dict[str, tuple[float, float]] = Field(min_length=1)
+    ours: bool = True
+
+
+class SleepingEngine(StubEngine):
+    """Takes a pass's time, gives a fixed vector."""
+
+    def __init__(self, tokens_per_s: float, pass_s: float) -> None:
+        super().__init__()
+        import torch
+
+        self.max_batch_tokens, self.device, self.dtype = 8192, "cpu", torch.float32
+        self.longest_input, self.shares_host_memory = 32768, False
+        self._tokens_per_s, self._pass_s = tokens_per_s, pass_s
+
+    def launch(self, sequences: Sequence[Any], options: Any = None, want_hidden: bool = False) -> Any:
+        sleep(self._pass_s + sum(map(len, sequences)) / self._tokens_per_s)
+        return super().launch(sequences, options, want_hidden)
+
+
+class SleepingPool(pool.PoolServer):
+    """The label of its node says which card it plays."""
+
+    speeds: dict[str, tuple[float, float]] = {}
+
+    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
+        node = ray.get_runtime_context().get_node_id()
+        labels = next(each["Labels"] for each in ray.nodes() if each["NodeID"] == node)  # type: ignore[no-untyped-call]
+        return SleepingEngine(*self.speeds[labels["emberforge-class"]])
+
+
+def build(args: StubArgs) -> serve.Application:
+    server = type("SleepingPool", (SleepingPool,), {"speeds": args.speeds})
+    return pool.bind(args, server, **({} if args.ours else {"request_router_config": {}}))
