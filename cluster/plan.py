@@ -25,8 +25,10 @@ from serve_app.settings import DTYPE_ALIASES, Settings, pool_name
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
-# Steps of the search behind a way out; the plan itself takes more.
+# Steps of the search behind a way out; the plan itself takes more. And how many replicas all tries of ways out together may
+# place: some seconds; with hundreds of nodes, only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
+_TRY_REPLICAS = 100_000
 # Settings that the plan gives each pool from its model's entry.
 _PER_MODEL = ("models", "served_model_name", "dtype", "pooling", "max_batch_tokens", "max_input_tokens", "num_threads")
 
@@ -42,7 +44,7 @@ class ModelEntry(BaseModel):
 
     name: str = Field(min_length=1)
     model: str = Field(min_length=1)
-    dtype: Annotated[Literal["auto"] | DtypeName, BeforeValidator(_dtype)] = "auto"
+    dtype: Annotated[Literal["auto", DtypeName], BeforeValidator(_dtype)] = "auto"
     min_replicas: int = Field(1, ge=0)
     max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
     aliases: tuple[str, ...] = ()
@@ -146,7 +148,7 @@ def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's shape: from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     config = None if Path(entry.model).expanduser().is_dir() else known_model(entry.model)
     if config is None:
-        config = load_model_config(resolve_model(entry.model), entry.pooling)
+        config = load_model_config(resolve_model(entry.model, weights=False), entry.pooling)
     return _shortened(config, entry.max_input_tokens)
 
 
@@ -172,11 +174,13 @@ class Plan:
         self.entries = {entry.name: entry for entry in file.models}
         self.shapes = {name: shape_of(entry) for name, entry in self.entries.items()}
         self.classes = _classes(nodes)
+        self.class_of = {node.name: node.class_name for node in nodes}
         self.slots = _slots(nodes, self.classes)
         _check_pins(file.models, {node.name for node in nodes})
         for entry in file.models:
             if entry.dtype == "float16" and self.shapes[entry.name].family == "qwen3":
                 raise ClusterError(f"model {entry.name} has dtype float16, which Qwen3 overflows; use bfloat16 or float32")
+        self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
         self.demands = {entry.name: self._demand(entry) for entry in file.models}
         self.placement: Placement = place(list(self.demands.values()), self.slots)
 
@@ -275,11 +279,10 @@ class Plan:
         if len(possible) == 1:
             return "no other class of node can hold it"
         best = max(possible, key=lambda each: demand.tokens_per_s[each])
-        measured = "measured" if self.is_measured(name, slot.node_class) else "estimated"
         if best == slot.node_class:
-            return f"fastest class that holds it ({measured})"
+            return "fastest class that holds it"
         share = demand.tokens_per_s[slot.node_class] / demand.tokens_per_s[best]
-        return f"{share:.0%} of {best}'s speed, where it would share or lacks room ({measured})"
+        return f"{share:.0%} of {best}, shared or full"
 
     def _why_not(self, name: str) -> str:
         demand = self.demands[name]
@@ -308,8 +311,11 @@ class Plan:
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
         """What would place all of this model and leave nothing else out: the smallest change of each kind, each tried."""
-        found = [next((text for text, changes in kind if self._would_fit(name, changes)), None) for kind in self._changes(name)]
-        return (*(text for text in found if text), self._another_node(name))
+        found = []
+        for kind in self._changes(name):
+            if kind and self._would_fit(name, kind[-1][1]):  # where the largest change is not enough, none is
+                found.append(next(text for text, changes in kind if changes is kind[-1][1] or self._would_fit(name, changes)))
+        return (*found, self._another_node(name))
 
     def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
         """Changes of the model's entry to try, by kind, smallest first; each as the operator would write it."""
@@ -331,7 +337,12 @@ class Plan:
 
     def _would_fit(self, name: str, changes: dict[str, Any]) -> bool:
         changed = self._demand(self.entries[name].model_copy(update=changes))
-        then = place([changed if each.model == name else each for each in self.demands.values()], self.slots, _TRY_STEPS)
+        if changed == self.demands[name] or not self._tries:
+            return False
+        self._tries -= 1
+        demands = [changed if each.model == name else each for each in self.demands.values()]
+        required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # room to grow changes nothing
+        then = place(required, self.slots, _TRY_STEPS)
         others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
 
@@ -406,7 +417,8 @@ class Plan:
                     | {"pools": pools}
                 )
         default = self.file.default or self.file.models[0].name
-        if not any(default in (model["name"], *model["aliases"]) for model in models):
+        answers = {alias for pool in self.pools for alias in (pool.model, *self.entries[pool.model].aliases)}
+        if default not in answers:
             raise ClusterError(f"{default}, the default model, has no place, so there is no config; let default be another")
         return {
             "name": "gateway",

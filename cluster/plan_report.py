@@ -1,0 +1,181 @@
+"""A `Plan` for people, as rich tables, and for programs, as plain data."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.nodes import GIB
+from cluster.plan import Assigned, Plan, Unplaced
+
+FILE_HEADER = """\
+# Deploy with: serve deploy FILE
+# Every node must have been started with `emberforge node start`: its labels and its environment are what this counts on.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """How full one card is, or the CPUs of a node without."""
+
+    node: str
+    card: int | None
+    node_class: str
+    used_bytes: int
+    capacity: int
+    models: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        return self.used_bytes / self.capacity
+
+
+def card_uses(plan: Plan) -> tuple[CardUse, ...]:
+    """Every card of the cluster, empty ones too."""
+    on: dict[tuple[str, int | None], list[Assigned]] = {}
+    for each in plan.assigned:
+        on.setdefault((each.node, each.card), []).append(each)
+    uses = []
+    for slot in plan.slots:
+        card = None if slot.shared_out else slot.index
+        here = on.get((slot.node, card), [])
+        used = sum(each.needs_bytes for each in here)
+        uses.append(CardUse(slot.node, card, slot.node_class, used, slot.capacity, tuple(each.model for each in here)))
+    return tuple(uses)
+
+
+def as_data(plan: Plan) -> dict[str, Any]:
+    """The plan for JSON. Bytes are bytes; `card` is null on a node without."""
+    replicas = [
+        asdict(each) | {"tokens_per_s": round(each.tokens_per_s), "measured": _measured(plan, each)} for each in plan.assigned
+    ]
+    return {
+        "complete": not plan.unplaced,
+        "replicas": replicas,
+        "cards": [asdict(each) for each in card_uses(plan)],
+        "pools": [asdict(each) | {"name": each.name, "tokens_per_s": round(each.tokens_per_s)} for each in plan.pools],
+        "unplaced": [asdict(each) for each in plan.unplaced],
+        "notes": list(notes(plan)),
+        "placement": {"method": plan.placement.method, "proven": plan.placement.proven},
+    }
+
+
+def as_text(plan: Plan) -> Iterator[RenderableType]:
+    """The tables and sentences, in the order they are read."""
+    yield _replicas(plan)
+    yield _cards(plan)
+    yield _pools(plan)
+    if plan.unplaced:
+        yield Text("Does not fit", style="bold red")
+        for each in plan.unplaced:
+            yield from _unplaced(each)
+        yield Text()
+    for note in notes(plan):
+        yield Text(f"* {note}")
+
+
+def show(plan: Plan, console: Console) -> None:
+    for part in as_text(plan):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """What a reader should know of the figures and of the placement."""
+    found = [
+        f"the speed of {name} is a guess, its card being unknown: say what was measured, with tokens_per_s"
+        for name in plan.guesses()
+    ]
+    for name, entry in plan.entries.items():
+        for node_class in entry.tokens_per_s:
+            if node_class not in plan.classes:
+                found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
+    if not all(_measured(plan, each) for each in plan.assigned):
+        found.append("~ is an estimate from FLOPs and bytes, for short texts on a card of one's own")
+    return (*found, _placement_note(plan))
+
+
+def failure(plan: Plan) -> str:
+    """One sentence on what is unplaced."""
+    return "; ".join(_lacking(each) for each in plan.unplaced)
+
+
+def _placement_note(plan: Plan) -> str:
+    if not plan.placement.missing:
+        return f"placement: {plan.placement.method}; every required replica has its card"
+    if plan.placement.proven:
+        return f"placement: {plan.placement.method}; proven, no arrangement places more"
+    return f"placement: {plan.placement.method}; not proven, another arrangement may place more"
+
+
+def _replicas(plan: Plan) -> Table:
+    table = _table("Replicas", "model", "node:card", "needs GiB", "of GiB", "tokens/s", "", "why")
+    for each in plan.assigned:
+        rate = f"{'' if _measured(plan, each) else '~'}{_rounded(each.tokens_per_s):,}"
+        room = "required" if each.required else "room to grow"
+        table.add_row(
+            each.model, _place(each.node, each.card), _gib(each.needs_bytes), _gib(each.capacity), rate, room, each.why,
+            style=None if each.required else "dim",
+        )  # fmt: skip
+    return table
+
+
+def _cards(plan: Plan) -> Table:
+    table = _table("Cards", "node:card", "class", "used GiB", "of GiB", "full", "models")
+    for each in card_uses(plan):
+        models = ", ".join(each.models)
+        table.add_row(
+            _place(each.node, each.card), each.node_class, _gib(each.used_bytes), _gib(each.capacity), f"{each.share:.0%}", models
+        )
+    return table
+
+
+def _pools(plan: Plan) -> Table:
+    table = _table("Pools", "pool", "replicas", "num_gpus", "num_cpus")
+    for each in plan.pools:
+        replicas = f"{each.min_replicas}-{each.max_replicas}"
+        table.add_row(each.name, replicas, f"{each.num_gpus:.4f}" if each.num_gpus else "", f"{each.num_cpus:g}")
+    return table
+
+
+_NUMBERS = ("needs GiB", "used GiB", "of GiB", "tokens/s", "full", "replicas", "num_gpus", "num_cpus")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        may_wrap = column in ("why", "models")
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", no_wrap=not may_wrap)
+    return table
+
+
+def _unplaced(each: Unplaced) -> Iterator[Text]:
+    yield Text(f"  {_lacking(each)}: {each.why}")
+    for way in each.ways_out:
+        yield Text(f"    way out: {way}")
+
+
+def _lacking(each: Unplaced) -> str:
+    if not each.count:
+        return f"{each.model} is scaled to zero and has no card to wake on"
+    return f"{each.model} lacks {each.count} required replica{'s' if each.count > 1 else ''}"
+
+
+def _measured(plan: Plan, each: Assigned) -> bool:
+    return plan.is_measured(each.model, plan.class_of[each.node])
+
+
+def _place(node: str, card: int | None) -> str:
+    return f"{node}:cpu" if card is None else f"{node}:{card}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def _rounded(rate: float) -> int:
+    """Three digits: more would promise too much."""
+    return int(float(f"{rate:.3g}"))

@@ -1,0 +1,143 @@
+"""What `engine/memory.py` says a model takes: against published counts, checkpoints' headers, and a card's own report."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from cluster.catalogue import CATALOGUE, hub_id, known_model
+from engine.devices import DTYPES
+from engine.memory import MemoryKind, body_parameters, footprint, num_parameters
+from engine.model_config import load_model_config
+from engine.models.bert import Bert
+from engine.models.qwen3 import Qwen3
+from engine.weights import Checkpoint
+
+KINDS = get_args(MemoryKind)
+MIB = 1 << 20
+MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json"
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
+        ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
+        ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+    ],
+)
+def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
+    assert num_parameters(CATALOGUE[model]) == published
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3-lm"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
+    folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))
+    config = load_model_config(folder)
+    with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
+        model = (Bert if kind == "bert" else Qwen3)(config, checkpoint)
+        needless = set(checkpoint.finish(model.needless))
+    sizes = dict(header_sizes(folder))
+    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head."))}
+    assert bool(needless) == (kind != "qwen3")
+    assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
+
+
+def header_sizes(folder: Path) -> list[tuple[str, int]]:
+    sizes = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(str(path), framework="pt") as file:
+            sizes += [(name, math.prod(file.get_slice(name).get_shape())) for name in file.keys()]  # noqa: SIM118
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
+    folder = tiny(kind)
+    matrices = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                shape = file.get_slice(name).get_shape()
+                matrices += math.prod(shape) if len(shape) == 2 and "embed" not in name and "pooler" not in name else 0
+    assert body_parameters(load_model_config(folder)) == matrices
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(sorted(CATALOGUE)),
+    st.sampled_from(KINDS),
+    st.sampled_from(sorted(DTYPES)),
+    st.integers(1, 70_000),
+    st.integers(0, 70_000),
+    st.integers(1, 40_000),
+    st.integers(0, 40_000),
+)
+def test_more_tokens_never_take_less(
+    model: str, kind: MemoryKind, dtype: str, budget: int, more_budget: int, longest: int, longer: int
+) -> None:
+    short = replace(CATALOGUE[model], max_input_length=longest)
+    long = replace(short, max_input_length=longest + longer)
+    torch_dtype = DTYPES[dtype]  # type: ignore[index]
+    least = footprint(short, torch_dtype, kind, budget)
+    for other in (footprint(short, torch_dtype, kind, budget + more_budget), footprint(long, torch_dtype, kind, budget)):
+        assert other.total >= least.total
+        assert other.weights == least.weights
+    if longest + longer > max(longest, budget):  # then the longest input is what the workspace is for
+        assert footprint(long, torch_dtype, kind, budget).workspace > least.workspace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_found_at_warm_up_is_counted_at_its_most(kind: MemoryKind) -> None:
+    config = CATALOGUE["BAAI/bge-base-en-v1.5"]
+    assert footprint(config, torch.bfloat16, kind) == footprint(config, torch.bfloat16, kind, 16384)
+    assert footprint(config, torch.bfloat16, kind).total > footprint(config, torch.bfloat16, kind, 16383).total
+
+
+def test_float32_weighs_twice_and_headers_win_over_the_shape() -> None:
+    config = CATALOGUE["BAAI/bge-base-en-v1.5"]
+    low, high = (footprint(config, dtype, "gpu") for dtype in (torch.bfloat16, torch.float32))
+    assert high.weights == 2 * low.weights
+    assert footprint(config, torch.bfloat16, "gpu", weight_bytes=5).weights == 5
+
+
+def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:
+    config = CATALOGUE["Qwen/Qwen3-Embedding-0.6B"]
+    gpu, unified, cpu = (footprint(config, torch.bfloat16, kind, 2048) for kind in KINDS)
+    assert gpu.workspace < unified.workspace == cpu.workspace
+    assert gpu.graphs == unified.graphs > cpu.graphs == 0
+    assert gpu.total == gpu.reserved + gpu.context == sum((gpu.weights, gpu.workspace, gpu.graphs, gpu.overhead, gpu.context))
+
+
+def measured_rows() -> list[dict[str, float]]:
+    if not MEASURED.is_file():
+        return []
+    (rows,) = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"].values()
+    return [row for row in rows if row["model"].startswith("Qwen3")]
+
+
+def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
+    rows = measured_rows()
+    if not rows:
+        pytest.skip(f"no measurement yet: {MEASURED.name} comes from python -m loadtests.footprint on a GPU")
+    assert {row["model"] for row in rows} == {f"Qwen3-Embedding-{size}" for size in ("0.6B", "4B", "8B")}
+    for row in rows:
+        config = known_model(str(row["model"]))
+        assert config is not None
+        estimate = footprint(config, torch.bfloat16, "gpu", int(row["token budget"]))
+        assert 1.0 <= estimate.reserved / MIB / row["reserved"] <= 1.055, row
+
+
+def test_models_are_known_by_their_last_part_in_any_case() -> None:
+    assert hub_id("qwen3-embedding-8b") == hub_id("QWEN/Qwen3-Embedding-8B") == "Qwen/Qwen3-Embedding-8B"
+    assert known_model("bge-base-en-v1.5") is CATALOGUE["BAAI/bge-base-en-v1.5"]
+    assert hub_id("qwen3") is known_model("qwen3") is None

@@ -1,0 +1,437 @@
+"""The plan of a cluster: the Serve config it writes, ways out that work, what it says, and files it refuses."""
+
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.serve.schema import ServeDeploySchema
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster import plan_report
+from cluster.catalogue import CATALOGUE
+from cluster.files import ClusterError
+from cluster.nodes import GIB, Card, Node, load_nodes
+from cluster.plan import ModelEntry, ModelsFile, Plan, load_models
+from engine.errors import EmberError
+from serve_app.cli import cli
+
+NODES = """\
+nodes:
+  - {name: spark, arch: aarch64, ram_gib: 119, gpus: [{name: NVIDIA GB10, vram_gib: 119, unified: true}]}
+  - {name: pc1, arch: x86_64, ram_gib: 64, gpus: [{name: NVIDIA GeForce RTX 5080, vram_gib: 15.9}]}
+"""
+MODELS = """\
+models:
+  - {name: lite, model: Qwen/Qwen3-Embedding-0.6B, dtype: bf16, min_replicas: 1, max_replicas: 4, aliases: [default]}
+  - {name: pro, model: Qwen/Qwen3-Embedding-8B}
+"""
+PC_CLASS = "rtx-5080-16g-amd64"
+
+
+def rtx_5080(name: str = "pc1", gib: float = 15.9) -> Node:
+    return Node(name, "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(gib * GIB)),))
+
+
+SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
+H200 = Node("big", "amd64", 999 * GIB, 64, (Card("NVIDIA H200", 140 * GIB),) * 8)
+CPU = Node("old", "amd64", 64 * GIB, 16)
+UNKNOWN = Node("rx", "amd64", 64 * GIB, 8, (Card("Some [GPU]", 24 * GIB),))
+MIXED = (SPARK, rtx_5080(), rtx_5080("pc2"), H200, CPU, UNKNOWN)
+
+
+def entry(name: str = "m", model: str = "Qwen/Qwen3-Embedding-0.6B", **more: object) -> ModelEntry:
+    return ModelEntry.model_validate({"name": name, "model": model} | more)
+
+
+def planned(nodes: Sequence[Node], *entries: ModelEntry, **more: object) -> Plan:
+    return Plan(ModelsFile.model_validate({"models": entries} | more), nodes)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    models, nodes = tmp_path / "models.yaml", tmp_path / "nodes.yaml"
+    models.write_text(MODELS)
+    nodes.write_text(NODES)
+    return models, nodes
+
+
+@pytest.fixture
+def example(files: tuple[Path, Path]) -> Plan:
+    models, nodes = files
+    return Plan(load_models(models), load_nodes(nodes))
+
+
+def lost(ours: Any, known: Any, place: str = "") -> list[str]:
+    """Where `known` differs from what was written: Ray drops a key it does not know without a word."""
+    if isinstance(ours, dict):
+        if not isinstance(known, dict):
+            return [place]
+        return [each for key, value in ours.items() for each in lost(value, known.get(key, "nothing"), f"{place}.{key}")]
+    if isinstance(ours, list):
+        if not isinstance(known, list) or len(ours) != len(known):
+            return [place]
+        return [each for index, value in enumerate(ours) for each in lost(value, known[index], f"{place}.{index}")]
+    return [] if ours == known else [place]
+
+
+def read_by_ray(config: dict[str, Any]) -> dict[str, Any]:
+    text = yaml.safe_load(yaml.safe_dump(config))
+    content: dict[str, Any] = ServeDeploySchema.model_validate(text).model_dump(mode="json", exclude_unset=True)
+    return content
+
+
+def test_the_example_is_a_config_that_ray_reads_whole(example: Plan) -> None:
+    config = example.serve_config()
+    assert lost(config, read_by_ray(config)) == []
+    names = [application["name"] for application in config["applications"]]
+    assert names == [*(pool.name for pool in example.pools), "gateway"]
+    assert {pool.model for pool in example.pools if pool.min_replicas} == {"lite", "pro"}
+    gateway = config["applications"][-1]
+    assert gateway["args"]["default"] == "lite"
+    assert [model["name"] for model in gateway["args"]["models"]] == ["lite", "pro"]
+    assert gateway["args"]["models"][0]["aliases"] == ["default"]
+
+
+def test_a_key_that_ray_does_not_know_would_be_noticed(example: Plan) -> None:
+    config = example.serve_config()
+    config["applications"][0]["deployments"][0]["max_replicas_pernode"] = 1
+    config["http_options"]["prt"] = 1
+    assert lost(config, read_by_ray(config)) == [".http_options.prt", ".applications.0.deployments.0.max_replicas_pernode"]
+
+
+def test_every_option_reaches_the_config() -> None:
+    limits = {"max_batch_tokens": 2048, "max_input_tokens": 1024, "pooling": "mean", "dtype": "fp32"}
+    plan = planned(
+        MIXED, entry("a/x", "qwen3-embedding-0.6b", nodes=["pc1", "pc2"], **limits), entry("b", not_nodes=["pc1", "big"]),
+        default="b", gateways=3, asleep="refuse", settings={"port": 9000, "max_client_batch_size": 7},
+    )  # fmt: skip
+    config = plan.serve_config()
+    assert lost(config, read_by_ray(config)) == []
+    by_name = {application["name"]: application for application in config["applications"]}
+    pinned = next(pool for name, pool in by_name.items() if name.startswith("x."))
+    assert pinned["args"]["model"] == "Qwen/Qwen3-Embedding-0.6B", "the Hub's own spelling"
+    wanted = limits | {"dtype": "float32", "served_model_name": ["a/x"], "models": ["Qwen/Qwen3-Embedding-0.6B"]}
+    assert wanted.items() <= pinned["args"]["settings"].items()
+    assert pinned["args"]["settings"]["max_client_batch_size"] == 7
+    assert pinned["deployments"][0]["ray_actor_options"]["label_selector"]["emberforge-node"] == "in(pc1,pc2)"
+    kept_off = next(pool for name, pool in by_name.items() if name.startswith("b."))
+    assert kept_off["deployments"][0]["ray_actor_options"]["label_selector"]["emberforge-node"] == "!in(pc1,big)"
+    gateway = by_name["gateway"]
+    assert (gateway["args"]["default"], gateway["args"]["asleep"], config["http_options"]["port"]) == ("b", "refuse", 9000)
+    assert gateway["deployments"][0]["num_replicas"] == 3
+
+
+def test_a_folder_is_named_by_its_whole_path(minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(minilm.parent)
+    plan = planned([rtx_5080()], entry(model=f"./{minilm.name}"))
+    application, gateway = plan.serve_config()["applications"]
+    assert application["args"]["model"] == application["args"]["settings"]["models"][0] == str(minilm)
+    assert gateway["args"]["models"][0]["model"] == str(minilm)
+    assert (
+        planned([CPU], entry(model="all-MiniLM-L6-v2")).serve_config()["applications"][0]["args"]["model"] == "all-MiniLM-L6-v2"
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from(sorted(CATALOGUE)), st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=6))
+def test_ray_finds_room_for_every_pool_on_every_card(chosen: list[tuple[str, int, int]]) -> None:
+    models = [
+        entry(f"m{index}", model, min_replicas=least, max_replicas=max(1, least + more))
+        for index, (model, least, more) in enumerate(chosen)
+    ]
+    plan = planned(MIXED, *models)
+    share = {(pool.model, pool.node_class): pool for pool in plan.pools}
+    gpus: Counter[tuple[str, int | None]] = Counter()
+    cpus: Counter[str] = Counter()
+    for each in plan.assigned:
+        pool = share[each.model, plan.class_of[each.node]]
+        gpus[each.node, each.card] += pool.num_gpus  # type: ignore[assignment]
+        cpus[each.node] += pool.num_cpus  # type: ignore[assignment]
+        assert (each.card is None) == (pool.num_gpus == 0)
+    assert all(total <= 1 for total in gpus.values())
+    assert cpus["old"] <= CPU.num_cpus / 2, "half the cores that replicas compute with"
+    for pool in plan.pools:
+        on_node = Counter(
+            each.node for each in plan.assigned if (each.model, plan.class_of[each.node]) == (pool.model, pool.node_class)
+        )
+        assert (pool.max_replicas, pool.max_per_node) == (on_node.total(), max(on_node.values()))
+
+
+def apply(plan: Plan, name: str, way: str) -> Plan:
+    """The plan after an operator has done what `way` says, word by word."""
+    if " a card of " in way:
+        gib = float(way.split(" a card of ")[1].split(" GiB")[0])
+        count = int(way.split()[0]) if way[0].isdigit() else 1
+        new = [Node(f"new{index}", "amd64", 64 * GIB, 8, (Card("New", int(gib * GIB)),)) for index in range(count)]
+        nodes = (*plan.nodes, *new)
+        more = {"nodes": [*(plan.entries[name].nodes or ()), *(node.name for node in new)]} if "named in its nodes" in way else {}
+    else:
+        nodes = plan.nodes
+        more = {"nodes": None, "not_nodes": []} if way == "no nodes and not_nodes" else yaml.safe_load(way.replace(" and ", "\n"))
+    changed = {
+        key: ModelEntry.model_validate(each.model_dump() | (more if key == name else {})) for key, each in plan.entries.items()
+    }
+    return Plan(plan.file.model_copy(update={"models": tuple(changed.values())}), nodes)
+
+
+UNPLACED = {
+    "dtype": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-4B", dtype="fp32")), "dtype: bfloat16"),
+    "length": (planned([rtx_5080(gib=11.5)], entry(model="Qwen/Qwen3-Embedding-4B")), "max_input_tokens: 16384"),
+    "budget": (
+        planned([rtx_5080(gib=1.9)], entry(model="BAAI/bge-large-en-v1.5")),
+        "max_batch_tokens: 2048",
+    ),
+    "both": (
+        planned([rtx_5080(gib=10)], entry(model="Qwen/Qwen3-Embedding-4B")),
+        "max_input_tokens: 8192 and max_batch_tokens: 8192",
+    ),
+    "replicas": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-4B", min_replicas=3)), "min_replicas: 1"),
+    "too large": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-8B", min_replicas=2)), "2 more nodes"),
+    "pinned": (
+        planned([rtx_5080(), SPARK], entry(model="Qwen/Qwen3-Embedding-8B", nodes=["pc1"])),
+        "named in its nodes",
+    ),
+    "excluded": (planned([rtx_5080(), SPARK], entry(model="Qwen/Qwen3-Embedding-8B", not_nodes=["spark"])), "no nodes and"),
+    "asleep": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-8B", min_replicas=0), entry("other")), "another node"),
+    "crowded": (
+        planned([rtx_5080()], *(entry(f"m{index}", "Qwen/Qwen3-Embedding-4B") for index in range(2))),
+        "another node with a card",
+    ),
+    "squeezed": (
+        planned([rtx_5080()], entry("lite"), entry("pro", "Qwen/Qwen3-Embedding-8B")),
+        "another node",  # with shorter inputs it would be there, and lite not
+    ),
+    "cores": (planned([CPU], entry(min_replicas=5, dtype="bf16")), "min_replicas: 4"),
+    "float16": (planned([CPU], entry(model="BAAI/bge-base-en-v1.5", dtype="fp16")), "dtype: bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", UNPLACED)
+def test_ways_out_are_true(case: str) -> None:
+    plan, expected = UNPLACED[case]
+    (unplaced, *rest) = plan.unplaced
+    assert rest == []
+    assert any(expected in way for way in unplaced.ways_out), unplaced.ways_out
+    for way in unplaced.ways_out:
+        after = apply(plan, unplaced.model, way)
+        assert after.unplaced == (), way
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("too large", ["needs 18.9 GiB", "pc1:0 has no more than 15.6 GiB for models"]),
+        ("crowded", ["needs 11.4 GiB", "pc1:0 has 4.2 GiB of 15.6 GiB left"]),
+        ("cores", ["4 cores", "all are taken"]),
+        ("float16", ["float16 does not run on a CPU"]),
+    ],
+)
+def test_why_it_does_not_fit_is_said_with_figures(case: str, parts: list[str]) -> None:
+    (unplaced,) = UNPLACED[case][0].unplaced
+    for part in parts:
+        assert part in unplaced.why
+
+
+def test_pins_and_exclusions_that_leave_no_node_are_said() -> None:
+    plan = planned([rtx_5080(), SPARK], entry(nodes=["pc1"], not_nodes=["pc1"]))
+    assert plan.unplaced[0].why == "its pins and exclusions leave no node"
+
+
+def test_what_was_measured_changes_the_choice() -> None:
+    nodes = (SPARK, rtx_5080())
+    assert planned(nodes, entry()).assigned[0].node == "pc1"
+    measured = planned(nodes, entry(tokens_per_s={SPARK.class_name: 1e6}))
+    assert (measured.assigned[0].node, measured.assigned[0].tokens_per_s) == ("spark", 1e6)
+    assert measured.serve_config()["applications"][-1]["args"]["models"][0]["pools"][0]["tokens_per_s"] == 1_000_000
+
+
+def test_old_cards_hold_what_the_engine_will_load_there() -> None:
+    old = Node("t", "amd64", 64 * GIB, 8, (Card("Tesla T4", 15 * GIB),))
+    plan = planned([old, rtx_5080()], entry("q"), entry("b", "BAAI/bge-base-en-v1.5"))
+    for name, factor in (("q", 2), ("b", 1)):
+        weights = [plan.footprint(name, node.class_name).weights for node in (old, rtx_5080())]
+        assert weights[0] / weights[1] == pytest.approx(factor, rel=0.02)
+
+
+BAD_MODELS = [
+    ("", ["the file is None", "a mapping with models"]),
+    ("models: [}", ["cannot be read", "line 1"]),
+    ("modles: []", ["modles is not a key", "models, default"]),
+    ("models: []", ["models = []", "at least 1"]),
+    ("models: [{name: a}]", ["models.0.model is missing"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, repicas: 2}]", ["models.0.repicas is not a key", "min_replicas"]),
+    ("models: [{name: a, model: qwen3-embedding-4b}]\nsettings: {prt: 1}", ["settings.prt is not a key", "port"]),
+    ("models: [{name: a, model: x}]\nsettings: {dtype: fp32}", ["settings.dtype", "each model's entry"]),
+    ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
+    ("models: [{name: a, model: x, dtype: int8}]", ["models.0.dtype", "'int8'", "auto", "float32", "bfloat16"]),
+    ("models: [{name: a, model: x, pooling: max}]", ["models.0.pooling", "'max'", "mean"]),
+    (
+        "models: [{name: a, model: x, min_replicas: 3, max_replicas: 2}]",
+        ["models.0", "max_replicas is 2, less than min_replicas, 3"],
+    ),
+    ("models: [{name: a, model: x, min_replicas: -1}]", ["models.0.min_replicas = -1", "greater than or equal to 0"]),
+    ("models: [{name: a, model: x, tokens_per_s: {c: 0}}]", ["models.0.tokens_per_s.c = 0", "greater than 0"]),
+    ("models: [{name: a, model: x}, {name: a, model: y}]", ["two models are called 'a'", "differ"]),
+    ("models: [{name: a, model: x}, {name: b, model: y, aliases: [a]}]", ["two models are called 'a'", "differ"]),
+    ("models: [{name: a/x, model: x}, {name: b/x, model: y}]", ["2 models would have pools called 'x'", "differ"]),
+    ("models: [{name: a, model: x}]\ndefault: b", ["default is 'b'", "there is a"]),
+    ("models: [{name: a, model: x}]\nasleep: maybe", ["asleep = 'maybe'", "'wait' or 'refuse'"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, dtype: fp16}]", ["model a has dtype float16", "bfloat16 or float32"]),
+    ("models: [{name: a, model: ./no-such}]", ["./no-such is not a folder"]),
+    ("models: [{name: a, model: HERE}]", ["has no config.json", "not a model folder"]),
+]
+
+
+@pytest.mark.parametrize(("content", "parts"), BAD_MODELS)
+def test_a_bad_file_is_one_sentence_with_the_way_out(files: tuple[Path, Path], content: str, parts: list[str]) -> None:
+    models, nodes = files
+    models.write_text(content.replace("HERE", str(models.parent)))
+    with pytest.raises(EmberError) as caught:
+        Plan(load_models(models), load_nodes(nodes))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    assert "{" not in message, "a whole entry is no help"
+    for part in parts:
+        assert part in message
+
+
+def test_of_a_thousand_nodes_not_all_are_listed() -> None:
+    nodes = [rtx_5080(f"pc{index:03}") for index in range(50)]
+    with pytest.raises(ClusterError, match=r"names node 'pc', which is not there; there is pc000, .*pc007 and 42 more$"):
+        planned(nodes, entry(nodes=["pc"]))
+
+
+def shown(plan: Plan, width: int = 120) -> str:
+    out = io.StringIO()
+    plan_report.show(plan, Console(file=out, width=width, markup=False))
+    return out.getvalue()
+
+
+def test_the_table_says_what_is_where_and_why(example: Plan) -> None:
+    text = shown(example)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert all(len(line) <= 120 for line in text.splitlines())
+    assert "pro spark:0 20.1 109.0 ~5,030 required no other class of node can hold it" in lines
+    assert "lite pc1:0 2.9 15.6 ~93,200 required fastest class that holds it" in lines
+    assert any(line.startswith("lite spark:0 3.1 109.0") and "room to grow 60% of" in line for line in lines)
+    assert any(line.startswith("spark:0 gb10-") and line.endswith("23.2 109.0 21% pro, lite") for line in lines)
+    assert f"lite.{PC_CLASS} 1-1 0.1834 0.5" in lines
+    assert "Does not fit" not in text
+
+
+def test_what_does_not_fit_and_what_is_guessed_is_said() -> None:
+    plan = planned(
+        [UNKNOWN, CPU], entry("pro", "Qwen/Qwen3-Embedding-8B", dtype="bf16", min_replicas=3),
+        entry("zero", "Qwen/Qwen3-Embedding-8B", min_replicas=0, nodes=["rx"]), entry("fast", tokens_per_s={"gb10": 5}),
+    )  # fmt: skip
+    text = shown(plan)
+    assert "zero is scaled to zero and has no card to wake on: a replica needs" in text
+    assert "way out: another node with a card of" in text
+    assert "the speed of some-gpu-24g-amd64 is a guess" in text
+    assert "fast: tokens_per_s names gb10, and no node is of that class" in text
+    assert "old:cpu" in text
+
+
+def test_measured_speeds_carry_no_tilde() -> None:
+    text = shown(planned([rtx_5080()], entry(tokens_per_s={PC_CLASS: 12345.6})))
+    assert " 12,300 " in text
+    assert "~" not in text
+
+
+def test_the_placement_note_does_not_promise_too_much() -> None:
+    assert "every required replica has its card" in shown(planned([rtx_5080()], entry()))
+    assert "proven, no arrangement places more" in shown(UNPLACED["too large"][0])
+    many = [rtx_5080(f"pc{index}") for index in range(30)]
+    unproven = planned(many, entry(model="Qwen/Qwen3-Embedding-8B"))
+    assert "not proven, another arrangement may place more" in shown(unproven)
+
+
+def run(files: tuple[Path, Path], *more: object) -> Any:
+    models, nodes = files
+    return CliRunner().invoke(cli, ["plan", "--models", str(models), "--inventory", str(nodes), *map(str, more)])
+
+
+def test_the_command_writes_a_file_that_ray_reads(files: tuple[Path, Path], tmp_path: Path, example: Plan) -> None:
+    output = tmp_path / "serve.yaml"
+    result = run(files, "-o", output)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    assert "Replicas" in result.stdout
+    text = output.read_text()
+    assert text.startswith("# Deploy with: serve deploy FILE\n# Every node")
+    assert "`emberforge node start`" in text.splitlines()[1]
+    assert yaml.safe_load(text) == example.serve_config()
+
+
+def test_json_is_all_there_is_on_stdout(files: tuple[Path, Path], tmp_path: Path, example: Plan) -> None:
+    result = run(files, "--json", "-o", tmp_path / "serve.yaml")
+    data = json.loads(result.stdout)
+    assert data == json.loads(json.dumps(plan_report.as_data(example)))
+    assert data["complete"] is True
+    assert {"model": "pro", "node": "spark", "card": 0, "measured": False, "required": True}.items() <= data["replicas"][
+        0
+    ].items()
+
+
+def test_what_is_unplaced_fails_the_command_and_the_rest_is_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+    models, nodes = files
+    nodes.write_text(NODES.splitlines()[0] + "\n" + NODES.splitlines()[2] + "\n")
+    output = tmp_path / "serve.yaml"
+    result = run((models, nodes), "-o", output)
+    assert result.exit_code == 1
+    assert "Does not fit" in result.stdout
+    assert f"pro lacks 1 required replica; {output} has the rest" in str(result.exception)
+    names = [application["name"] for application in yaml.safe_load(output.read_text())["applications"]]
+    assert names == [f"lite.{PC_CLASS}", "gateway"]
+
+
+def test_without_the_default_model_nothing_is_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+    models, nodes = files
+    models.write_text(MODELS + "default: pro\n")
+    nodes.write_text(NODES.splitlines()[0] + "\n" + NODES.splitlines()[2] + "\n")
+    result = run((models, nodes), "-o", tmp_path / "serve.yaml")
+    assert isinstance(result.exception, ClusterError)
+    assert "pro, the default model, has no place" in str(result.exception)
+    assert "Does not fit" in result.stdout
+    assert not (tmp_path / "serve.yaml").exists()
+
+
+def test_a_default_may_be_an_alias(example: Plan) -> None:
+    file = example.file.model_copy(update={"default": "default"})
+    assert Plan(file, example.nodes).serve_config()["applications"][-1]["args"]["default"] == "default"
+
+
+def test_an_output_that_cannot_be_written_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:
+    result = run(files, "-o", tmp_path / "none" / "serve.yaml")
+    assert isinstance(result.exception, ClusterError)
+    assert "serve.yaml cannot be written: No such file" in str(result.exception)
+
+
+def test_a_larger_reserve_moves_the_model() -> None:
+    less = replace(rtx_5080(), reserve_bytes=14 * GIB)
+    assert planned([less, SPARK], entry()).assigned[0].node == "spark"
+
+
+def test_of_equal_nodes_the_one_with_least_counts_for_all() -> None:
+    """Replicas go to a class, and Ray chooses the node."""
+    less = replace(rtx_5080("pc2"), reserve_bytes=6 * GIB)
+    plan = planned([rtx_5080(), less], entry(model="Qwen/Qwen3-Embedding-4B"))
+    assert plan.placement.missing == {"m": 1}
+    assert {slot.capacity for slot in plan.slots} == {less.usable_bytes}
+
+
+def test_brackets_in_a_name_are_shown(files: tuple[Path, Path]) -> None:
+    files[0].write_text("models: [{name: 'a[red]b', model: qwen3-embedding-0.6b}]")
+    assert "a[red]b" in run(files).stdout
