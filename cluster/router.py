@@ -56,21 +56,24 @@ class ReplicaLoad:
         return max(sum(self.sent.values()), reported)
 
 
+@dataclass
+class Heard:
+    """When any replica was last heard of, by our clock. One for all pools: where nobody reports, the controller is gone."""
+
+    at: float = 0.0
+
+
 class PoolLoad:
     """The replicas of one pool, and how soon each would be done."""
 
-    def __init__(self, name: str, tokens_per_s: float, max_replicas: int = 1) -> None:
+    def __init__(self, name: str, tokens_per_s: float, max_replicas: int = 1, heard: Heard | None = None) -> None:
         """`tokens_per_s` is the plan's, used until a replica has measured its own."""
         self.name, self.max_replicas = name, max_replicas
+        self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
         self._replica_of: dict[int, str | None] = {}  # of each request that is not over, by ticket; None until it has one
         self._unrouted: dict[int, int] = {}  # tokens of those that have none yet
-
-    @property
-    def heard_at(self) -> float:
-        """When the last report came in."""
-        return max((each.heard_at for each in self.replicas.values()), default=0.0)
 
     def queued_tokens(self, now: float) -> float:
         return sum(self._unrouted.values()) + sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
@@ -88,6 +91,7 @@ class PoolLoad:
             if load is None or load.report.at != report.at:
                 load = self.replicas.setdefault(name, ReplicaLoad())
                 load.report, load.heard_at = report, now
+                self._heard.at = max(self._heard.at, now)
 
     def opened(self, ticket: Ticket) -> None:
         """A request is about to be sent here. From now on it counts, wherever it will go."""
@@ -122,27 +126,44 @@ class PoolLoad:
             load.sent.pop(ticket.id, None)
         return load
 
-    def is_silent(self, ticket: Ticket, heard_at: float) -> bool:
-        """Whether the replica that has the request reports no more, although others have until `heard_at`."""
-        load = self.replicas.get(self._replica_of.get(ticket.id) or "")
-        return load is not None and load.heard_at < heard_at - SILENT_S
+    def is_lost(self, ticket: Ticket) -> bool:
+        """Whether the replica that has the request is gone, or reports no more although others do."""
+        replica = self._replica_of.get(ticket.id)
+        if replica is None:
+            return False
+        load = self.replicas.get(replica)
+        return load is None or self._silent(load)
+
+    def _silent(self, load: ReplicaLoad) -> bool:
+        return load.heard_at < self._heard.at - SILENT_S
+
+    def _avoided(self, load: ReplicaLoad, now: float) -> bool:
+        return load.shunned_until > now or self._silent(load)
 
     def ranked(self, ticket: Ticket, now: float) -> list[str]:
         """Its replicas, the one that would be done first in front; those that cannot hold the request left out."""
         able = [name for name, load in self.replicas.items() if _holds(load, ticket)]
-        return sorted(able, key=lambda name: (self.replicas[name].shunned_until > now, self._finish_s(name, ticket, now), name))
+        return sorted(able, key=lambda name: (self._avoided(self.replicas[name], now), self._finish_s(name, ticket, now), name))
 
     def finish_s(self, ticket: Ticket, now: float) -> float | None:
         """Seconds until a request sent here would be done; None where no replica can do it, now or once one is started."""
         if not self.replicas:
             return COLD_START_S + ticket.num_tokens / self._planned if self.max_replicas else None
-        able = [name for name, load in self.replicas.items() if _holds(load, ticket) and load.shunned_until <= now]
+        able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]
         if able:
             ahead_s = sum(self._unrouted.values()) / sum(self.rate(self.replicas[name]) for name in able)
             return ahead_s + min(self._finish_s(name, ticket, now) for name in able)
         # Better a replica that has just failed than none.
-        shunned = [load.shunned_until - now for load in self.replicas.values() if _holds(load, ticket)]
-        return COLD_START_S + min(shunned) if shunned else None
+        waits = [max(0.0, load.shunned_until - now) for load in self.replicas.values() if _holds(load, ticket)]
+        return COLD_START_S + min(waits) if waits else None
+
+    def starts(self, longest: int, now: float) -> list[tuple[float, float]]:
+        """(seconds until it could begin, tokens/s) of each replica that would take an input of so many tokens."""
+        return [
+            (load.report.pass_s + load.queued_tokens(self.rate(load), now) / self.rate(load), self.rate(load))
+            for load in self.replicas.values()
+            if not self._avoided(load, now) and _holds(load, Ticket(0, 0, longest))
+        ]
 
     def _finish_s(self, name: str, ticket: Ticket, now: float) -> float:
         load = self.replicas[name]
@@ -156,11 +177,12 @@ def _holds(load: ReplicaLoad, ticket: Ticket) -> bool:
 
 # What this process sees of each pool, by name.
 LOADS: dict[str, PoolLoad] = {}
+_HEARD = Heard()
 
 
 def load_of(pool: str, tokens_per_s: float, max_replicas: int) -> PoolLoad:
     """This process's view of a pool, made when first asked for."""
-    return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, max_replicas))
+    return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, max_replicas, _HEARD))
 
 
 def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:
@@ -175,13 +197,7 @@ def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float) -> list
     Longest first, each to the replica that would then be done first.
     """
     whole = [list(range(len(lengths)))]
-    ready = [
-        (load.report.pass_s + load.queued_tokens(rate, now) / rate, rate)
-        for pool in pools
-        for load in pool.replicas.values()
-        for rate in [pool.rate(load)]
-        if load.shunned_until <= now and _holds(load, Ticket(0, 0, max(lengths)))
-    ]
+    ready = [start for pool in pools for start in pool.starts(max(lengths), now)]
     if len(ready) < 2 or len(lengths) < 2:
         return whole
     alone = min(start + sum(lengths) / rate for start, rate in ready)

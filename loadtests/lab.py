@@ -21,13 +21,18 @@ import psutil
 
 from cluster.local_ray import SERVE_ENV
 
-_BRIDGE = "ef-lab"
 _NET = "10.77.0"
 
 
 def possible() -> bool:
-    """Whether this process may make network namespaces."""
-    return os.geteuid() == 0 and shutil.which("ip") is not None
+    """Whether this process may make network namespaces, found by making one."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"ef{token_hex(2)}-try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    if made:
+        _ip("netns", "del", name)
+    return made
 
 
 @dataclass
@@ -35,14 +40,9 @@ class Member:
     """One node: its namespace, and what `ray start` was told."""
 
     name: str
+    namespace: str  # also the name of its cable's near end
     address: str
     labels: Mapping[str, str]
-    num_cpus: int
-    num_gpus: int
-
-    @property
-    def namespace(self) -> str:
-        return f"{_BRIDGE}-{self.name}"
 
     def processes(self) -> list[psutil.Process]:
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
@@ -60,7 +60,7 @@ class Member:
 
     def unplug(self) -> None:
         """Nothing reaches the node any more, and nobody is told."""
-        _ip("link", "set", f"ef-{self.name}", "down")
+        _ip("link", "set", self.namespace, "down")
 
 
 class Lab:
@@ -68,7 +68,9 @@ class Lab:
 
     def __init__(self, folder: Path) -> None:
         self.members: dict[str, Member] = {}
-        self._folder = folder
+        self._folder, self._bridge = folder, f"ef{token_hex(2)}"
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("link", "set", self._bridge, "up")
         # Short: sockets lie in it, and their names may have 107 characters.
         self.environment = os.environ | SERVE_ENV | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
         self.environment |= {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(folder)}
@@ -80,25 +82,21 @@ class Lab:
 
     def add(self, name: str, node_class: str, num_cpus: int, num_gpus: int = 0) -> Member:
         """Make the namespace and start Ray in it; the first one is the head."""
-        member = Member(
-            name, f"{_NET}.{len(self.members) + 2}", {"emberforge-class": node_class, "emberforge-node": name}, num_cpus, num_gpus
-        )
-        cable = f"ef-{name}"
-        _ip("netns", "add", member.namespace)
-        _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", member.namespace)
-        _ip("link", "set", cable, "master", _BRIDGE, "up")
-        for command in (
-            ["addr", "add", f"{member.address}/24", "dev", "eth0"],
-            ["link", "set", "eth0", "up"],
-            ["link", "set", "lo", "up"],
-        ):
-            _ip("-n", member.namespace, *command)
+        labels = {"emberforge-class": node_class, "emberforge-node": name}
+        member = Member(name, f"{self._bridge}-{name}", f"{_NET}.{len(self.members) + 2}", labels)
         self.members[name] = member
+        space = member.namespace
+        _ip("netns", "add", space)
+        _ip("link", "add", space, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("link", "set", space, "master", self._bridge, "up")
+        _ip("-n", space, "addr", "add", f"{member.address}/24", "dev", "eth0")
+        _ip("-n", space, "link", "set", "eth0", "up")
+        _ip("-n", space, "link", "set", "lo", "up")
         first = len(self.members) == 1
         where = ["--head", "--port=6379", "--dashboard-host=127.0.0.1"] if first else [f"--address={self.head.address}:6379"]
-        labels = ",".join(f"{key}={value}" for key, value in member.labels.items())
+        given = ",".join(f"{key}={value}" for key, value in labels.items())
         self.run(
-            name, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={member.address}", f"--labels={labels}",
+            name, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={member.address}", f"--labels={given}",
             f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}", "--object-store-memory=100000000", "--disable-usage-stats",
         )  # fmt: skip
         return member
@@ -130,7 +128,9 @@ class Lab:
             for _ in range(3):
                 member.kill()
                 psutil.wait_procs(member.processes(), timeout=2)
+            _ip("link", "del", member.namespace, check=False)  # with the namespace it would go too, but some time later
             _ip("netns", "del", member.namespace, check=False)
+        _ip("link", "del", self._bridge, check=False)
 
     def _command(self, name: str, arguments: tuple[str, ...]) -> list[str]:
         return ["ip", "netns", "exec", self.members[name].namespace, sys.executable, *arguments]
@@ -140,14 +140,11 @@ class Lab:
 def lab() -> Iterator[Lab]:
     """An empty laboratory; at the end no process and no interface of it is left."""
     folder = Path(tempfile.mkdtemp(prefix="ef-", dir="/tmp"))  # a short name
-    _ip("link", "add", _BRIDGE, "type", "bridge")
-    _ip("link", "set", _BRIDGE, "up")
     made = Lab(folder)
     try:
         yield made
     finally:
         made.close()
-        _ip("link", "del", _BRIDGE, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cluster.router import COLD_START_S, LOADS, Ticket, choose, load_of, split
+from cluster.router import COLD_START_S, Ticket, choose, load_of, split
 from engine.errors import BackendError, DeviceLost, EngineStopped, InvalidInput
 from engine.hub import resolve_model
 from engine.loop import Embeddings
@@ -80,8 +80,8 @@ class GatewayArgs(BaseModel):
     settings: Settings = Settings()
 
 
-class Silent(EngineStopped):
-    """A replica's node has not been heard of for a while, although others have."""
+class Lost(EngineStopped):
+    """The replica that has the request is gone, or its node has not been heard of for a while although others have."""
 
 
 class Pool:
@@ -115,7 +115,8 @@ class Pool:
         if self._handle is None:
             await self.connect()
         if self._handle is None:
-            raise Silent(f"pool {self.ref.name} is not deployed")
+            raise Lost(f"pool {self.ref.name} is not deployed")
+        awake = bool(self.load.replicas)
         self.load.opened(ticket)
         response = _call(self._handle.embed, sequences, options, ticket=ticket)
 
@@ -127,8 +128,9 @@ class Pool:
         blame = False
         try:
             while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S))[0]:
-                if self.load.is_silent(ticket, max(pool.heard_at for pool in LOADS.values())):
-                    raise Silent(f"a replica of pool {self.ref.name} has gone silent")
+                # Serve itself would wait for another replica of this pool, and there may be none for a long time.
+                if self.load.is_lost(ticket) or (awake and not self.load.replicas):
+                    raise Lost(f"pool {self.ref.name} has lost the replica")
             return waiting.result()
         except (*LOST, BackendError):
             blame = True

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.autoscale import needed
-from cluster.router import COLD_START_S, SILENT_S, PoolLoad, Report, Ticket, choose, split
+from cluster.router import COLD_START_S, SILENT_S, Heard, PoolLoad, Report, Ticket, choose, split
 
 
 def pool(name: str, rate: float, replicas: int = 1, queued: int = 0, longest: int | None = None) -> PoolLoad:
@@ -125,22 +125,29 @@ def test_a_pool_that_sleeps_costs_a_cold_start() -> None:
 def test_replicas_that_are_gone_are_forgotten() -> None:
     load = pool("a", 1_000, replicas=2)
     send(load, "a0", ticket(500))
+    assert not load.is_lost(ticket(500))
     load.update({"a1": Report(2.0)}, now=1.0)
+    assert load.is_lost(ticket(500))
     assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
     load.finished(ticket(500), 1.0, failed=True)  # of a replica nobody knows any more
     assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
 
 
 def test_a_replica_is_silent_only_while_others_are_heard() -> None:
-    silent, other = pool("a", 1_000), pool("b", 1_000)
-    send(silent, "a0", ticket(1))
-    assert not silent.is_silent(ticket(1), heard_at=silent.heard_at + SILENT_S)  # nobody reports: the controller is gone
+    heard = Heard()
+    quiet, other = PoolLoad("a", 1_000, heard=heard), PoolLoad("b", 10, heard=heard)
+    quiet.update({"a0": Report(1.0)}, now=0.0)
+    other.update({"b0": Report(1.0)}, now=0.0)
+    send(quiet, "a0", ticket(1))
+    assert not quiet.is_lost(ticket(1))  # whatever the time: nobody reports, so the controller is gone
     other.update({"b0": Report(2.0)}, now=SILENT_S + 1)
-    assert silent.is_silent(ticket(1), other.heard_at)
-    silent.update({"a0": Report(1.0, 0, 1_000, 0.001)}, now=SILENT_S + 1)  # the same report again says nothing
-    assert silent.is_silent(ticket(1), other.heard_at)
-    silent.update({"a0": Report(2.0)}, now=SILENT_S + 1)
-    assert not silent.is_silent(ticket(1), other.heard_at)
+    assert quiet.is_lost(ticket(1))
+    assert choose([quiet, other], ticket(5, number=2), now=SILENT_S + 1) is other
+    quiet.update({"a0": Report(1.0)}, now=SILENT_S + 1)  # the same report again says nothing
+    assert quiet.is_lost(ticket(1))
+    quiet.update({"a0": Report(2.0)}, now=SILENT_S + 1)
+    assert not quiet.is_lost(ticket(1))
+    assert choose([quiet, other], ticket(5, number=2), now=SILENT_S + 1) is quiet
 
 
 def test_a_request_is_split_only_where_that_is_sooner() -> None:

@@ -1,0 +1,79 @@
+"""Three unlike nodes, each in a network namespace of its own: placed as planned, and nothing accepted is lost when they go."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.plan import ModelsFile, Plan
+from loadtests import cluster
+from loadtests.lab import Lab, lab, possible, wait_for
+
+pytestmark = pytest.mark.skipif(not possible(), reason="network namespaces need root and iproute2")
+
+GB10, PC1, PC2, CPU = cluster.NODES
+STARTED = (GB10, PC1, CPU)
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with lab() as made:
+        cluster.build(made, STARTED)
+        cluster.deploy(made, cluster.config(STARTED, gateways=2), tmp_path_factory.mktemp("configs"), len(STARTED))
+        yield made
+
+
+def nodes_of_replicas(laboratory: Lab) -> dict[str, str]:
+    """The node that each pool's replica runs on, as Serve's REST API on the head has it."""
+    script = (
+        "import os, urllib.request\n"
+        "request = urllib.request.Request('http://127.0.0.1:8265/api/serve/applications/')\n"
+        "request.add_header('Authorization', 'Bearer ' + os.environ['RAY_AUTH_TOKEN'])\n"
+        "print(urllib.request.urlopen(request, timeout=10).read().decode())"
+    )
+    applications = json.loads(laboratory.run("head", "-c", script).splitlines()[-1])["applications"]
+    by_address = {member.address: name for name, member in laboratory.members.items()}
+    return {
+        name: by_address[replica["node_ip"]]
+        for name, application in applications.items()
+        if "Engine" in application["deployments"]
+        for replica in application["deployments"]["Engine"]["replicas"]
+        if replica["state"] == "RUNNING"
+    }
+
+
+def lost(laboratory: Lab, seconds: float, fault: str) -> dict[str, int]:
+    """What failed of a load during which a node goes away."""
+    load = cluster.Client(laboratory, 0.3, 5 + seconds, of=STARTED)
+    load.at(5)
+    getattr(laboratory.members[fault.split()[1]], fault.split()[0])()
+    results = load.results()
+    assert len(results) > 50
+    return cluster.failures(results)
+
+
+def test_replicas_are_where_the_plan_has_them(laboratory: Lab) -> None:
+    rates = {node.class_name: cluster.speed(node)[0] for node in STARTED}
+    file = ModelsFile.model_validate(
+        {"models": [{"name": "lite", "model": cluster.MODEL, "min_replicas": len(STARTED), "tokens_per_s": rates}]}
+    )
+    plan = Plan(file, STARTED)
+    names = {pool.node_class: pool.name for pool in plan.pools}
+    planned = {names[replica.slot.node_class]: replica.slot.node for replica in plan.placement.replicas}
+    assert nodes_of_replicas(laboratory) == planned
+
+
+def test_no_request_is_lost_with_a_node_that_is_killed(laboratory: Lab) -> None:
+    assert lost(laboratory, 10, "kill pc1") == {}
+
+
+def test_a_node_that_joins_takes_over_what_was_lost(laboratory: Lab) -> None:
+    cluster.add(laboratory, PC2)
+    wait_for("a replica on pc2", lambda: "pc2" in nodes_of_replicas(laboratory).values(), 60)
+    assert nodes_of_replicas(laboratory)[f"lite.{PC1.class_name}"] == "pc2"
+
+
+def test_no_request_is_lost_with_a_node_that_falls_silent(laboratory: Lab, tmp_path: Path) -> None:
+    wait_for("all replicas", lambda: cluster.ready(laboratory) >= len(STARTED))
+    assert lost(laboratory, 20, "unplug gb10") == {}
