@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
-from engine.memory import MemoryKind, body_parameters, footprint, num_parameters
+from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_config import load_model_config
 from engine.models.bert import Bert
 from engine.models.qwen3 import Qwen3
@@ -118,23 +118,17 @@ def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:
     assert gpu.total == gpu.reserved + gpu.context == sum((gpu.weights, gpu.workspace, gpu.graphs, gpu.overhead, gpu.context))
 
 
-def measured_rows() -> list[dict[str, float]]:
-    if not MEASURED.is_file():
-        return []
-    (rows,) = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"].values()
-    return [row for row in rows if row["model"].startswith("Qwen3")]
-
-
 def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
-    rows = measured_rows()
-    if not rows:
-        pytest.skip(f"no measurement yet: {MEASURED.name} comes from python -m loadtests.footprint on a GPU")
-    assert {row["model"] for row in rows} == {f"Qwen3-Embedding-{size}" for size in ("0.6B", "4B", "8B")}
+    """Of the budgets that an engine chooses; one far above costs up to 7 %."""
+    (rows,) = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"].values()
+    rows = [row for row in rows if row["model"].startswith("Qwen3") and row["token budget"] <= MOST_BATCH_TOKENS]
+    assert len(rows) == 6
     for row in rows:
-        config = known_model(str(row["model"]))
+        config = known_model(row["model"])
         assert config is not None
-        estimate = footprint(config, torch.bfloat16, "gpu", int(row["token budget"]))
-        assert 1.0 <= estimate.reserved / MIB / row["reserved"] <= 1.055, row
+        estimate = footprint(config, torch.bfloat16, "gpu", row["token budget"])
+        assert 1.0 <= estimate.reserved / MIB / row["reserved"] <= 1.05, row
+        assert 1.0 <= estimate.total / MIB / row["on the card"] <= 1.05, row
 
 
 def test_models_are_known_by_their_last_part_in_any_case() -> None:
