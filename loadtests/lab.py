@@ -29,10 +29,16 @@ def possible() -> bool:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"ef{token_hex(2)}-try"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
-    if made:
-        _ip("netns", "del", name)
-    return made
+    try:
+        _ip("netns", "add", name)
+        _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+    except RuntimeError:
+        return False
+    finally:
+        _ip("link", "del", name, check=False)
+        _ip("netns", "del", name, check=False)
+    return True
 
 
 @dataclass

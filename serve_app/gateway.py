@@ -21,7 +21,7 @@ from cluster.router import COLD_START_S, Ticket, choose, load_of, split
 from engine.errors import BackendError, DeviceLost, EngineStopped, InvalidInput
 from engine.hub import resolve_model
 from engine.loop import Embeddings
-from engine.memory import num_parameters
+from engine.memory import MOST_BATCH_TOKENS, num_parameters
 from engine.model_config import Pooling, load_model_config
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
@@ -147,17 +147,29 @@ class Pool:
             self._woken_at = monotonic()
             _in_background(_quietly(_call(self._handle.wake, ticket=Ticket(next(_tickets), 0, 0))))
 
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.load.rate(each) for each in self.load.replicas.values())
+
+    @property
+    def queued_tokens(self) -> float:
+        return self.load.queued_tokens(monotonic())
+
     def describe(self) -> dict[str, Any]:
-        rates = [self.load.rate(each) for each in self.load.replicas.values()]
         return {
             "name": self.ref.name,
             "node_class": self.ref.node_class,
             "state": self.state,
-            "replicas": len(rates),
+            "replicas": len(self.load.replicas),
             "max_replicas": self.ref.max_replicas,
-            "queued_tokens": round(self.load.queued_tokens(monotonic())),
-            "tokens_per_s": round(sum(rates)),
+            "queued_tokens": round(self.queued_tokens),
+            "tokens_per_s": round(self.tokens_per_s),
         }
+
+    def show_in(self, metrics: Metrics, model: str) -> None:
+        metrics.watch_pool(
+            model, self.ref.name, lambda: len(self.load.replicas), lambda: self.queued_tokens, lambda: self.tokens_per_s
+        )
 
 
 class PooledModel:
@@ -181,7 +193,7 @@ class PooledModel:
             pooling=config.pooling,
             hidden_size=config.hidden_size,
             max_input_length=self.tokenizer.max_input_length,
-            max_batch_tokens=settings.max_batch_tokens or 0,
+            max_batch_tokens=MOST_BATCH_TOKENS,  # at most: each pool finds its own
             created=int(time()),
         )
 
@@ -252,6 +264,11 @@ class PooledBackend:
             for pool in model.pools:
                 await pool.connect()
 
+    def show_in(self, metrics: Metrics) -> None:
+        for model in self._models:
+            for pool in model.pools:
+                pool.show_in(metrics, model.given.name)
+
     def get(self, name: str | None) -> PooledModel:
         if name is None:
             return self._default
@@ -277,7 +294,9 @@ class Gateway:
         self._backend = PooledBackend(args)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Api(self._backend, self._args.settings, Metrics("gateway")).app
+        metrics = Metrics("gateway")
+        self._backend.show_in(metrics)
+        return Api(self._backend, self._args.settings, metrics).app
 
     async def check_health(self) -> None:
         """Ray Serve calls this every few seconds: pools deployed meanwhile are found."""

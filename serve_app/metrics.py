@@ -1,7 +1,9 @@
-"""Every counter, gauge and histogram of a replica, so that no name is typed twice.
+"""Every counter, gauge and histogram, so that no name is typed twice.
 
-Served by each replica at `/metrics`, labelled with its model.
+Served at `/metrics` by each replica that answers HTTP, labelled with its model, and by each gateway, labelled "gateway".
 """
+
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -32,6 +34,17 @@ class Metrics:
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
         self._model = model
+        self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
+        self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
+        self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
+
+    def watch_pool(
+        self, model: str, pool: str, replicas: Callable[[], float], queued: Callable[[], float], rate: Callable[[], float]
+    ) -> None:
+        """Gauges of a pool as the gateway sees it, read when they are asked for."""
+        self._pool_replicas.labels(model, pool).set_function(replicas)
+        self._pool_queued.labels(model, pool).set_function(queued)
+        self._pool_rate.labels(model, pool).set_function(rate)
 
     def observe_request(self, route: str, status: int, seconds: float) -> None:
         self.requests.labels(self._model, route, str(status)).inc()
@@ -50,8 +63,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"emberforge_{name}", text, ("model", *labels), registry=self._registry)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"emberforge_{name}", text, ("model",), registry=self._registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"emberforge_{name}", text, ("model", *labels), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"emberforge_{name}", text, ("model", *labels), buckets=buckets, registry=self._registry)

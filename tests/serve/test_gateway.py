@@ -100,6 +100,7 @@ def test_models_are_listed_with_state_and_size(two_models: httpx.Client) -> None
     assert (mini["id"], mini["state"], mini["dimensions"], mini["parameters"]) == ("mini", "ready", 384, 22_565_376)
     assert [each["replicas"] for each in mini["pools"]] == [1, 1]
     assert (small["id"], small["aliases"], small["dimensions"]) == ("small", ["small-alias"], 64)
+    assert 'emberforge_pool_replicas{model="mini",pool="mini.b"} 1.0' in two_models.get("metrics").text
 
 
 def test_errors_keep_their_form_through_the_gateway(two_models: httpx.Client) -> None:
