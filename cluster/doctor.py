@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 
+from cluster.files import ClusterError
 from cluster.local_ray import SERVE_ENV
+from cluster.node import running
 from engine.devices import choose_device, cpu_flags, has_native_bf16
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -33,7 +35,7 @@ class Check:
 def examine(port: int) -> list[Check]:
     """Look at everything a server on this machine depends on. Starts nothing and changes nothing."""
     checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels, _embedded_model, _model_cache, _environment]
-    return [check() for check in checks] + [_port(port)]
+    return [check() for check in checks] + [_node(), _port(port)]
 
 
 def _python() -> Check:
@@ -107,6 +109,16 @@ def _environment() -> Check:
     found = f"Ray authentication: {mode}" + (f"; set by you: {', '.join(other)}" if other else "")
     slow = [text for text in other if text.startswith(("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"))]
     return Check("environment", found, f"{', '.join(slow)} makes serving many times slower; unset it" if slow else None)
+
+
+def _node() -> Check:
+    try:
+        started = running()
+    except ClusterError as error:
+        return Check("node", "its record cannot be read", str(error))
+    if started is None:
+        return Check("node", "none runs here")
+    return Check("node", f"{started.name}, {'the head' if started.head else 'part'} of the cluster at {started.address}")
 
 
 def _port(port: int) -> Check:

@@ -6,6 +6,7 @@ bought.
 
 import platform
 import re
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,8 @@ GIB = 1 << 30
 UNIFIED_RESERVE = 10 * GIB
 HOST_RESERVE = 4 * GIB
 CARD_RESERVE = GIB // 4
+
+_LABEL_LENGTH = 63  # of a label's value, which Ray and Kubernetes limit
 
 _ARCHS = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 
@@ -52,10 +55,14 @@ class Node:
 
     @property
     def class_name(self) -> str:
-        """Nodes of one class are interchangeable: same card, same memory, same architecture, or the same CPUs."""
+        """Nodes of one class are interchangeable: same card, same memory, same architecture, or the same CPUs.
+
+        Also the value of the label by which models find them.
+        """
         if self.cards:
             card = self.cards[0]
-            return f"{_slug(card.name)}-{_nominal_gib(card.total_bytes)}g-{self.arch}"
+            end = f"-{_nominal_gib(card.total_bytes)}g-{self.arch}"
+            return _shortened(_slug(card.name), _LABEL_LENGTH - len(end)) + end
         return f"cpu-{self.num_cpus}c-{round(self.ram_bytes / GIB)}g-{self.arch}"
 
     @property
@@ -102,9 +109,14 @@ def normal_arch(machine: str = platform.machine()) -> str:
     return _ARCHS[machine.lower()]
 
 
+def is_label(text: str) -> bool:
+    """Whether Ray takes this as the value of a label."""
+    return len(text) <= _LABEL_LENGTH and bool(re.fullmatch(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]*[a-zA-Z0-9])?", text))
+
+
 def _label(name: str) -> str:
     """Models are pinned to a node through a label of Ray's, which takes no other names."""
-    if not re.fullmatch(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?", name):
+    if not is_label(name):
         raise ValueError(
             "a node's name is 1 to 63 letters, digits, dots, dashes or underscores, and none of these three at its ends"
         )
@@ -168,3 +180,10 @@ def _slug(name: str) -> str:
     """A GPU's name as a label: `NVIDIA GeForce RTX 5080` -> `rtx-5080`."""
     short = re.sub(r"\b(nvidia|geforce)\b", "", name.lower())
     return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "gpu"
+
+
+def _shortened(slug: str, length: int) -> str:
+    """What is too long is cut, and kept apart from others by a digest."""
+    if len(slug) <= length:
+        return slug
+    return f"{slug[: length - 9].rstrip('-')}-{uuid.uuid5(uuid.NAMESPACE_OID, slug).hex[:8]}"

@@ -1,6 +1,7 @@
 """The `emberforge` command. Ray is imported only after its environment is set, so the imports here stay light."""
 
 import inspect
+import json
 import os
 import shlex
 import signal
@@ -18,10 +19,17 @@ import typer
 import yaml
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster import doctor as doctor_report
+from cluster import node, plan_report, status
+from cluster.files import ClusterError
+from cluster.inventory import live_nodes
 from cluster.local_ray import SERVE_ENV, local_ray
+from cluster.node_head import DEFAULT_PORT
+from cluster.nodes import load_nodes
+from cluster.plan import Plan, load_models
 from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
@@ -39,7 +47,7 @@ def main() -> None:
     try:
         cli()
     except EmberError as error:
-        console.print(f"[red]error:[/] {error}", markup=True)
+        console.print(f"[red]error:[/] {escape(str(error))}", markup=True)
         sys.exit(1)
 
 
@@ -158,12 +166,103 @@ def kernels(
         raise typer.Exit(1)
 
 
+def plan(
+    models: Annotated[Path, typer.Option(metavar="FILE", help="YAML: the models, how many replicas, where they may be")],
+    inventory: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML: the nodes and their cards")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Take the nodes of the running cluster instead")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the Serve config there")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON")] = False,
+) -> None:
+    """Show which model goes on which card of a cluster and why, and write the Serve config that does it.
+
+    Exit status 1 where something has no place; what has one is shown and written all the same.
+    """
+    if live == (inventory is not None):
+        raise ClusterError("say either --inventory FILE, or --live on a node of a running cluster")
+    file = load_models(models)  # first: it is the quicker to be wrong
+    made = Plan(file, load_nodes(inventory) if inventory else live_nodes(say=_say))
+    if as_json:
+        sys.stdout.write(json.dumps(plan_report.as_data(made), indent=1) + "\n")
+    else:
+        plan_report.show(made, Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120))
+    if output is not None:
+        text = plan_report.FILE_HEADER + yaml.safe_dump(made.serve_config(), sort_keys=False)
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"{output} cannot be written: {error.strerror}") from error
+        console.print(f"written to {output}; deploy it with: serve deploy {shlex.quote(str(output))}")
+    if made.unplaced:
+        raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has the rest'}")
+
+
+def start_node(
+    head: Annotated[bool, typer.Option("--head", help="Be the first node, which the others join")] = False,
+    address: Annotated[str | None, typer.Option(metavar="HEAD[:PORT]", help="Join the cluster of this head")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where a head listens for its nodes")] = DEFAULT_PORT,
+    name: Annotated[str | None, typer.Option(help="What the node is called, if not as its host is")] = None,
+    reserve_gib: Annotated[float | None, typer.Option(min=0, help="What models leave of each card, if not the usual")] = None,
+    object_store_gib: Annotated[float | None, typer.Option(help="Of Ray's object store, if not 2 or a tenth of memory")] = None,
+    dashboard_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray's dashboard")] = node.DEFAULT_DASHBOARD_PORT,
+) -> None:
+    """Make this machine the head of a new cluster, or a node of one that is there. It goes on when this command has ended."""
+    node.start(
+        head,
+        address,
+        port=port,
+        name=name,
+        reserve_gib=reserve_gib,
+        object_store_gib=object_store_gib,
+        dashboard_port=dashboard_port,
+        say=_say,
+    )
+
+
+def stop_node() -> None:
+    """End the node that was started on this machine, and nothing else."""
+    num_ended = node.stop()
+    console.print(f"ended {num_ended} processes" if num_ended else "no node runs here")
+
+
+def cluster_status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 s, until Ctrl-C")] = False,
+    address: Annotated[str | None, typer.Option(metavar="HEAD[:PORT]", help="Of the cluster, if not this node's")] = None,
+) -> None:
+    """Show the cluster's nodes with their cards, and its pools with their load."""
+    if as_json and watch:
+        raise ClusterError("say either --json or --watch")
+    output = Console(width=None if sys.stdout.isatty() else 160)
+    with status.watching(address) as watcher:
+        if watch:
+            status.show_forever(watcher, output)
+        elif as_json:
+            sys.stdout.write(json.dumps(status.as_data(watcher.look()), indent=1) + "\n")
+        else:
+            status.show(watcher.look(), output)
+
+
 cli.command()(_with_settings(serve))
 cli.command()(
     _with_settings(config, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")])
 )
 cli.command()(_with_settings(doctor))
 cli.command()(kernels)
+cli.command()(plan)
+
+node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)
+node_commands.command("start")(start_node)
+node_commands.command("stop")(stop_node)
+cli.add_typer(node_commands, name="node")
+
+cluster_commands = typer.Typer(help="Look at the running cluster.", no_args_is_help=True)
+cluster_commands.command("status")(cluster_status)
+cli.add_typer(cluster_commands, name="cluster")
+
+
+def _say(line: str) -> None:
+    """A line as it is: rich would take an IPv6 address in brackets for a style."""
+    console.print(line, markup=False)
 
 
 def available_cpus() -> int:

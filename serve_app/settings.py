@@ -14,6 +14,7 @@ from engine.hub import EMBEDDED_MODEL
 from engine.model_config import Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
+_NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_KERNEL_CACHE")  # read elsewhere, and for all commands
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -97,7 +98,7 @@ def load_settings(flags: Mapping[str, Any], env: Mapping[str, str] = os.environ,
     for key, value in _read_file(config).items():
         sources[key], values[key] = f"{key} in {config}", value
     for name, text in env.items():
-        if name.startswith(ENV_PREFIX) and name != f"{ENV_PREFIX}CONFIG":
+        if name.startswith(ENV_PREFIX) and name not in _NOT_SETTINGS:
             key = name.removeprefix(ENV_PREFIX).lower()
             sources[key], values[key] = name, text
     for key, value in flags.items():

@@ -45,6 +45,11 @@ def test_a_bad_value_is_named_with_the_way_out(flags: dict[str, object], env: di
         assert part in str(caught.value)
 
 
+def test_the_environment_of_other_parts_is_no_setting() -> None:
+    others = {"EMBERFORGE_CONFIG": "a.yaml", "EMBERFORGE_HOME": "/x", "EMBERFORGE_KERNEL_CACHE": "/y"}
+    assert load_settings({}, others) == load_settings({}, {})
+
+
 @pytest.mark.parametrize("content", ["prot: 1\n", "- a\n", "a: [\n"])
 def test_a_bad_file_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "settings.yaml"

@@ -1,0 +1,207 @@
+"""Make this machine a node of a cluster, and undo it: what `emberforge node start` and `emberforge node stop` do.
+
+Ray is started by its own command, in a session of its own and with a mark in its environment, so that `stop` finds all
+that came of it and nothing else.
+"""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from cluster.files import ClusterError
+from cluster.inventory import capability, read_machine, this_node
+from cluster.node_arguments import object_store_bytes, ray_arguments, ray_environment
+from cluster.node_head import DEFAULT_PORT, Member, ask, explain, joinable
+from cluster.node_labels import NODE_LABEL, node_labels
+from cluster.node_processes import MARK, Started, content, end, find_processes, read_record, recorded, remove_record, write_record
+from cluster.node_token import Token, head_token, home_folder, worker_token
+from cluster.nodes import GIB, Node
+
+DEFAULT_DASHBOARD_PORT = 8265
+
+_START_TIMEOUT_S = 120.0
+_ALIVE_TIMEOUT_S = 60.0
+
+
+def start(
+    head: bool,
+    address: str | None = None,
+    *,
+    port: int = DEFAULT_PORT,
+    name: str | None = None,
+    reserve_gib: float | None = None,
+    object_store_gib: float | None = None,
+    dashboard_port: int = DEFAULT_DASHBOARD_PORT,
+    say: Callable[[str], None] = print,
+) -> Started:
+    """Start Ray on this machine, as the head of a new cluster or as a node of the one at `address`, and see it alive.
+
+    Args:
+        port: where a head listens for its nodes.
+        reserve_gib: what models leave of each card; None takes the default of its kind.
+        say: takes each line for the operator.
+    Raises: ClusterError naming what is in the way; nothing is left running then.
+    """
+    if head == (address is not None):
+        raise ClusterError("say either --head, on the first node, or --address HEAD, on every other")
+    home = home_folder()
+    _refuse_second(home)
+    facts = read_machine()
+    node = this_node(name, None if reserve_gib is None else int(reserve_gib * GIB), lambda: facts)
+    labels = node_labels(node, capability(facts))
+    for line in describe(node):
+        say(line)
+
+    token = head_token(home, os.environ) if head else worker_token(home, os.environ)
+    environ = ray_environment(node, token, os.environ)
+    if address is None:
+        _refuse_taken(port)
+        cluster_address = f"127.0.0.1:{port}"
+    else:
+        cluster_address = joinable(address, node.name, environ)
+    arguments = ray_arguments(
+        node,
+        labels,
+        object_store_bytes(node, object_store_gib),
+        address=None if head else cluster_address,
+        port=port,
+        dashboard_port=dashboard_port,
+    )
+    started, member = _launch(home, Started(uuid.uuid4().hex, node.name, head), arguments, environ, cluster_address, labels)
+    say(f"started; this node is {'the head' if head else 'part'} of the cluster at {started.address}")
+    for line in how_to_join(member.ip, port, token, os.environ.get("USER", "USER")) if head else []:
+        say(line)
+    return started
+
+
+def stop() -> int:
+    """End what `start` has started on this machine; how many processes that were, 0 where nothing ran.
+
+    Raises: ClusterError for processes that do not end, or a record that cannot be read.
+    """
+    home = home_folder()
+    started = read_record(home)
+    if started is None:
+        return 0
+    num_ended = end(started)
+    remove_record(home)
+    return num_ended
+
+
+def running() -> Started | None:
+    """The node that runs on this machine, if `start` has started one. Raises: ClusterError for a record that cannot be read."""
+    started = read_record(home_folder())
+    return started if started and find_processes(started) else None
+
+
+def describe(node: Node) -> list[str]:
+    """What was found on this machine, line by line."""
+    lines = [f"node {node.name}: {node.class_name}, {node.num_cpus} CPUs, {node.ram_bytes / GIB:.1f} GiB of memory"]
+    for card in node.cards:
+        shared = " shared with the host" if card.unified else ""
+        free = "" if card.free_bytes is None else f", {card.free_bytes / GIB:.1f} free"
+        lines.append(f"  {card.name}: {card.total_bytes / GIB:.1f} GiB{shared}{free} ({card.source})")
+    return [*lines, f"  for models: {node.usable_bytes / GIB:.1f} GiB{' of each card' if node.cards else ', no GPU'}"]
+
+
+def how_to_join(ip: str, port: int, token: Token, user: str) -> list[str]:
+    """What to type on every other node. The token itself is not shown."""
+    if token.file is None:
+        bring = "export RAY_AUTH_TOKEN=...  # as it is set here"
+    else:
+        bring = f"mkdir -p ~/.emberforge && scp {shlex.quote(f'{user}@{ip}:{token.file}')} ~/.emberforge/token"
+    host = f"[{ip}]" if ":" in ip else ip
+    return ["on every other node:", f"  {bring}", f"  emberforge node start --address {host}:{port}"]
+
+
+def _refuse_second(home: Path) -> None:
+    """Raises: ClusterError."""
+    started = read_record(home)
+    if started and find_processes(started):
+        kind = "a head" if started.head else "a node"
+        raise ClusterError(
+            f"{kind} called {started.name} runs here already: end it with emberforge node stop, or give a second node of "
+            "this machine an EMBERFORGE_HOME of its own"
+        )
+
+
+def _refuse_taken(port: int) -> None:
+    """Raises: ClusterError."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ClusterError(
+                f"port {port} cannot be had ({error.strerror}), perhaps because another Ray head or a Redis runs here: "
+                "choose another with --port"
+            ) from error
+
+
+def _launch(
+    home: Path, started: Started, arguments: list[str], environ: Mapping[str, str], address: str, labels: Mapping[str, str]
+) -> tuple[Started, Member]:
+    """Run `ray start`, wait for the node, and record it. Whatever goes wrong, Ctrl-C too, ends what was begun."""
+    write_record(home, started)
+    try:
+        session = _run_ray(arguments, {**environ, MARK: started.id}, address)
+        member = _wait_until_alive(address, labels, environ)
+        if started.head:
+            address = f"{member.ip}:{address.rpartition(':')[2]}"
+        note = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # noqa: S108
+        started = replace(started, session=session, address=address, note=str(note), noted=content(note))
+        started = replace(started, processes=tuple(recorded(find_processes(started))))
+        write_record(home, started)
+    except BaseException:
+        end(started)
+        remove_record(home)
+        raise
+    return started, member
+
+
+def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
+    """Ray's processes go on when its command has ended; returned is the session they are in. Raises: ClusterError."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
+    # Not a pipe: a process that stays would hold it open.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(  # noqa: S603 - Ray's command, with arguments that were checked
+            command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            status = process.wait(_START_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise ClusterError(f"Ray did not start within {_START_TIMEOUT_S:g} s; its logs are in /tmp/ray") from None
+        finally:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+        if status:
+            output.seek(0)
+            raise ClusterError(explain(output.read(), address))
+    return process.pid
+
+
+def _wait_until_alive(address: str, labels: Mapping[str, str], environ: Mapping[str, str]) -> Member:
+    """Raises: ClusterError where the head does not know the node in time, or knows it otherwise than it was started."""
+    deadline = time.monotonic() + _ALIVE_TIMEOUT_S
+    while True:
+        member = ask(address, environ).member(labels[NODE_LABEL])
+        if member is not None:
+            break
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the head at {address} has not heard of this node in {_ALIVE_TIMEOUT_S:g} s: see /tmp/ray for why"
+            )
+        time.sleep(0.5)
+    lost = [f"{key}={value}" for key, value in labels.items() if member.labels.get(key) != value]
+    if lost:
+        raise ClusterError(f"Ray {version('ray')} has lost the labels {', '.join(lost)}, so no model would find this node")
+    return member

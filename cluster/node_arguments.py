@@ -1,0 +1,57 @@
+"""What `ray start` is given on a node, its environment included. Pure: nothing here is started."""
+
+from collections.abc import Mapping
+
+from cluster.files import ClusterError
+from cluster.local_ray import SERVE_ENV
+from cluster.node_token import Token
+from cluster.nodes import GIB, Node
+
+_LEAST_STORE = 75 << 20  # Ray refuses less
+
+
+def ray_arguments(
+    node: Node, labels: Mapping[str, str], store_bytes: int, *, address: str | None, port: int, dashboard_port: int
+) -> list[str]:
+    """What `ray start` is given; a node without `address` is the head."""
+    head = ["--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1"]
+    return [
+        *([f"--address={address}"] if address else [*head, f"--dashboard-port={dashboard_port}"]),
+        f"--num-cpus={node.num_cpus}",
+        f"--num-gpus={len(node.cards)}",
+        f"--object-store-memory={store_bytes}",
+        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+        "--disable-usage-stats",
+    ]
+
+
+def object_store_bytes(node: Node, gib: float | None) -> int:
+    """Ray's default is 30 % of the host's memory, which on a GPU that shares it is the models'. Raises: ClusterError."""
+    if gib is None:
+        return max(_LEAST_STORE, min(2 * GIB, node.ram_bytes // 10))
+    if gib * GIB < _LEAST_STORE:
+        raise ClusterError(f"--object-store-gib {gib:g} is too little: Ray takes {_LEAST_STORE / GIB:.3f} and more")
+    return int(gib * GIB)
+
+
+def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of `ray start`: what the operator has set stays. Raises: ClusterError for a Ray without a token."""
+    mode = environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise ClusterError(f"RAY_AUTH_MODE is {mode!r}, and a node without a token obeys anyone who reaches it: unset it")
+    uuids = [card.uuid or "" for card in node.cards]
+    # A MIG slice has no index, so Ray can hand it out by its uuid only.
+    slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
+    theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # it would outdo --address
+    return SERVE_ENV | memory_monitor(node) | theirs | token.variables | slices
+
+
+def memory_monitor(node: Node) -> dict[str, str]:
+    """Let models fill a GPU that shares the host's memory; Ray would kill their replicas at 95 %.
+
+    It still does when three quarters of the reserve are gone: the kernel kills nobody for memory the GPU holds, and the
+    machine hangs.
+    """
+    if not node.cards or not node.cards[0].unified:
+        return {}
+    return {"RAY_memory_usage_threshold": f"{1 - node.reserved / 4 / node.cards[0].total_bytes:.4f}"}

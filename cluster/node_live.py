@@ -1,0 +1,228 @@
+"""The nodes of a running cluster, as Ray knows them and as each says of itself when it is asked."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
+
+from cluster.files import ClusterError
+from cluster.inventory import this_node
+from cluster.node import running
+from cluster.node_head import Cluster, explain, reach
+from cluster.node_labels import ARCH_LABEL, CLASS_LABEL, NODE_LABEL, reserve_of
+from cluster.node_token import client_environment
+from cluster.nodes import Node
+
+# The first question to a node starts a Python there and imports torch: six seconds on two nodes that share two cores.
+ANSWER_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node of the cluster. `node` is what it last said of itself, at `heard_at` by our clock; `problem` is why it is silent."""
+
+    id: str
+    name: str
+    ip: str
+    alive: bool
+    labels: Mapping[str, str] = field(default_factory=dict)
+    total: Mapping[str, float] = field(default_factory=dict)  # Ray's resources: CPU, GPU
+    available: Mapping[str, float] = field(default_factory=dict)
+    node: Node | None = None
+    heard_at: float | None = None  # seconds since the epoch
+    problem: str | None = None
+
+    @property
+    def class_label(self) -> str | None:
+        """By which models are placed there; None where placement never finds it."""
+        return self.labels.get(CLASS_LABEL)
+
+    @property
+    def arch(self) -> str | None:
+        return self.node.arch if self.node else self.labels.get(ARCH_LABEL)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Of all its cards together, what Ray has promised to replicas; None without cards, or where nobody said."""
+        if self.node is None or not self.node.cards:
+            return None
+        return round((self.total.get("GPU", 0.0) - self.available.get("GPU", 0.0)) * self.node.usable_bytes)
+
+
+def seen_nodes(rows: Iterable[Mapping[str, Any]], available: Mapping[str, Mapping[str, float]]) -> tuple[Seen, ...]:
+    """Ray's own rows, by name. Of the dead only those whose name nobody alive has taken up, each once."""
+    everyone = [_seen(row, available.get(row["NodeID"], {})) for row in rows]
+    alive = [each for each in everyone if each.alive]
+    names = {each.name for each in alive}
+    dead = {each.name: each for each in everyone if each.name not in names}
+    return tuple(sorted((*alive, *dead.values()), key=lambda each: (each.name, each.id)))
+
+
+def _seen(row: Mapping[str, Any], available: Mapping[str, float]) -> Seen:
+    return Seen(
+        id=row["NodeID"],
+        name=row["Labels"].get(NODE_LABEL) or row["NodeName"],
+        ip=row["NodeManagerAddress"],
+        alive=row["Alive"],
+        labels=row["Labels"],
+        total=row["Resources"],
+        available=available,
+        problem=None if row["Alive"] else row.get("DeathReasonMessage") or "it has ended",
+    )
+
+
+def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tuple[Node, ...]:
+    """What a plan may count on. A node that placement would not find, or not as what it is, is named.
+
+    Raises: ClusterError for a node that is there and does not answer, and where none is left.
+    """
+    nodes = []
+    for each in seen:
+        if not each.alive:
+            say(f"node {each.name} is dead ({each.problem}): left out")
+        elif each.class_label is None:
+            say(f"node {each.name} has no label {CLASS_LABEL}, by which models would find it: left out")
+        elif each.node is None or each.problem:
+            raise ClusterError(
+                f"node {each.name} at {each.ip} cannot be planned with ({each.problem}): end it with emberforge node stop there, "
+                "or plan with --inventory"
+            )
+        else:
+            if each.class_label != each.node.class_name:
+                say(
+                    f"node {each.name} was started as {each.class_label} and is {each.node.class_name} now, so models planned "
+                    "for it would never find it: end it and start it again"
+                )
+            nodes.append(each.node)
+    if not nodes:
+        raise ClusterError("the cluster has no node to plan with: start one with emberforge node start")
+    return tuple(nodes)
+
+
+class Readings:
+    """Asks every node, again and again. A node that answers late is heard then; meanwhile it keeps what it said last."""
+
+    def __init__(self) -> None:
+        """Needs a connected Ray."""
+        import ray
+
+        self._question: Any = ray.remote(num_cpus=0, max_retries=0)(this_node)
+        self._asked: dict[str, Any] = {}  # of each node that owes an answer: Ray's reference to it
+        self._heard: dict[str, tuple[Node, float]] = {}
+
+    def read(self, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[Seen, ...]:
+        """Every node there is, with what it says. Waits for all together, for at most so long."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        seen = seen_nodes(ray.nodes(), available_resources_per_node())  # type: ignore[no-untyped-call]
+        problems = self._ask(seen)
+        owed = {ref: node_id for node_id, ref in self._asked.items()}
+        deadline = time.monotonic() + timeout_s
+        while owed:
+            done, _ = ray.wait(list(owed), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            node_id = owed.pop(done[0])
+            problems[node_id] = self._hear(node_id, done[0])
+        problems |= dict.fromkeys(owed.values(), f"no answer within {timeout_s:g} s")
+        return tuple(self._with_answer(each, problems.get(each.id)) for each in seen)
+
+    def _ask(self, seen: Iterable[Seen]) -> dict[str, str | None]:
+        """Send the question to every node alive that does not owe an answer; returns what kept it from being sent."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        problems: dict[str, str | None] = {}
+        for each in seen:
+            if not each.alive or each.id in self._asked:
+                continue
+            try:
+                reserve_bytes = reserve_of(each.labels)
+            except ClusterError as error:
+                problems[each.id] = str(error)
+                continue
+            there = NodeAffinitySchedulingStrategy(each.id, soft=False)
+            self._asked[each.id] = self._question.options(scheduling_strategy=there).remote(each.name, reserve_bytes)
+        return problems
+
+    def _hear(self, node_id: str, ref: Any) -> str | None:
+        """Keep an answer that has come; returns what was wrong instead."""
+        import ray
+
+        del self._asked[node_id]
+        try:
+            self._heard[node_id] = ray.get(ref), time.time()
+        except Exception as error:  # whatever its machine raised
+            return _one_line(getattr(error, "cause", None) or error)
+        return None
+
+    def _with_answer(self, seen: Seen, problem: str | None) -> Seen:
+        node, heard_at = self._heard.get(seen.id, (None, None))
+        if problem is None and node is not None and seen.alive:
+            problem = _miscounted(node, seen.total)
+        return replace(seen, node=node, heard_at=heard_at, problem=seen.problem or problem)
+
+
+def _miscounted(node: Node, total: Mapping[str, float]) -> str | None:
+    counted = total.get("GPU", 0.0)
+    if len(node.cards) == counted:
+        return None
+    return f"Ray counts {counted:g} GPUs there and the node sees {len(node.cards)}: end it and start it again"
+
+
+@contextmanager
+def connected(address: str | None = None) -> Iterator[str]:
+    """Join the cluster as a client for so long: the one at `address`, else RAY_ADDRESS, else that of the node that runs here.
+
+    Ray reads its token when it is imported, so that must not have been before; a process that is connected already stays so.
+    Raises: ClusterError where there is no cluster, or this machine is none of its nodes.
+    """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        yield sys.modules["ray"].get_runtime_context().gcs_address
+        return
+    named = address or _default_address()
+    environ = {**os.environ, **client_environment()}
+    found, cluster = reach(named, environ)
+    _refuse_outsider(found, cluster)
+    os.environ.update(environ)
+    import ray
+
+    try:
+        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise ClusterError(explain(str(error), found)) from error
+    try:
+        yield found
+    finally:
+        ray.shutdown()
+
+
+def _default_address() -> str:
+    """Raises: ClusterError."""
+    named = os.environ.get("RAY_ADDRESS")
+    if named and named != "auto":
+        return named
+    started = running()
+    if started is None:
+        raise ClusterError("no node runs here, and only its nodes can ask a cluster: start one with emberforge node start")
+    return started.address
+
+
+def _refuse_outsider(address: str, cluster: Cluster) -> None:
+    """Ray would look for a node of the cluster on this machine for long. Raises: ClusterError."""
+    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    if not any(member.ip in own for member in cluster.members):
+        names = ", ".join(sorted(member.labels.get(NODE_LABEL, member.ip) for member in cluster.members))
+        raise ClusterError(f"this machine is no node of the cluster at {address}, so it cannot ask: type it on one of {names}")
+
+
+def _one_line(error: BaseException) -> str:
+    """The last line of what an error says; of Ray's errors that is the one that counts."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

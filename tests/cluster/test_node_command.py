@@ -1,0 +1,126 @@
+"""`emberforge node`, `cluster status` and `plan --live` with a real Ray: two nodes of one cluster, on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.files import ClusterError
+from cluster.inventory import this_node
+from cluster.local_ray import free_port
+from cluster.node import running, start, stop
+from cluster.node_head import ask
+from cluster.node_labels import NODE_LABEL, node_labels
+from cluster.node_processes import Started, find_processes
+from cluster.node_token import client_environment
+from cluster.nodes import GIB
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where Ray and both nodes keep their files; pytest's own folders are too long for Ray's sockets."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        yield Path(short)
+
+
+def alive(processes: set[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head_home, worker_home = str(folder / "head"), str(folder / "worker")
+    said: list[str] = []
+    port = free_port()
+    monkeypatch.setenv("EMBERFORGE_HOME", head_home)
+    try:
+        head = start(
+            True, port=port, name="first", reserve_gib=1.5, object_store_gib=0.1, dashboard_port=free_port(), say=said.append
+        )
+        token = (folder / "head" / "token").read_text()
+        assert running() == head
+        assert head.address.endswith(f":{port}")
+        assert f"  emberforge node start --address {head.address}" in said
+        assert token not in "\n".join(said)
+
+        cluster = ask(head.address, {**os.environ, **client_environment()})
+        member = cluster.member("first")
+        assert member is not None
+        assert node_labels(this_node("first"), None).items() <= member.labels.items()
+        assert (folder / "ray" / "ray_current_cluster").read_text() == head.address
+        with pytest.raises(ClusterError, match="a head called first runs here already"):
+            start(True, port=free_port(), say=said.append)
+
+        monkeypatch.setenv("EMBERFORGE_HOME", worker_home)
+        _wrong_workers_are_refused(head, monkeypatch)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+        worker = start(False, head.address, name="second", reserve_gib=1.5, object_store_gib=0.1, say=said.append)
+        worker_node = this_node("second", reserve_bytes=3 * GIB // 2)
+        names = {member.labels[NODE_LABEL] for member in ask(head.address, {**os.environ, "RAY_AUTH_MODE": "token"}).members}
+        assert names == {"first", "second"}
+
+        status = _said("cluster", "status", "--json")
+        assert [(node["name"], node["alive"], node["problem"], node["cards"]) for node in status["nodes"]] == [
+            ("first", True, None, []),
+            ("second", True, None, []),
+        ]
+        assert (status["pools"], status["pools_source"]) == ([], "Serve is not running")
+        assert 0 <= status["nodes"][1]["age_s"] < 15
+        (folder / "models.yaml").write_text("models: [{name: mini, model: all-MiniLM-L6-v2, nodes: [second]}]")
+        planned = _said("plan", "--models", str(folder / "models.yaml"), "--live", "--json")
+        assert [(each["node"], each["capacity"]) for each in planned["replicas"]] == [("second", worker_node.usable_bytes)]
+
+        of_worker, of_head = find_processes(worker), find_processes(head)
+        assert of_worker
+        assert not of_worker & of_head
+        assert {"raylet", "gcs_server"} <= {process.name() for process in of_head}
+        assert stop() == len(of_worker)
+        assert alive(of_worker) == []
+        assert len(alive(of_head)) == len(of_head)
+    finally:
+        for home in (worker_home, head_home):
+            monkeypatch.setenv("EMBERFORGE_HOME", home)
+            ended = stop()
+    assert ended == len(of_head)
+    assert alive(of_head) == []
+    assert [process for process in psutil.process_iter() if str(folder) in _command(process)] == []
+    assert running() is None
+    assert not (folder / "ray" / "ray_current_cluster").exists()
+
+
+def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = (Path(os.environ["EMBERFORGE_HOME"]).with_name("head") / "token").read_text()
+    for token, name, sentence in (
+        (None, "second", "this node has no token"),
+        ("wrong" * 10, "second", f"{head.address} takes another token"),
+        (right, "first", "a node called first already"),
+    ):
+        if token:
+            monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+        with pytest.raises(ClusterError, match=sentence):
+            start(False, head.address, name=name, say=lambda line: None)
+        assert running() is None
+
+
+def _said(*arguments: str) -> Any:
+    """What `emberforge ...` prints, in a process of its own: Ray reads its token once in each."""
+    code = "from serve_app.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

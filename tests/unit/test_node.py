@@ -1,0 +1,310 @@
+"""Starting and ending a node, with processes in place of Ray's: a start that fails leaves nothing, an end touches nobody else."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from cluster import node as node_module
+from cluster import node_head, node_processes
+from cluster.files import ClusterError
+from cluster.local_ray import free_port
+from cluster.node import describe, how_to_join, running, start, stop
+from cluster.node_head import Cluster, Member
+from cluster.node_processes import Recorded, Started, find_processes, read_record, write_record
+from cluster.node_token import Token
+from cluster.nodes import GIB, Card, Node
+from serve_app import cli as command
+from serve_app.cli import cli
+
+CPU_NODE = Node("box", "amd64", 32 * GIB, 8)
+H200 = Card("NVIDIA H200", 140 * GIB, 139 * GIB, uuid="GPU-1", source="NVML")
+GB10_CARD = Card("NVIDIA GB10", 120 * GIB, 80 * GIB, True, "GPU-3", "MemAvailable (integrated GPU)")
+GB10 = Node("spark-1", "arm64", 120 * GIB, 20, (GB10_CARD,))
+TOKEN = Token(Path("/home/me/token"))
+
+
+def test_what_was_found_is_told_with_its_source() -> None:
+    assert describe(GB10) == [
+        "node spark-1: gb10-120g-arm64, 20 CPUs, 120.0 GiB of memory",
+        "  NVIDIA GB10: 120.0 GiB shared with the host, 80.0 free (MemAvailable (integrated GPU))",
+        "  for models: 110.0 GiB of each card",
+    ]
+    by_torch = replace(GB10, cards=(replace(H200, free_bytes=None, source="torch"),))
+    assert describe(by_torch)[1] == "  NVIDIA H200: 140.0 GiB (torch)"
+    assert describe(CPU_NODE)[-1] == "  for models: 28.0 GiB, no GPU"
+
+
+def test_other_nodes_are_told_what_to_type_without_the_token() -> None:
+    by_file = how_to_join("10.0.0.1", 7000, TOKEN, "me")
+    assert "scp me@10.0.0.1:/home/me/token ~/.emberforge/token" in by_file[1]
+    assert by_file[2].strip() == "emberforge node start --address 10.0.0.1:7000"
+    assert "RAY_AUTH_TOKEN=..." in how_to_join("10.0.0.1", 7000, Token(), "me")[1]
+    assert how_to_join("fd00::1", 6379, TOKEN, "me")[2].endswith("--address [fd00::1]:6379")
+
+
+def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(node_module, "start", lambda head, address, **more: given.update(more, head=head, address=address))
+    options = ["--name", "a", "--reserve-gib", "1.5", "--object-store-gib", "2", "--port", "7000", "--dashboard-port", "7001"]
+    assert CliRunner().invoke(cli, ["node", "start", "--address", "h:1", *options]).exit_code == 0
+    del given["say"]
+    expected = {"name": "a", "reserve_gib": 1.5, "object_store_gib": 2.0, "port": 7000, "dashboard_port": 7001}
+    assert given == expected | {"head": False, "address": "h:1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["node", "start"], "say either --head, on the first node, or --address HEAD"),
+        (["node", "start", "--head", "--address", "h"], "say either --head"),
+        (["cluster", "status", "--json", "--watch"], "say either --json or --watch"),
+        (["plan", "--models", "m"], "say either --inventory FILE, or --live"),
+        (["plan", "--models", "m", "--live", "--inventory", "n"], "say either --inventory FILE, or --live"),
+    ],
+)
+def test_a_command_that_is_told_too_little_or_too_much_says_what_to_say(home: Path, arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ClusterError, match=sentence):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)
+
+
+def test_an_error_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ClusterError("pip install 'ray[serve]' at [fd00::1]:6379")
+
+    monkeypatch.setattr(command, "cli", fail)
+    with pytest.raises(SystemExit):
+        command.main()
+    assert capsys.readouterr().err == "error: pip install 'ray[serve]' at [fd00::1]:6379\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EMBERFORGE_HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+Spawn = Callable[..., psutil.Process]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    """`spawn(mark, code, session)`: a Python that sleeps, marked or not, in a session of its own or in ours."""
+    made: list[subprocess.Popen[str]] = []
+
+    def run(mark: str | None = None, code: str = "", session: bool = False) -> psutil.Process:
+        environ = {name: value for name, value in os.environ.items() if name != "EMBER_NODE_ID"}
+        environ |= {"EMBER_NODE_ID": mark} if mark else {}
+        script = f"import os, signal, subprocess, sys, time\n{code}\nprint('up', flush=True)\ntime.sleep(60)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True, start_new_session=session
+        )
+        made.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        return psutil.Process(process.pid)
+
+    yield run
+    for process in made:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+UNMARKED_CHILD = (
+    "clean = {name: value for name, value in os.environ.items() if name != 'EMBER_NODE_ID'}\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], env=clean, stdout=subprocess.DEVNULL)\n"
+)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_stop_ends_what_is_marked_with_its_children_and_nobody_else(home: Path, spawn: Spawn) -> None:
+    marked, other, bystander = spawn("m1", UNMARKED_CHILD), spawn("m2"), spawn()
+    children = marked.children()
+    assert len(children) == 1
+    write_record(home, Started("m1", "box", True))
+    assert running() == Started("m1", "box", True)
+    assert stop() == 2
+    assert not any(map(is_alive, [marked, *children]))
+    assert is_alive(other)
+    assert is_alive(bystander)
+    assert not (home / "node.json").exists()
+    assert running() is None
+    assert stop() == 0
+
+
+def test_an_unmarked_orphan_is_found_by_its_session_as_long_as_something_proves_it(home: Path, spawn: Spawn) -> None:
+    leader = spawn("m1", UNMARKED_CHILD, session=True)
+    (orphan,) = leader.children()
+    started = Started("m1", "box", True, session=leader.pid)
+    assert find_processes(started) == {leader, orphan}
+    recorded = replace(started, id="gone", processes=(Recorded(orphan.pid, orphan.create_time(), "x"),))
+    leader.kill()
+    leader.wait()
+    assert find_processes(started) == set()  # the number of a session alone proves nothing
+    assert find_processes(recorded) == {orphan}
+    write_record(home, recorded)
+    assert stop() == 1
+    assert not is_alive(orphan)
+
+
+def test_whoever_asks_is_never_among_what_ends(spawn: Spawn) -> None:
+    """`emberforge node stop` may be typed in a terminal, or a job, that came of the node itself."""
+    process = spawn("m1")
+    ours = find_processes(Started("m1", "box", True, session=os.getsid(0)))
+    assert process in ours
+    assert not ours & {psutil.Process(), *psutil.Process().parents()}
+
+
+def test_a_reused_pid_is_not_touched(home: Path, spawn: Spawn) -> None:
+    stranger = spawn()
+    write_record(home, Started("m1", "box", False, processes=(Recorded(stranger.pid, stranger.create_time() - 60, "raylet"),)))
+    assert stop() == 0
+    assert is_alive(stranger)
+
+
+def test_what_does_not_end_when_told_is_killed(home: Path, spawn: Spawn) -> None:
+    stubborn = spawn("m1", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    write_record(home, Started("m1", "box", True))
+    assert stop() == 1
+    assert not is_alive(stubborn)
+
+
+def test_what_outlives_being_killed_stays_recorded(home: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = spawn("m1")
+    monkeypatch.setattr(node_processes, "_signal", lambda processes, name, seconds: list(processes))
+    write_record(home, Started("m1", "box", True))
+    with pytest.raises(ClusterError, match=f"processes {process.pid} do not end"):
+        stop()
+    assert (home / "node.json").exists()
+
+
+def test_the_record_survives_being_written(home: Path) -> None:
+    started = Started("m1", "box", True, 5, "h:1", "/x", "h:1", (Recorded(1, 2.25, "raylet"),))
+    write_record(home, started)
+    assert read_record(home) == started
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "name": "y", "head": true, "processes": [{}]}'])
+def test_a_record_that_cannot_be_read_is_named(home: Path, text: str) -> None:
+    (home / "node.json").write_text(text)
+    with pytest.raises(ClusterError, match=r"node\.json cannot be read .*remove it"):
+        stop()
+
+
+def test_rays_note_of_our_cluster_is_taken_back_and_anothers_is_not(home: Path) -> None:
+    ours, theirs = home / "ours", home / "theirs"
+    ours.write_text("h:1")
+    theirs.write_text("h:2")
+    for note in (ours, theirs):
+        write_record(home, Started("m1", "box", True, note=str(note), noted="h:1"))
+        assert stop() == 0
+    assert not ours.exists()
+    assert theirs.read_text() == "h:2"
+
+
+def test_a_second_node_here_is_refused(home: Path, spawn: Spawn) -> None:
+    spawn("m1")
+    write_record(home, Started("m1", "box", True))
+    with pytest.raises(ClusterError, match="a head called box runs here already: end it with emberforge node stop"):
+        start(True, say=lambda line: None)
+
+
+@pytest.mark.parametrize(("head", "address"), [(True, "h"), (False, None)])
+def test_a_node_is_a_head_or_has_one(home: Path, head: bool, address: str | None) -> None:
+    with pytest.raises(ClusterError, match=r"say either --head.* or --address HEAD"):
+        start(head, address)
+
+
+def test_a_taken_port_is_refused(home: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        with pytest.raises(ClusterError, match=rf"port {port} cannot be had \(Address already in use\).*--port"):
+            start(True, port=port, say=lambda line: None)
+
+
+def test_a_head_that_does_not_answer_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    port = free_port()
+    with pytest.raises(ClusterError, match=rf"no answer from 127\.0\.0\.1:{port} .*refused.*--head, and let its firewall"):
+        start(False, f"127.0.0.1:{port}", say=lambda line: None)
+
+
+def test_what_answers_and_is_no_head_is_named_in_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    monkeypatch.setattr(node_head, "_ASK_TIMEOUT_S", 1.0)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"what answers at {address} is no Ray head"):
+            start(False, address, say=lambda line: None)
+
+
+def test_a_start_that_fails_leaves_nothing_behind(home: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[psutil.Process] = []
+
+    def begin_and_fail(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
+        assert json.loads((home / "node.json").read_text())["id"] == environ["EMBER_NODE_ID"]  # so that stop could end it
+        begun.append(spawn(environ["EMBER_NODE_ID"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(node_module, "_run_ray", begin_and_fail)
+    with pytest.raises(KeyboardInterrupt):
+        start(True, port=free_port(), say=lambda line: None)
+    assert len(begun) == 1
+    assert not is_alive(begun[0])
+    assert not (home / "node.json").exists()
+
+
+@pytest.mark.parametrize("lost", [{}, {"emberforge-class": "other"}])
+def test_a_node_that_lost_its_labels_is_no_node(lost: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = {"emberforge-node": "box", "emberforge-class": "c"}
+    known = {"emberforge-node": "box"} | lost
+    monkeypatch.setattr(node_module, "ask", lambda address, environ: Cluster("", "", (Member("1", known),)))
+    with pytest.raises(ClusterError, match="lost the labels emberforge-class=c"):
+        node_module._wait_until_alive("h:1", labels, {})
+
+
+def test_a_node_that_does_not_come_up_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "_ALIVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(node_module, "ask", lambda address, environ: Cluster("", ""))
+    begin = time.monotonic()
+    with pytest.raises(ClusterError, match="has not heard of this node"):
+        node_module._wait_until_alive("h:1", {"emberforge-node": "box"}, {})
+    assert time.monotonic() - begin < 5
+
+
+def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start` that never returns: a script in its place, under the very command line that starts Ray."""
+    package = home / "ray" / "scripts"
+    package.mkdir(parents=True)
+    for folder in (home / "ray", package):
+        (folder / "__init__.py").touch()
+    (package / "scripts.py").write_text("import time; time.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(home))
+    monkeypatch.setattr(node_module, "_START_TIMEOUT_S", 1.0)
+    before = {process.pid for process in psutil.Process().children()}
+    with pytest.raises(ClusterError, match="Ray did not start within 1 s"):
+        start(True, port=free_port(), say=lambda line: None)
+    assert [process for process in psutil.Process().children() if process.pid not in before and is_alive(process)] == []
