@@ -9,6 +9,9 @@ from cluster.nodes import GIB, Node
 
 _LEAST_STORE = 75 << 20  # Ray refuses less
 
+# How long a node goes on answering while the head is gone, before Ray there ends itself; its own default is 60 s.
+_WITHOUT_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+
 
 def ray_arguments(
     node: Node, labels: Mapping[str, str], store_bytes: int, *, address: str | None, port: int, dashboard_port: int
@@ -43,7 +46,7 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dic
     # A MIG slice has no index, so Ray can hand it out by its uuid only.
     slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
     theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # it would outdo --address
-    return SERVE_ENV | memory_monitor(node) | theirs | token.variables | slices
+    return SERVE_ENV | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
 
 
 def memory_monitor(node: Node) -> dict[str, str]:

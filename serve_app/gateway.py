@@ -98,7 +98,7 @@ class Pool:
         if self._handle is None:
             try:
                 handle = await asyncio.to_thread(serve.get_deployment_handle, "Engine", self.ref.name)
-            except (RayServeException, RayActorError) as error:
+            except (RayServeException, RayActorError, KeyError) as error:  # the last is how Serve says that it knows no such
                 log.info("pool %s is not there yet: %s", self.ref.name, error)
                 return
             handle._init()  # type: ignore[no-untyped-call]  # else the router would not start before the first request
