@@ -77,6 +77,7 @@ def deploy(laboratory: Lab, content: dict[str, Any], folder: Path, replicas: int
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     laboratory.run("head", "-m", "ray.serve.scripts", "deploy", str(file))
     wait_for("the gateway", lambda: models(laboratory) and ready(laboratory) >= replicas, 120)
+    wait_for("an answer", lambda: not failures(Client(laboratory, 0.05, 2).results()), 60)
 
 
 def models(laboratory: Lab) -> list[dict[str, Any]]:

@@ -234,7 +234,7 @@ class PooledModel:
                 return await pool.embed(sequences, options, ticket)
             except LOST as error:
                 log.warning("%s: attempt %d on pool %s failed: %r", self.given.name, attempt, pool.ref.name, error)
-        raise Unhealthy(f"model {self.given.name}: two replicas were lost while they computed this; try again")
+        raise Unhealthy(f"model {self.given.name}: two replicas in a row could not be reached; try again")
 
     def _choose(self, ticket: Ticket) -> Pool:
         """Raises: InvalidInput for an input that no replica can hold, Asleep where the operator wants that said."""

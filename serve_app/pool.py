@@ -86,10 +86,12 @@ def build(args: PoolArgs) -> serve.Application:
 
 def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any) -> serve.Application:
     """As `build`, with deployment options, and with another server class for tests and benchmarks."""
-    routing = routing_options(args.pool, args.tokens_per_s, args.max_replicas)
-    chosen = deployment_options(args.settings) | scaling_options(args.min_replicas, args.max_replicas) | options
-    # On a card there may be no room for the new replica beside the old one.
-    engine = serve.deployment(name="Engine")(server).options(**chosen, max_surge_percent=0, request_router_config=routing)
+    own = {
+        "max_surge_percent": 0,  # on a card there may be no room for the new replica beside the old one
+        "request_router_config": routing_options(args.pool, args.tokens_per_s, args.max_replicas),
+    }
+    chosen = deployment_options(args.settings) | scaling_options(args.min_replicas, args.max_replicas) | own | options
+    engine = serve.deployment(name="Engine")(server).options(**chosen)
     asleep = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
     ingress = serve.deployment(name="Unrouted")(Unrouted).options(autoscaling_config=asleep)
     application: serve.Application = ingress.bind(engine.bind(args.model, args.name, args.settings))

@@ -142,6 +142,21 @@ def test_a_pool_that_fails_fast_gets_no_traffic(clustered: Clustered) -> None:
         assert answers == [200] * 30
 
 
+def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
+    ref = {"name": "late", "tokens_per_s": 3000}
+    pools = [ref | {"node_class": "cpu"}]
+    args = {"models": [{"name": "mini", "model": EMBEDDED_MODEL, "pools": pools}], "default": "mini"}
+    serve.run(gateway.build(gateway.GatewayArgs.model_validate(args)), name="gatewaylate", route_prefix="/late")
+    with httpx.Client(base_url=address + "/late", timeout=40) as gate:
+        wait_until_routed(gate)
+        assert gate.post("embed", json={"inputs": "too early"}).status_code == 503
+        late = pool.PoolArgs(pool="late", model=EMBEDDED_MODEL, name="mini", tokens_per_s=3000, settings=SETTINGS)
+        serve.run(pool.bind(late, ray_actor_options={"num_cpus": 0.1}), name="late", route_prefix=None)
+        wait_for(lambda: gate.post("embed", json={"inputs": "in time"}).status_code == 200)
+    for name in ("gatewaylate", "late"):
+        serve.delete(name)
+
+
 def test_when_every_replica_fails_the_client_is_told_to_come_back(clustered: Clustered) -> None:
     with clustered("/down", {"mini": {"down": BrokenPool}}) as gate:
         answer = gate.post("embed", json={"inputs": "x"})
