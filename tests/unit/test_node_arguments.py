@@ -96,6 +96,7 @@ def test_the_environment_is_ours_where_the_operator_has_not_spoken() -> None:
     theirs = {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "RAY_ADDRESS": "elsewhere:1", "PATH": "/bin"}
     environ = ray_environment(CPU_NODE, TOKEN, theirs)
     ours = SERVE_ENV | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/token"}
+    ours |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
     assert environ == ours | {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "PATH": "/bin"}
 
 
