@@ -100,7 +100,7 @@ def read_machine() -> Facts:
     return Facts(
         hostname=socket.gethostname(),
         machine=platform.machine(),
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cpus=available_cpus(),
         mem_total_bytes=memory.total,
         mem_available_bytes=memory.available,
         cgroup=_own_cgroup(),
@@ -109,6 +109,11 @@ def read_machine() -> Facts:
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         read_at=time.time(),
     )
+
+
+def available_cpus() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def this_node(name: str | None = None, reserve_bytes: int | None = None, source: Source = read_machine) -> Node:

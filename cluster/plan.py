@@ -7,21 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from cluster.catalogue import hub_id, known_model
 from cluster.files import ClusterError, read_yaml
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
 from cluster.throughput import estimated_tokens_per_s, has_bf16, is_known
-from engine.devices import DTYPES, DtypeName
+from engine.devices import DTYPES
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
 from engine.model_config import ModelConfig, Pooling, load_model_config
-from serve_app.settings import DTYPE_ALIASES, Settings, pool_name
+from serve_app.settings import Dtype, Settings, pool_name
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
@@ -33,10 +33,6 @@ _TRY_REPLICAS = 100_000
 _PER_MODEL = ("models", "served_model_name", "dtype", "pooling", "max_batch_tokens", "max_input_tokens", "num_threads")
 
 
-def _dtype(value: Any) -> Any:
-    return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
-
-
 class ModelEntry(BaseModel):
     """One model of models.yaml."""
 
@@ -44,7 +40,7 @@ class ModelEntry(BaseModel):
 
     name: str = Field(min_length=1)
     model: str = Field(min_length=1)
-    dtype: Annotated[Literal["auto", DtypeName], BeforeValidator(_dtype)] = "auto"
+    dtype: Dtype = "auto"
     min_replicas: int = Field(1, ge=0)
     max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
     aliases: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ from cluster.plan import ModelsFile, Plan
 from loadtests.client import _Connection
 from loadtests.lab import Lab, lab, wait_for
 from loadtests.report import write
-from loadtests.traces import percentile
+from loadtests.traces import percentile, request_lengths
 
 # Tokens/s and seconds a pass of the 0.6B on each, as predicted, at a quarter of the speed: two cores carry the rest.
 SCALE = 0.25
@@ -119,15 +119,10 @@ class Client:
 def client(tokens_per_s: float, seconds: float, seed: int) -> None:
     """Requests of 1, 4, 16 or 64 texts as token ids, due at Poisson times whatever happened to those before."""
     rng = random.Random(seed)
-
-    def lengths() -> list[int]:
-        count = 1 if rng.random() < 0.7 else rng.choice((4, 16, 64))
-        return [min(LONGEST, max(8, int(rng.lognormvariate(5.0, 0.8)))) for _ in range(count)]
-
-    mean = sum(sum(lengths()) for _ in range(20_000)) / 20_000
+    mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
     due, now = [], 1.0
     while now < seconds:
-        due.append((now, json.dumps({"inputs": [[1000 + i for i in range(n)] for n in lengths()]}).encode()))
+        due.append((now, json.dumps({"inputs": [[1000 + i for i in range(n)] for n in request_lengths(rng, LONGEST)]}).encode()))
         now += rng.expovariate(tokens_per_s / mean)
     print(json.dumps(asyncio.run(_send(due))))
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from cluster.router import PoolLoad, Report, Ticket, choose
 from loadtests.report import write
-from loadtests.traces import percentile
+from loadtests.traces import percentile, request_lengths
 
 # Qwen3-Embedding-0.6B, tokens/s as predicted in results/predicted.md; the CPU from FLOPs.
 CARDS = {"gb10": (63_000.0, 0.004), "rtx5080-a": (101_000.0, 0.0015), "rtx5080-b": (101_000.0, 0.0015), "cpu": (2_000.0, 0.02)}
 BUDGET = 8192
+LONGEST = 2048
 SECONDS = 120.0
 DEADLINE_S = 1.0  # what counts as served in time
 LOADS = (0.5, 0.8, 0.95)
@@ -62,16 +63,11 @@ def arrivals(load: float, seed: int) -> list[Request]:
     """Poisson; mostly queries of one short text, some documents in batches of up to 64."""
     rng = random.Random(seed)
     capacity = sum(rate for rate, _ in CARDS.values())
-
-    def lengths() -> list[int]:
-        num = 1 if rng.random() < 0.7 else rng.choice((4, 16, 64))
-        return [min(2048, max(8, int(rng.lognormvariate(5.0, 0.8)))) for _ in range(num)]
-
-    mean = sum(sum(lengths()) for _ in range(20_000)) / 20_000
+    mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
     found, now = [], 0.0
     while now < SECONDS:
         now += rng.expovariate(load * capacity / mean)
-        texts = lengths()
+        texts = request_lengths(rng, LONGEST)
         found.append(Request(now, texts, sum(texts)))
     return found
 

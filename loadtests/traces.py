@@ -1,6 +1,7 @@
 """Seeded load: ragged texts that never repeat, and arrival times of an open loop."""
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def mixed_lengths(total_tokens: int, seed: int, most: int = 2048) -> list[int]:
     drawn = np.random.default_rng(seed).lognormal(np.log(150), 0.8, total_tokens // 8 + 1)
     ends = np.cumsum(np.clip(drawn, 8, most).astype(int)).clip(max=total_tokens)
     return [int(length) for length in np.diff(ends, prepend=0) if length]
+
+
+def request_lengths(rng: random.Random, longest: int) -> list[int]:
+    """Tokens of one request's texts: 70 % single texts, else 4, 16 or 64; lognormal, median 148, sigma 0.8."""
+    count = 1 if rng.random() < 0.7 else rng.choice((4, 16, 64))
+    return [min(longest, max(8, int(rng.lognormvariate(5.0, 0.8)))) for _ in range(count)]
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import shlex
 import signal
 import socket
@@ -25,7 +24,7 @@ from rich.table import Table
 from cluster import doctor as doctor_report
 from cluster import node, plan_report, status
 from cluster.files import ClusterError
-from cluster.inventory import live_nodes
+from cluster.inventory import available_cpus, live_nodes
 from cluster.local_ray import SERVE_ENV, local_ray
 from cluster.node_head import DEFAULT_PORT
 from cluster.nodes import load_nodes
@@ -263,11 +262,6 @@ cli.add_typer(cluster_commands, name="cluster")
 def _say(line: str) -> None:
     """A line as it is: rich would take an IPv6 address in brackets for a style."""
     console.print(line, markup=False)
-
-
-def available_cpus() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _end_on_signal() -> None:

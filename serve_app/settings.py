@@ -15,7 +15,7 @@ from engine.model_config import Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
 _NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_KERNEL_CACHE")  # read elsewhere, and for all commands
-DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class SettingsError(EmberError):
@@ -27,13 +27,14 @@ def _split(value: Any) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+    return _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
 def _pooling(value: Any) -> Any:
     return value.replace("-", "_") if isinstance(value, str) else value
 
 
+Dtype = Annotated[Literal["auto", DtypeName], BeforeValidator(_dtype)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
@@ -48,9 +49,7 @@ class Settings(BaseModel):
     served_model_name: Names = Field((), description="Names clients use, one per model [default: the model's own]")
     host: str = Field("0.0.0.0", description="Address to listen on")  # noqa: S104 - what a server in a container needs
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
-    dtype: Annotated[Literal["auto"] | DtypeName, BeforeValidator(_dtype)] = Field(
-        "auto", description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it"
-    )
+    dtype: Dtype = Field("auto", description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it")
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
         None, description="mean, cls or last_token [default: what the model's folder says]"
     )
