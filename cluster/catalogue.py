@@ -1,6 +1,8 @@
 """Shapes of published models, so that a cluster can be planned with no network and no weights."""
 
 from engine.model_config import ModelConfig, Pooling
+from engine.models.bert import BertConfig
+from engine.models.qwen3 import Qwen3Config
 
 _CLS: Pooling = "cls"
 _MEAN: Pooling = "mean"
@@ -8,17 +10,17 @@ _MEAN: Pooling = "mean"
 
 def _bert(layers: int, hidden: int, pooling: Pooling, longest: int = 512) -> ModelConfig:
     heads = {384: 12, 768: 12, 1024: 16}[hidden]
-    return ModelConfig(
-        family="bert", architecture="BertModel", vocab_size=30522, hidden_size=hidden, intermediate_size=4 * hidden,
-        n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=hidden // heads, hidden_act="gelu", norm_eps=1e-12,
+    return BertConfig(
+        architecture="BertModel", vocab_size=30522, hidden_size=hidden, intermediate_size=4 * hidden,
+        n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=hidden // heads, norm_eps=1e-12,
         max_position_embeddings=512, causal=False, pooling=pooling, max_input_length=longest, type_vocab_size=2,
     )  # fmt: skip
 
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, positions: int) -> ModelConfig:
-    return ModelConfig(
-        family="qwen3", architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
-        n_layers=layers, n_heads=heads, n_kv_heads=8, head_dim=128, hidden_act="silu", norm_eps=1e-6,
+    return Qwen3Config(
+        architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
+        n_layers=layers, n_heads=heads, n_kv_heads=8, head_dim=128, norm_eps=1e-6,
         max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope_theta=1e6,
     )  # fmt: skip
 

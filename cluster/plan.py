@@ -20,7 +20,9 @@ from cluster.throughput import estimated_tokens_per_s, has_bf16, is_known
 from engine.devices import DTYPES
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
-from engine.model_config import ModelConfig, Pooling, load_model_config
+from engine.model_config import ModelConfig, Pooling
+from engine.model_folder import load_model_config
+from engine.models import MODELS
 from serve_app.settings import Dtype, Settings, pool_name
 
 # A CPU replica computes with this many cores or more.
@@ -174,8 +176,8 @@ class Plan:
         self.slots = _slots(nodes, self.classes)
         _check_pins(file.models, {node.name for node in nodes})
         for entry in file.models:
-            if entry.dtype == "float16" and self.shapes[entry.name].family == "qwen3":
-                raise ClusterError(f"model {entry.name} has dtype float16, which Qwen3 overflows; use bfloat16 or float32")
+            if entry.dtype == "float16" and MODELS[self.shapes[entry.name].architecture].overflows_float16:
+                raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
         self.demands = {entry.name: self._demand(entry) for entry in file.models}
         self.placement: Placement = place(list(self.demands.values()), self.slots)
@@ -475,7 +477,7 @@ def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype
         return DTYPES[entry.dtype]
     if has_bf16(node):
         return torch.bfloat16
-    return torch.float16 if node.cards and config.family != "qwen3" else torch.float32
+    return torch.float16 if node.cards and not MODELS[config.architecture].overflows_float16 else torch.float32
 
 
 def _may(entry: ModelEntry, node: str) -> bool:

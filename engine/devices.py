@@ -8,7 +8,6 @@ from typing import Literal, cast
 import torch
 
 from engine.errors import ModelError
-from engine.model_config import Family
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -29,20 +28,20 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def choose_dtype(name: str, device: torch.device, family: Family) -> torch.dtype:
-    """bfloat16 wherever the device multiplies it natively; float16 on older GPUs, where the family bears it; else float32.
+def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> torch.dtype:
+    """bfloat16 wherever the device multiplies it natively; float16 on older GPUs, where the model bears it; else float32.
 
-    Raises: ModelError for float16 on a CPU, and for Qwen3, whose activations overflow it (TEI#845).
+    Raises: ModelError for float16 on a CPU, and for a model whose activations overflow it.
     """
     if name == "auto":
         if has_native_bf16(device):
             return torch.bfloat16
-        return torch.float16 if device.type == "cuda" and family != "qwen3" else torch.float32
+        return torch.float16 if device.type == "cuda" and not overflows_float16 else torch.float32
     dtype = DTYPES[cast(DtypeName, name)]
     if dtype == torch.float16 and device.type == "cpu":
         raise ModelError("float16 is not supported on a CPU; use bfloat16 or float32")
-    if dtype == torch.float16 and family == "qwen3":
-        raise ModelError("Qwen3 overflows float16; use bfloat16 or float32")
+    if dtype == torch.float16 and overflows_float16:
+        raise ModelError("this model overflows float16; use bfloat16 or float32")
     return dtype
 
 

@@ -20,7 +20,8 @@ from engine.errors import BackendError, InvalidInput, ModelError
 from engine.flight import Flight, Landed, Output
 from engine.hub import resolve_model
 from engine.kernels.attention import tiling
-from engine.model_config import ModelConfig, Pooling, load_model_config
+from engine.model_config import ModelConfig, Pooling
+from engine.model_folder import load_model_config
 from engine.models import MODELS, Model
 from engine.pooling import EmbedOptions, check_dimensions, pool
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
@@ -76,10 +77,11 @@ class Engine:
             torch.set_num_threads(num_threads)
         folder = resolve_model(str(model))
         config = load_model_config(folder, pooling)
+        family = MODELS[config.architecture]
         if max_input_tokens is not None:
             config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))
         chosen_device = choose_device(device)
-        chosen_dtype = choose_dtype(dtype, chosen_device, config.family)
+        chosen_dtype = choose_dtype(dtype, chosen_device, family.overflows_float16)
         if chosen_device.type == "cpu":
             keep_freed_memory()
         else:
@@ -95,7 +97,7 @@ class Engine:
             Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint,
         ):
             memory.check_fits(checkpoint.num_bytes, chosen_device, str(folder))
-            network = MODELS[config.family](config, checkpoint)
+            network = family(config, checkpoint)
             checkpoint.finish(network.needless)
             engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens)
             engine._warm_up(max_batch_tokens)

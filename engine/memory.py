@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 
 from engine.errors import ModelError
 from engine.model_config import ModelConfig
+from engine.models import MODELS
+from engine.weights import Shapes
 
 # What a loaded engine may still take: CUDA graphs made later, and the allocator's rounding.
 _GROWTH_BYTES = 512 << 20
@@ -69,9 +72,10 @@ def footprint(
         weight_bytes: what the checkpoint's headers say; None computes it.
     """
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
-    per_token = dtype.itemsize * _peak_values(config) + _INDEX_BYTES
+    family = MODELS[config.architecture]
+    per_token = dtype.itemsize * family.peak_values(config) + _INDEX_BYTES
     weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
-    weights += _rope_bytes(config)
+    weights += family.table_bytes(config)
     workspace = longest * per_token
     if kind == "cpu":
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
@@ -87,36 +91,19 @@ _INDEX_BYTES = 40
 
 def num_parameters(config: ModelConfig) -> int:
     """Of the tensors that the engine loads; heads and other needless ones not counted."""
-    c, wide, layers = config.hidden_size, config.intermediate_size, config.n_layers
-    if config.family == "bert":
-        embeddings = (config.vocab_size + config.type_vocab_size + config.max_position_embeddings + 2) * c
-        return embeddings + layers * (4 * (c * c + c) + 2 * c * wide + wide + c + 4 * c)
-    heads = (config.n_heads + config.n_kv_heads) * config.head_dim
-    return config.vocab_size * c + c + layers * (2 * heads * c + 3 * c * wide + 2 * c + 2 * config.head_dim)
+    return _shapes(config).num_parameters
 
 
 def body_parameters(config: ModelConfig) -> int:
     """Of the linear layers: each token is multiplied with every one of them."""
-    c, wide = config.hidden_size, config.intermediate_size
-    if config.family == "bert":
-        return config.n_layers * (4 * c * c + 2 * c * wide)
-    return config.n_layers * (2 * (config.n_heads + config.n_kv_heads) * config.head_dim * c + 3 * c * wide)
+    return _shapes(config).num_multiplied
 
 
-def _peak_values(config: ModelConfig) -> int:
-    """Values a token holds at the most crowded moment of a pass, the holes that freed ones leave behind included.
-
-    Read off the layers' `forward`: the allocator lays what it is asked for into the first gap that is large enough.
-    """
-    c, wide = config.hidden_size, config.intermediate_size
-    qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
-    if config.family == "bert":
-        return max(2 * c + qkv, 3 * c + wide)
-    return 2 * c + max(qkv + config.n_heads * config.head_dim, 3 * wide)
-
-
-def _rope_bytes(config: ModelConfig) -> int:
-    return config.max_position_embeddings * config.head_dim * 4 if config.rope_theta else 0
+@cache
+def _shapes(config: ModelConfig) -> Shapes:
+    shapes = Shapes()
+    MODELS[config.architecture](config, shapes)
+    return shapes
 
 
 def grow_in_place(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,44 @@ from engine.errors import ModelError
 log = logging.getLogger(__name__)
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Tensors(Protocol):
+    """What a model takes its weights from."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
+
+    def take(self, name: str, *shape: int) -> Tensor: ...
+
+    def take_table(self, name: str, *shape: int) -> Tensor: ...
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
+
+
+class Shapes:
+    """Has every tensor, of the shape asked for and without content: a model made of it tells what it would take."""
+
+    def __init__(self) -> None:
+        self.device, self.dtype = torch.device("meta"), torch.float32
+        self.num_parameters = 0
+        self.num_multiplied = 0  # of matrices: each token is multiplied with every one of them
+
+    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
+        pass
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        self.num_multiplied += math.prod(shape) if len(shape) > 1 else 0
+        return self.take_table(name, *shape)
+
+    def take_table(self, name: str, *shape: int) -> Tensor:
+        self.num_parameters += math.prod(shape)
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        return self.take(names[0], sum(rows), *columns)
 
 
 class Checkpoint:
@@ -67,6 +106,10 @@ class Checkpoint:
     def take(self, name: str, *shape: int) -> Tensor:
         """One tensor on the model's device in its dtype. Raises: ModelError on a missing name, shape or dtype."""
         return self._read(name, shape).to(device=self.device, dtype=self.dtype)
+
+    def take_table(self, name: str, *shape: int) -> Tensor:
+        """As `take`, of a table that tokens look their rows up in."""
+        return self.take(name, *shape)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Several tensors stacked along their first axis into one, e.g. Q, K and V into one projection."""

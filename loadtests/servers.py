@@ -87,7 +87,7 @@ class StubEngine:
 
     def __init__(self) -> None:
         from engine.hub import EMBEDDED_MODEL, resolve_model
-        from engine.model_config import load_model_config
+        from engine.model_folder import load_model_config
         from engine.tokenizer import Tokenizer
 
         folder = resolve_model(EMBEDDED_MODEL)

@@ -32,7 +32,7 @@ from cluster.plan import Plan, load_models
 from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
-from engine.model_config import load_model_config
+from engine.model_folder import load_model_config
 from serve_app.settings import Settings, SettingsError, load_settings
 
 cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)

@@ -22,7 +22,8 @@ from engine.errors import BackendError, DeviceLost, EngineStopped, InvalidInput
 from engine.hub import resolve_model
 from engine.loop import Embeddings
 from engine.memory import MOST_BATCH_TOKENS, num_parameters
-from engine.model_config import Pooling, load_model_config
+from engine.model_config import Pooling
+from engine.model_folder import load_model_config
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
 from serve_app.api import Api

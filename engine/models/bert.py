@@ -1,5 +1,8 @@
 """BERT: post-norm encoder layers, learned absolute positions, exact GeLU."""
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from torch import Tensor
 
 from engine import kernels
@@ -7,23 +10,58 @@ from engine.batch import PackedBatch
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.model_config import ModelConfig
-from engine.weights import Checkpoint
+from engine.model_config import Keys, ModelConfig
+from engine.models.base import Model
+from engine.weights import Tensors
 
 
-class Bert:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig(ModelConfig):
+    type_vocab_size: int
+
+
+class Bert(Model):
     """Weights of BertModel; `forward` gives its last hidden states."""
 
+    Config = BertConfig
+    architectures = ("BertModel", "BertForMaskedLM")
     # Buffers of old transformers, the pooler (a tanh layer no embedding uses) and the masked-LM head.
-    needless: tuple[str, ...] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
+    needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    @staticmethod
+    def read_config(keys: Keys) -> dict[str, Any]:
+        keys.refuse("position_embedding_type", ("absolute", None), "only absolute positions")
+        keys.refuse("is_decoder", (False, None), "only encoders")
+        keys.refuse("add_cross_attention", (False, None), "only encoders")
+        keys.refuse("hidden_act", ("gelu",), "only exact GeLU")
+        keys.divides("hidden_size", "num_attention_heads")
+        hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+        return {
+            "vocab_size": keys.number("vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": keys.number("intermediate_size"),
+            "n_layers": keys.number("num_hidden_layers"),
+            "n_heads": heads,
+            "n_kv_heads": heads,
+            "head_dim": hidden_size // heads,
+            "norm_eps": keys.number("layer_norm_eps", 1e-12),
+            "max_position_embeddings": keys.number("max_position_embeddings"),
+            "type_vocab_size": keys.number("type_vocab_size", 2),
+            "causal": False,
+        }
+
+    @staticmethod
+    def peak_values(config: BertConfig) -> int:
+        c = config.hidden_size
+        return max(5 * c, 3 * c + config.intermediate_size)
+
+    def __init__(self, config: BertConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
         c = config.hidden_size
-        self.words = checkpoint.take("embeddings.word_embeddings.weight", config.vocab_size, c)
+        self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
         # A single text is all of type 0, so its row is added to every position once, at load.
-        types = checkpoint.take("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)
-        positions = checkpoint.take("embeddings.position_embeddings.weight", config.max_position_embeddings, c)
+        types = checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)
+        positions = checkpoint.take_table("embeddings.position_embeddings.weight", config.max_position_embeddings, c)
         self.positions = (positions.float() + types[0].float()).to(positions.dtype)
         self.norm = _layer_norm(config, checkpoint, "embeddings.LayerNorm")
         self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
@@ -38,7 +76,7 @@ class Bert:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, index: int) -> None:
+    def __init__(self, config: BertConfig, checkpoint: Tensors, index: int) -> None:
         name = f"encoder.layer.{index}."
         c, wide = config.hidden_size, config.intermediate_size
         qkv = [f"{name}attention.self.{part}" for part in ("query", "key", "value")]
@@ -77,6 +115,6 @@ def _add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> T
     return norm(linear(x, residual=residual))
 
 
-def _layer_norm(config: ModelConfig, checkpoint: Checkpoint, name: str) -> LayerNorm:
+def _layer_norm(config: BertConfig, checkpoint: Tensors, name: str) -> LayerNorm:
     c = config.hidden_size
     return LayerNorm(checkpoint.take(f"{name}.weight", c), checkpoint.take(f"{name}.bias", c), config.norm_eps)

@@ -1,26 +1,71 @@
 """Qwen3 as an embedding model: pre-norm decoder layers, GQA with per-head QK-norm, RoPE, SwiGLU."""
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from torch import Tensor
 
 from engine import kernels
 from engine.batch import PackedBatch
+from engine.errors import ModelError
 from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.model_config import ModelConfig
-from engine.weights import Checkpoint
+from engine.model_config import Keys, ModelConfig, is_causal, rope_theta
+from engine.models.base import Model
+from engine.weights import Tensors
 
 
-class Qwen3:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config(ModelConfig):
+    rope_theta: float
+
+
+class Qwen3(Model):
     """Weights of Qwen3Model; `forward` gives its last hidden states."""
 
+    Config = Qwen3Config
+    architectures = ("Qwen3Model", "Qwen3ForCausalLM")
     # Some checkpoints store the tied lm_head; none of it is needed without logits.
-    needless: tuple[str, ...] = ("lm_head.weight",)
+    needless: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
+    overflows_float16 = True  # TEI#845
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+    @staticmethod
+    def read_config(keys: Keys) -> dict[str, Any]:
+        keys.refuse("hidden_act", ("silu",), "only SwiGLU")
+        keys.refuse("attention_bias", (False, None), "Qwen3 projections have no bias")
+        keys.refuse("use_sliding_window", (False, None), "sliding windows come with a later family")
+        layer_types = set(keys.get("layer_types") or ["full_attention"])
+        if layer_types != {"full_attention"}:
+            raise ModelError(f"{keys.path}: layer_types {sorted(layer_types)} are not supported (only full_attention)")
+        keys.divides("num_attention_heads", "num_key_value_heads")
+        return {
+            "vocab_size": keys.number("vocab_size"),
+            "hidden_size": keys.number("hidden_size"),
+            "intermediate_size": keys.number("intermediate_size"),
+            "n_layers": keys.number("num_hidden_layers"),
+            "n_heads": keys.number("num_attention_heads"),
+            "n_kv_heads": keys.number("num_key_value_heads"),
+            "head_dim": keys.number("head_dim", 128),
+            "norm_eps": keys.number("rms_norm_eps", 1e-6),
+            "max_position_embeddings": keys.number("max_position_embeddings"),
+            "rope_theta": rope_theta(keys),
+            "causal": is_causal(keys),
+        }
+
+    @staticmethod
+    def peak_values(config: Qwen3Config) -> int:
+        qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        return 2 * config.hidden_size + max(qkv + config.n_heads * config.head_dim, 3 * config.intermediate_size)
+
+    @staticmethod
+    def table_bytes(config: Qwen3Config) -> int:
+        return config.max_position_embeddings * config.head_dim * 4
+
+    def __init__(self, config: Qwen3Config, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
-        self.embed_tokens = checkpoint.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.embed_tokens = checkpoint.take_table("embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
         self.layers = [_Layer(config, checkpoint, index, self.angles) for index in range(config.n_layers)]
         self.norm = RMSNorm(checkpoint.take("norm.weight", config.hidden_size), config.norm_eps)
@@ -35,7 +80,7 @@ class Qwen3:
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, index: int, angles: Tensor) -> None:
+    def __init__(self, config: Qwen3Config, checkpoint: Tensors, index: int, angles: Tensor) -> None:
         name = f"layers.{index}."
         c, d, heads, kv_heads = config.hidden_size, config.head_dim, config.n_heads, config.n_kv_heads
         qkv = [f"{name}self_attn.{part}_proj.weight" for part in "qkv"]

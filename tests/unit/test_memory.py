@@ -16,7 +16,7 @@ from safetensors import safe_open
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
-from engine.model_config import load_model_config
+from engine.model_folder import load_model_config
 from engine.models.bert import Bert
 from engine.models.qwen3 import Qwen3
 from engine.weights import Checkpoint

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
 from engine.hub import resolve_model
-from engine.model_config import load_model_config
+from engine.model_folder import load_model_config
 
 Tiny = Callable[..., Path]
 

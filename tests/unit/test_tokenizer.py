@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from engine import EmptyInput, InvalidInput
-from engine.model_config import load_model_config
+from engine.model_folder import load_model_config
 from engine.tokenizer import EncodeOptions, Tokenizer
 
 TEXTS = ["a", "Hello, world!", "Größenwahn 今日は  мир", "word " * 400, " \n ", "x" * 3000, "🙂 [SEP] in text"]

@@ -1,0 +1,121 @@
+"""A Hugging Face model folder -> `ModelConfig`: config.json by its family, and the sentence-transformers files beside it."""
+
+import json
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from engine.errors import ModelError
+from engine.model_config import Keys, ModelConfig, Pooling
+from engine.models import MODELS
+
+
+def load_model_config(folder: Path, pooling: Pooling | None = None) -> ModelConfig:
+    """Read `config.json` and the sentence-transformers files beside it.
+
+    Args:
+        folder: a model folder as the Hub has it.
+        pooling: overrides the folder's own pooling; needed where the folder names none.
+    Raises: ModelError naming the file, the key and what would help.
+    """
+    hf = _read_json(folder / "config.json")
+    if hf is None:
+        raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
+    architectures = hf.get("architectures") or []
+    architecture = architectures[0] if architectures else f"(none, model_type {hf.get('model_type')!r})"
+    if architecture not in MODELS:
+        raise ModelError(
+            f"{folder / 'config.json'}: architecture {architecture} is not supported; supported are {', '.join(sorted(MODELS))}"
+        )
+    keys = Keys(folder / "config.json", hf)
+    family = MODELS[architecture]
+    fields = family.read_config(keys)
+    prompts, default_prompt_name = _read_prompts(folder)
+    limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
+    return family.Config(
+        architecture=architecture,
+        pooling=pooling or _read_pooling(folder, fields["hidden_size"]),
+        max_input_length=limit,
+        lower_case=lower_case,
+        prompts=prompts,
+        default_prompt_name=default_prompt_name,
+        stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
+        **fields,
+    )
+
+
+def _read_transformer_module(folder: Path, positions: int) -> tuple[int, bool]:
+    """(max_input_length, lower_case) from sentence_bert_config.json, bounded by the position table."""
+    path = folder / "sentence_bert_config.json"
+    module = _read_json(path) or {}
+    limit = module.get("max_seq_length")
+    if limit is None:
+        limit = _tokenizer_limit(folder, positions)
+    if not isinstance(limit, int) or limit <= 0:
+        raise ModelError(f"{path}: max_seq_length is {limit!r}, expected a positive whole number")
+    return min(limit, positions), bool(module.get("do_lower_case"))
+
+
+def _tokenizer_limit(folder: Path, positions: int) -> int:
+    """`model_max_length` where it means something: transformers writes 1e30 for "not known"."""
+    limit = (_read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    return int(limit) if isinstance(limit, int | float) and 0 < limit < 1e9 else positions
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    path = folder / "config_sentence_transformers.json"
+    config = _read_json(path) or {}
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelError(f"{path}: prompts must map names to strings")
+    if default is not None and default not in prompts:
+        raise ModelError(f"{path}: default_prompt_name {default!r} is not one of the prompts {sorted(prompts)}")
+    return prompts, default
+
+
+def _read_pooling(folder: Path, hidden_size: int) -> Pooling:
+    for module in cast(list[dict[str, str]], _read_json(folder / "modules.json") or []):
+        kind = module.get("type", "").rsplit(".", 1)[-1]
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise ModelError(f"{folder / 'modules.json'}: module {kind} is not supported yet")
+    path = folder / "1_Pooling" / "config.json"
+    config = _read_json(path)
+    if config is None:
+        raise ModelError(
+            f"{folder} does not say how to pool (no 1_Pooling/config.json): "
+            f"choose one of {', '.join(get_args(Pooling))} with --pooling"
+        )
+    if config.get("include_prompt", True) is not True:
+        raise ModelError(f"{path}: include_prompt = false is not supported")
+    width = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
+    if width != hidden_size:
+        raise ModelError(f"{path}: pools {width} dimensions, the model has {hidden_size}")
+    return _pooling_mode(path, config)
+
+
+def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
+    """The one mode that is set: `pooling_mode` (sentence-transformers 5 on) or a `pooling_mode_*` flag."""
+    named = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+    flags = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_lasttoken": "lasttoken",
+        "pooling_mode_max_tokens": "max",
+        "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+        "pooling_mode_weightedmean_tokens": "weightedmean",
+    }
+    mode = config.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else list(mode or [])
+    modes = modes or [name for flag, name in flags.items() if config.get(flag)]
+    if len(modes) != 1 or modes[0] not in named:
+        raise ModelError(f"{path}: pooling {modes or 'nothing'} is not supported; supported is one of {list(named)}")
+    return cast(Pooling, named[modes[0]])
+
+
+def _read_json(path: Path) -> Any:
+    """The file's content, or None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error

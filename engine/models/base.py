@@ -1,0 +1,48 @@
+"""What a model family is: how its config.json is read, its network, and what that takes."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from engine.batch import PackedBatch
+from engine.model_config import Keys, ModelConfig
+from engine.weights import Tensors
+
+
+class Model(ABC):
+    """A network whose weights are loaded."""
+
+    Config: ClassVar[type[ModelConfig]] = ModelConfig
+    architectures: ClassVar[tuple[str, ...]]  # as config.json names them
+    needless: ClassVar[tuple[str, ...]] = ()  # tensors of the checkpoint that embeddings do not use, as glob patterns
+    overflows_float16: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def read_config(keys: Keys) -> dict[str, Any]:
+        """The fields of `Config` that config.json decides. Raises: ModelError for a key that cannot be honoured."""
+
+    @abstractmethod
+    def __init__(self, config: Any, checkpoint: Tensors) -> None:
+        """`config` is of the family's `Config`. Raises: ModelError for a tensor that is missing or of another shape."""
+
+    @abstractmethod
+    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        """The last hidden states after the final norm, [T, hidden_size].
+
+        With `pooled_only`, only the rows that pooling reads, [B, hidden_size]: the last layer computes no other.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def peak_values(config: Any) -> int:
+        """Values a token holds at the most crowded moment of a pass, the holes that freed ones leave behind included.
+
+        Read off the layers' `forward`: the allocator lays what it is asked for into the first gap that is large enough.
+        """
+
+    @staticmethod
+    def table_bytes(config: Any) -> int:  # noqa: ARG004
+        """What is computed at load and kept beside the weights."""
+        return 0
