@@ -8,6 +8,7 @@ os.environ["RAY_AUTH_MODE"] = "token"
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,26 @@ from engine.hub import EMBEDDED_MODEL, resolve_model
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How transformers makes a tiny random checkpoint of a kind. An encoder has [CLS] and [SEP] around a text and cls pooling,
+    others an end-of-text token and last-token pooling."""
+
+    config: type[Any]
+    model: type[Any]
+    shape: dict[str, Any]
+    encoder: bool = True
+
+
+_SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+_GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+TINY = {
+    "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
+    "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
+    "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
+}
 
 
 @pytest.fixture(scope="session")
@@ -44,21 +65,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(0)
     vocab = 300
-    if kind == "bert":
-        shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
-        hf_config: Any = transformers.BertConfig(vocab_size=vocab, max_position_embeddings=128, **(shape | config))
-        model: Any = transformers.BertModel(hf_config)
-    else:
-        shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-        more = {"head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256}
-        hf_config = transformers.Qwen3Config(vocab_size=vocab, **(shape | more | config))
-        model = (transformers.Qwen3Model if kind == "qwen3" else transformers.Qwen3ForCausalLM)(hf_config)
+    made_of = TINY[kind]
+    hf_config: Any = made_of.config(vocab_size=vocab, **(made_of.shape | config))
+    model: Any = made_of.model(hf_config)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too, or their handling is not tested
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "10GB")
-    _save_tokenizer(folder, vocab, bert=kind == "bert")
-    pooling = "cls" if kind == "bert" else "lasttoken"
+    _save_tokenizer(folder, vocab, made_of.encoder)
+    pooling = "cls" if made_of.encoder else "lasttoken"
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
         json.dumps({"word_embedding_dimension": hf_config.hidden_size, "pooling_mode": pooling})
@@ -66,14 +81,14 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
     return folder
 
 
-def _save_tokenizer(folder: Path, vocab: int, bert: bool) -> None:
+def _save_tokenizer(folder: Path, vocab: int, encoder: bool) -> None:
     """Words w0, w1, ...; special tokens around a text as the family has them."""
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<|endoftext|>"]
     words = specials + [f"w{i}" for i in range(vocab - len(specials))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(specials)
-    single = "[CLS] $A [SEP]" if bert else "$A <|endoftext|>"
+    single = "[CLS] $A [SEP]" if encoder else "$A <|endoftext|>"
     used = [(word, words.index(word)) for word in specials if word in single]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=used)
     tokenizer.save(str(folder / "tokenizer.json"))

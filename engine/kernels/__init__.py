@@ -3,11 +3,13 @@
 Which of the two runs is decided here, by where the tensor lies, so that a model is written once.
 """
 
-from engine.kernels.activation import gelu, swiglu
+from engine.kernels.activation import geglu, gelu, swiglu
 from engine.kernels.attention import attention
 from engine.kernels.embed import embed
 from engine.kernels.norm import layer_norm, rms_norm
 from engine.kernels.pool import pool_finish, pool_mean
-from engine.kernels.rope import norm_rope
+from engine.kernels.rope import norm_rope, rope
 
-__all__ = ["attention", "embed", "gelu", "layer_norm", "norm_rope", "pool_finish", "pool_mean", "rms_norm", "swiglu"]
+__all__ = [
+    "attention", "embed", "geglu", "gelu", "layer_norm", "norm_rope", "pool_finish", "pool_mean", "rms_norm", "rope", "swiglu",
+]  # fmt: skip

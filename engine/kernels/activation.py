@@ -1,4 +1,4 @@
-"""SwiGLU, and bias + exact GeLU."""
+"""SwiGLU and its like, and bias + exact GeLU."""
 
 from functools import cache
 
@@ -13,11 +13,20 @@ THREADS = 256
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up. [T, 2 I], gate in the left half -> [T, I], dtype kept."""
+    return _gated("swiglu", gate_up) if runs_on(gate_up) else reference.swiglu(gate_up)
+
+
+def geglu(gate_up: Tensor, tanh: bool = False) -> Tensor:
+    """gelu(gate) * up, shapes as `swiglu`. The exact GeLU, or its tanh form, as the checkpoint says."""
     if not runs_on(gate_up):
-        return reference.swiglu(gate_up)
+        return reference.geglu(gate_up, tanh)
+    return _gated("geglu_tanh" if tanh else "geglu", gate_up)
+
+
+def _gated(entry: str, gate_up: Tensor) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _kernel("swiglu", width, gate_up.dtype, gate_up.device)(-(-num_rows * width // (8 * THREADS)), gate_up, out, num_rows)
+    _kernel(entry, width, gate_up.dtype, gate_up.device)(-(-num_rows * width // (8 * THREADS)), gate_up, out, num_rows)
     return out
 
 

@@ -88,7 +88,15 @@ def tiling(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: to
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, shape: TileShape, bounds: Tensor, causal: bool, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tensor,
+    shape: TileShape,
+    bounds: Tensor,
+    causal: bool,
+    window: int | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence of a packed batch.
 
@@ -98,10 +106,11 @@ def attention(
         bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last).
         causal: a token sees itself and what is before it; else its whole sequence.
         window: it sees no token further away than this; None for no limit.
+        bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.
     Returns: [T, H, D], contiguous.
     """
     heads, head_dim = q.shape[1:]
-    kernel = _kernel(head_dim, heads // k.shape[1], shape, q.dtype, q.device)
+    kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, q.dtype, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     left = _NO_LIMIT if window is None else window
     kernel(
@@ -118,6 +127,8 @@ def attention(
         left,
         0 if causal else left,
         np.float32(math.log2(math.e) / math.sqrt(head_dim)),
+        bias,
+        0 if bias is None else bias.shape[1] // 2,
     )
     return out
 
@@ -143,18 +154,19 @@ def attention_tiles(lengths: Sequence[int], depth: int) -> NDArray[np.int32]:
 
 
 @cache
-def _kernel(head_dim: int, group: int, shape: TileShape, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = attention_defines(head_dim, group, dtype, shape)
+def _kernel(head_dim: int, group: int, shape: TileShape, bias: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
+    defines = attention_defines(head_dim, group, dtype, shape, bias)
     return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
 
 
-def attention_defines(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape) -> dict[str, int]:
+def attention_defines(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "M_TILES": shape.m_tiles,
-        "MIN_BLOCKS": shape.min_blocks,
+        "MIN_BLOCKS": min(shape.min_blocks, 2) if bias else shape.min_blocks,  # a third block's registers hold its addresses
+        "BIAS": int(bias),
         "HALF": half(dtype),
     }

@@ -1,5 +1,7 @@
 """Every operation in plain torch: the specification our kernels are tested against, and the path of CPUs and float32."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,17 +39,28 @@ def rope_table(head_dim: int, theta: float, positions: int, device: torch.device
 def norm_rope(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, bounds: Tensor, eps: float, n_heads: int) -> None:
     """Source: `apply_rotary_pos_emb` of transformers' Qwen3, cos and sin rounded to the dtype of `qkv` as there."""
     kv_heads = (qkv.shape[1] - n_heads) // 2
+    for heads, weight in ((qkv[:, :n_heads], q_weight), (qkv[:, n_heads : n_heads + kv_heads], k_weight)):
+        heads.copy_(rms_norm(heads, weight, eps))
+    rope(qkv, table, bounds, n_heads)
+
+
+def rope(qkv: Tensor, table: Tensor, bounds: Tensor, n_heads: int) -> None:
+    kv_heads = (qkv.shape[1] - n_heads) // 2
     angles = table[places(bounds)].to(qkv.dtype).unsqueeze(1)  # [T, 1, D / 2, 2]
     cos, sin = (torch.cat((part, part), dim=-1) for part in angles.unbind(-1))  # [T, 1, D]
-    for heads, weight in ((qkv[:, :n_heads], q_weight), (qkv[:, n_heads : n_heads + kv_heads], k_weight)):
-        normed = rms_norm(heads, weight, eps)
-        first, second = normed.chunk(2, dim=-1)
-        heads.copy_(normed * cos + torch.cat((-second, first), dim=-1) * sin)
+    heads = qkv[:, : n_heads + kv_heads]
+    first, second = heads.chunk(2, dim=-1)
+    heads.copy_(heads * cos + torch.cat((-second, first), dim=-1) * sin)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def geglu(gate_up: Tensor, tanh: bool) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -64,37 +77,60 @@ def places(bounds: Tensor) -> Tensor:
     return torch.arange(len(bounds), device=bounds.device, dtype=torch.int32) - bounds[:, 0]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], causal: bool, window: int | None = None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...],
+    causal: bool,
+    window: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence, one sequence after the other.
 
     Args:
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K (grouped queries). Any strides.
         causal: a token sees itself and what is before it; else the whole sequence.
         window: it sees no token further away than this.
+        bias: [H, 2 R + 1], added to the scaled score of a key d tokens after the query: column R + d, at most R either way.
     Returns: [T, H, D], contiguous.
     """
     if len(lengths) == 1:
-        return _one_sequence(q, k, v, causal, window).contiguous()
+        return _one_sequence(q, k, v, causal, window, bias).contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
     for length in lengths:
         rows = slice(start, start := start + length)
-        out[rows] = _one_sequence(q[rows], k[rows], v[rows], causal, window)
+        out[rows] = _one_sequence(q[rows], k[rows], v[rows], causal, window, bias)
     return out
 
 
-def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Tensor:
+def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, bias: Tensor | None) -> Tensor:
     """[L, H, D] -> [L, H, D]."""
     mask = None
-    if window is not None:
-        at = torch.arange(len(q), device=q.device)
-        distance = at[:, None] - at[None, :]
-        mask = (distance <= window) & (distance >= (0 if causal else -window))
+    if window is not None or bias is not None:
+        mask = q.new_zeros(1) if bias is None else distance_bias(bias, len(q)).to(q.dtype)  # [H, L, L]
+        mask = mask.masked_fill(~visible(len(q), causal, window, q.device), -math.inf)
         causal = False
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return out[0].transpose(0, 1)
+
+
+def visible(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """Which keys (columns) a query (row) sees, [L, L]."""
+    at = torch.arange(length, device=device)
+    distance = at[:, None] - at[None, :]
+    window = length if window is None else window
+    return (distance <= window) & (distance >= (0 if causal else -window))
+
+
+def distance_bias(bias: Tensor, length: int) -> Tensor:
+    """[H, 2 R + 1], by distance -> [H, L, L], by query and key."""
+    reach = bias.shape[1] // 2
+    at = torch.arange(length, device=bias.device)
+    return bias[:, (at[None, :] - at[:, None]).clamp(-reach, reach) + reach]
 
 
 def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:

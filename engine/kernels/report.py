@@ -69,6 +69,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             if small != large:
                 yield _attention(head_dim, 2, dtype, small)
             yield _attention(head_dim, 1, torch.float16, large)
+            yield _attention(head_dim, 1, dtype, large, bias=True)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -77,7 +78,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             label = f"C {width}, Layer{', bias' * bias}{', residual' * residual}"
             yield Variant("norm", label, norm_defines(width, dtype, layer=True, bias=bias, residual=residual))
     for heads in (16, 32, 40):
-        yield Variant("rope", f"head_dim 128, {heads}/8 heads", rope_defines(128, heads, 8, dtype))
+        for norm in (True, False):
+            label = f"head_dim 128, {heads}/8 heads{', norm' * norm}"
+            yield Variant("rope", label, rope_defines(128, heads, 8, norm, dtype))
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
@@ -126,6 +129,6 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 
-def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape) -> Variant:
-    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
-    return Variant("attention", label, attention_defines(head_dim, group, dtype, shape), shape.shared_bytes(head_dim))
+def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False) -> Variant:
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows{', bias' * bias}"
+    return Variant("attention", label, attention_defines(head_dim, group, dtype, shape, bias), shape.shared_bytes(head_dim))

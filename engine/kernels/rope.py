@@ -1,4 +1,4 @@
-"""Per-head RMSNorm of Q and K and rotary embedding, in place on the fused QKV buffer."""
+"""Rotary embedding of Q and K, in place on the fused QKV buffer, and the per-head RMSNorm that some models put before it."""
 
 from functools import cache
 
@@ -22,21 +22,34 @@ def norm_rope(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, bo
         table: [positions, D / 2, 2] fp32, cos and sin.
         bounds: [T, 2] int32, the sequence each token belongs to.
     """
-    num_tokens, heads, head_dim = qkv.shape
-    if not runs_on(qkv) or head_dim not in (32, 64, 128, 256):
+    if not _takes(qkv):
         return reference.norm_rope(qkv, q_weight, k_weight, table, bounds, eps, n_heads)
-    kv_heads = (heads - n_heads) // 2
-    kernel = _kernel(head_dim, n_heads, kv_heads, qkv.dtype, qkv.device)
-    kernel(num_tokens, qkv, q_weight, k_weight, table, bounds, np.float32(eps))
+    _kernel(qkv, n_heads, norm=True)(len(qkv), qkv, q_weight, k_weight, table, bounds, np.float32(eps))
+
+
+def rope(qkv: Tensor, table: Tensor, bounds: Tensor, n_heads: int) -> None:
+    """As `norm_rope`, without the norms."""
+    if not _takes(qkv):
+        return reference.rope(qkv, table, bounds, n_heads)
+    _kernel(qkv, n_heads, norm=False)(len(qkv), qkv, None, None, table, bounds, np.float32(0))
+
+
+def _takes(qkv: Tensor) -> bool:
+    return runs_on(qkv) and qkv.shape[2] in (32, 64, 128, 256)
+
+
+def _kernel(qkv: Tensor, n_heads: int, norm: bool) -> Kernel:
+    _, heads, head_dim = qkv.shape
+    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device)
 
 
 @cache
-def _kernel(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = rope_defines(head_dim, heads, kv_heads, dtype)
-    return Kernel("rope", "norm_rope", defines, device, defines["THREADS"])
+def _made(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
+    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype)
+    return Kernel("rope", "rope", defines, device, defines["THREADS"])
 
 
-def rope_defines(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> dict[str, int]:
+def rope_defines(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype) -> dict[str, int]:
     slots = -(-(heads + kv_heads) // _PER_THREAD)
     threads = -(-slots * head_dim // 8 // 32) * 32
     return {
@@ -45,5 +58,6 @@ def rope_defines(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -
         "KV_HEADS": kv_heads,
         "PER_THREAD": _PER_THREAD,
         "THREADS": threads,
+        "NORM": int(norm),
         "HALF": half(dtype),
     }

@@ -23,12 +23,24 @@ class Attention:
     (docs/decisions/002).
     """
 
-    def __init__(self, batch: PackedBatch, heads: tuple[int, int], causal: bool) -> None:
-        """`heads` are (query heads, key heads)."""
-        self._batch, self._causal = batch, causal
+    def __init__(
+        self,
+        batch: PackedBatch,
+        heads: tuple[int, int],
+        causal: bool,
+        window: int | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            heads: (query heads, key heads).
+            window: a token sees none further away than this.
+            bias: [H, 2 R + 1] fp32, what is added to a scaled score by the distance from query to key, -R to R.
+        """
+        self._batch, self._causal, self._window, self._bias = batch, causal, window, bias
         self._split = (heads[0], heads[1], heads[1])
         encoder = not causal and heads[0] == heads[1] and not batch.token_ids.is_cuda
-        self._groups = _group(batch.lengths) if encoder and max(batch.lengths) > _SHORT else []
+        self._groups = _group(batch.lengths, window, bias) if encoder and max(batch.lengths) > _SHORT else []
 
     def __call__(self, qkv: Tensor, pooled_only: bool = False) -> Tensor:
         """[T, H + 2 K, D] -> [T, H, D], contiguous. With `pooled_only`, only rows that pooling reads need be right."""
@@ -37,9 +49,10 @@ class Attention:
         q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
         batch = self._batch
         if batch.tile_shape is None:
-            return reference.attention(q, k, v, batch.lengths, self._causal)
+            return reference.attention(q, k, v, batch.lengths, self._causal, self._window, self._bias)
         tiles = batch.pooled_tiles if pooled_only else batch.tiles
-        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal)
+        bias = None if self._bias is None else self._bias * math.sqrt(qkv.shape[2])
+        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal, self._window, bias)
 
     def _encoder(self, qkv: Tensor) -> Tensor:
         heads = self._split[0]
@@ -53,7 +66,7 @@ class Attention:
 class _Group:
     """Sequences whose lengths round up to the same width. n = sequences, W = width."""
 
-    def __init__(self, starts: list[int], lengths: list[int], width: int) -> None:
+    def __init__(self, starts: list[int], lengths: list[int], width: int, window: int | None, bias: Tensor | None) -> None:
         self.lengths, self.width = lengths, width
         columns = torch.arange(width)
         limits = torch.tensor(lengths).unsqueeze(1)
@@ -63,6 +76,9 @@ class _Group:
         self.gather = rows.flatten()  # [n W], rows of the packed batch
         self.scatter = rows[valid]  # where the tokens go back to
         self.tokens = valid.flatten().nonzero().flatten()  # which of the n W they are
+        self.bias = None if bias is None else reference.distance_bias(bias, width).unsqueeze(1)  # [H, 1, W, W]
+        far = None if window is None or window >= max(lengths) else ~reference.visible(width, False, window, columns.device)
+        self.far = far  # [W, W]
 
     def attend(self, by_head: Tensor, out: Tensor) -> None:
         """[3 H, T, D] in; writes this group's rows of `out` [T, H, D]."""
@@ -70,6 +86,10 @@ class _Group:
         q, k, v = by_head.index_select(1, self.gather).view(3, heads * len(self.lengths), self.width, head_dim)
         scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(head_dim))
         per_sequence = scores.view(heads, len(self.lengths), self.width, self.width)
+        if self.bias is not None:
+            per_sequence += self.bias.to(scores.dtype)
+        if self.far is not None:
+            per_sequence.masked_fill_(self.far, -math.inf)
         for index, length in enumerate(self.lengths):
             if length < self.width:
                 per_sequence[:, index, :, length:].fill_(-math.inf)
@@ -78,7 +98,7 @@ class _Group:
         out.index_copy_(0, self.scatter, mixed.index_select(1, self.tokens).transpose(0, 1))
 
 
-def _group(lengths: tuple[int, ...]) -> list[_Group]:
+def _group(lengths: tuple[int, ...], window: int | None, bias: Tensor | None) -> list[_Group]:
     by_width: dict[int, tuple[list[int], list[int]]] = {}
     start = 0
     for length in lengths:
@@ -86,4 +106,4 @@ def _group(lengths: tuple[int, ...]) -> list[_Group]:
         starts.append(start)
         members.append(length)
         start += length
-    return [_Group(starts, members, width) for width, (starts, members) in by_width.items()]
+    return [_Group(starts, members, width, window, bias) for width, (starts, members) in by_width.items()]

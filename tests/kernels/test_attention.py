@@ -77,6 +77,25 @@ def test_ragged_batch(small: bool, head_dim: int, heads: tuple[int, int], window
 
 
 @both_masks
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize(("head_dim", "heads"), list(zip(HEAD_DIMS, HEADS, strict=True)))
+@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
+def test_bias_by_distance(
+    small: bool, head_dim: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype, causal: bool
+) -> None:
+    q, k, v = random_qkv(sum(RAGGED), heads, head_dim, dtype)
+    bias = 3 * torch.randn(heads[0], 2 * 100 + 1, device=DEVICE)  # some distances lie beyond its reach
+    shape, bounds = shapes_of(head_dim)[small], bounds_of(RAGGED)
+    tiles = tiles_of(RAGGED, tile_depth(heads, head_dim, shape))
+    with poisoned():
+        out = kernels.attention(q, k, v, tiles, shape, bounds, causal, window, bias * head_dim**0.5)
+    low = reference.attention(q, k, v, RAGGED, causal, window, bias)
+    exact = reference.attention(q.double(), k.double(), v.double(), RAGGED, causal, window, bias.double())
+    assert_as_close_as_torch(out, low, exact)
+
+
+@both_masks
 @pytest.mark.parametrize(("head_dim", "heads"), list(zip(HEAD_DIMS, HEADS, strict=True)))
 def test_ragged_batch_in_fp16(head_dim: int, heads: tuple[int, int], causal: bool) -> None:
     check(random_qkv(sum(RAGGED), heads, head_dim, torch.float16), RAGGED, causal)

@@ -88,16 +88,17 @@ def test_layer_norm_far_from_zero(width: int, dtype: torch.dtype) -> None:
 @in_16_bits
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (7, 1), (14, 2), (3, 3), (16, 8), (32, 8), (40, 8)])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_norm_rope(head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    check_norm_rope(RAGGED, head_dim, heads, dtype)
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+def test_rope(norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    check_rope(RAGGED, head_dim, heads, dtype, norm)
 
 
 @in_16_bits
-def test_norm_rope_at_far_positions(dtype: torch.dtype) -> None:
-    check_norm_rope((5, 30001, 2), 64, (2, 1), dtype)
+def test_rope_at_far_positions(dtype: torch.dtype) -> None:
+    check_rope((5, 30001, 2), 64, (2, 1), dtype, norm=True)
 
 
-def check_norm_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def check_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], dtype: torch.dtype, norm: bool) -> None:
     n_heads, rotated = heads[0], sum(heads)
     qkv = normal(sum(lengths), rotated + heads[1], head_dim, dtype=dtype)
     weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
@@ -105,12 +106,17 @@ def check_norm_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, i
 
     each = torch.stack([weights[int(head >= n_heads)] for head in range(rotated)])  # [H + K, D]
     cos, sin = table.double()[reference.places(bounds)].unsqueeze(1).unbind(-1)  # [T, 1, D / 2]
-    first, second = rms_norm_exact(qkv[:, :rotated], each).chunk(2, dim=-1)
+    before = rms_norm_exact(qkv[:, :rotated], each) if norm else qkv[:, :rotated].double()
+    first, second = before.chunk(2, dim=-1)
     exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     ours, low = qkv.clone(), qkv.clone()
-    reference.norm_rope(low, *weights, table, bounds, EPS, n_heads)
-    kernels.norm_rope(ours, *weights, table, bounds, EPS, n_heads)
+    if norm:
+        reference.norm_rope(low, *weights, table, bounds, EPS, n_heads)
+        kernels.norm_rope(ours, *weights, table, bounds, EPS, n_heads)
+    else:
+        reference.rope(low, table, bounds, n_heads)
+        kernels.rope(ours, table, bounds, n_heads)
     assert_as_close_as_torch(ours[:, :rotated], low[:, :rotated], exact)
     assert torch.equal(ours[:, rotated:], qkv[:, rotated:])
 
@@ -119,14 +125,18 @@ def check_norm_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, i
 @widths
 @row_counts
 @pytest.mark.parametrize("largest", [3, 80])
-def test_swiglu(num_rows: int, width: int, dtype: torch.dtype, largest: float) -> None:
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu tanh"])
+def test_gated(kind: str, num_rows: int, width: int, dtype: torch.dtype, largest: float) -> None:
     gate_up = normal(num_rows, 2 * width, dtype=dtype)
     gate_up[:, :width].uniform_(-largest, largest)
     gate_up[0, :2] = torch.tensor([-largest, largest])
     gate, up = gate_up.double().chunk(2, dim=-1)
+    tanh = kind == "geglu tanh"
+    activated = gate * torch.sigmoid(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh" if tanh else "none")
     with poisoned():
-        ours = kernels.swiglu(gate_up)
-    assert_as_close_as_torch(ours, reference.swiglu(gate_up), gate * torch.sigmoid(gate) * up)
+        ours = kernels.swiglu(gate_up) if kind == "swiglu" else kernels.geglu(gate_up, tanh)
+    low = reference.swiglu(gate_up) if kind == "swiglu" else reference.geglu(gate_up, tanh)
+    assert_as_close_as_torch(ours, low, activated * up)
 
 
 @in_16_bits

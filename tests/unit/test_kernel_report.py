@@ -77,8 +77,10 @@ def test_the_command_prints_a_row_for_each_kernel(monkeypatch: pytest.MonkeyPatc
     result = CliRunner().invoke(cli, ["kernels", "--arch", "75,sm_120"])
     assert result.exit_code == 0, result.output
     rows = [tuple(line.split()[:2]) for line in result.stdout.splitlines() if line.strip().startswith("sm_")]
-    assert sorted(rows) == [(arch, kernel) for arch in ("sm_120", "sm_75") for kernel in ("embed", "gelu", "swiglu")]
-    assert "6 of 6 kernels compiled" in result.stdout
+    assert sorted(rows) == [
+        (arch, kernel) for arch in ("sm_120", "sm_75") for kernel in ("embed", "geglu", "geglu_tanh", "gelu", "swiglu")
+    ]
+    assert "10 of 10 kernels compiled" in result.stdout
     assert "before sm_80 without attention and in fp16 only; nothing spills" in result.stdout
 
 

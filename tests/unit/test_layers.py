@@ -43,7 +43,15 @@ def test_linear(dtype: torch.dtype, rows: int, bias: bool, gelu: bool, residual:
     assert torch.equal(r, before)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], causal: bool) -> torch.Tensor:
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    causal: bool,
+    window: int | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The definition: one softmax a query, written out in the inputs' dtype."""
     out = torch.empty_like(q)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -53,6 +61,13 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int],
         scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) / math.sqrt(q.shape[2])
         if causal:
             scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+        for query in range(length):
+            for key in range(length):
+                if bias is not None:
+                    reach = bias.shape[1] // 2
+                    scores[:, query, key] += bias[:, max(-reach, min(reach, key - query)) + reach].to(scores.dtype)
+                if window is not None and abs(query - key) > window:
+                    scores[:, query, key] = -math.inf
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[rows])
         start += length
     return out
@@ -67,6 +82,21 @@ def test_encoder_attention(dtype: torch.dtype, lengths: list[int]) -> None:
     assert ours.is_contiguous()
     low, exact = (dense(*x.unbind(1), lengths, causal=False) for x in (qkv, qkv.double()))
     assert_as_close_as_torch(ours, low, exact)
+
+
+@pytest.mark.parametrize("window", [None, 0, 9, 40])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("causal", "heads"), [(False, (4, 4)), (True, (4, 4)), (False, (4, 2))])
+@pytest.mark.parametrize("lengths", [[40, 3, 64], [20]])
+def test_windows_and_biases_by_distance(
+    lengths: list[int], causal: bool, heads: tuple[int, int], biased: bool, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    bias = torch.randn(4, 2 * 30 + 1) if biased else None  # some distances lie beyond its reach
+    qkv = torch.randn(sum(lengths), heads[0] + 2 * heads[1], 16)
+    ours = Attention(batch_of(lengths), heads, causal, window, bias)(qkv)
+    exact = dense(*qkv.double().split((heads[0], heads[1], heads[1]), dim=1), lengths, causal, window, bias)
+    torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

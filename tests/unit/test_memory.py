@@ -38,7 +38,7 @@ def test_parameters_are_those_of_the_published_checkpoint(model: str, published:
     assert num_parameters(CATALOGUE[model]) == published
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3-lm"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))

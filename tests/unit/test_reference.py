@@ -50,7 +50,8 @@ def test_attention(lengths: tuple[int, ...], heads: tuple[int, int], causal: boo
     torch.testing.assert_close(out, expected)
 
 
-def test_norm_rope() -> None:
+@pytest.mark.parametrize("norm", [True, False])
+def test_rope(norm: bool) -> None:
     n_heads, n_kv_heads, head_dim, theta = 5, 2, 8, 100.0
     qkv = torch.randn(sum(LENGTHS), n_heads + 2 * n_kv_heads, head_dim)
     q_weight, k_weight = torch.randn(2, head_dim)
@@ -58,14 +59,29 @@ def test_norm_rope() -> None:
     for token, (_, place) in enumerate(TOKENS):
         for head in range(n_heads + n_kv_heads):
             x = qkv[token, head]
-            x = x / (x.square().mean() + EPS).sqrt() * (q_weight if head < n_heads else k_weight)
+            if norm:
+                x = x / (x.square().mean() + EPS).sqrt() * (q_weight if head < n_heads else k_weight)
             for i in range(head_dim // 2):
                 angle = place / theta ** (2 * i / head_dim)
                 pair = complex(x[i], x[i + head_dim // 2]) * complex(math.cos(angle), math.sin(angle))
                 expected[token, head, i], expected[token, head, i + head_dim // 2] = pair.real, pair.imag
     table = reference.rope_table(head_dim, theta, max(LENGTHS), torch.device("cpu"))
-    reference.norm_rope(qkv, q_weight, k_weight, table, bounds(), EPS, n_heads)
+    if norm:
+        reference.norm_rope(qkv, q_weight, k_weight, table, bounds(), EPS, n_heads)
+    else:
+        reference.rope(qkv, table, bounds(), n_heads)
     torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+def test_geglu(tanh: bool) -> None:
+    gate, up = torch.randn(2, 5, 8).double()
+    if tanh:
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        expected = up * gate / 2 * (1 + torch.tanh(inner))
+    else:
+        expected = up * gate / 2 * (1 + torch.erf(gate / math.sqrt(2)))
+    torch.testing.assert_close(reference.geglu(torch.cat((gate, up), dim=1), tanh), expected)
 
 
 def test_rms_norm_adds_to_the_residual_in_place() -> None:

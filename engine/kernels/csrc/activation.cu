@@ -1,5 +1,6 @@
-// The two activations between a transformer's wide linear layers, eight values a thread.
+// The activations between a transformer's wide linear layers, eight values a thread.
 //   swiglu: gate_up [T, 2 * I] -> out [T, I], silu(gate) * up.            Floor: 6 * T * I bytes.
+//   geglu, geglu_tanh: the same with gelu(gate), exact or in its tanh form.
 //   gelu:   x [T, I] + bias [I], in place, exact (erf).                   Floor: 4 * T * I bytes.
 //   I, the width, is a multiple of 8.
 // erff makes gelu bound by arithmetic (65 % of the copy bandwidth). With q the normal distribution's weight beyond |x|,
@@ -13,8 +14,13 @@ __device__ __forceinline__ float gelu_of(float x) {
     return fmaf(-fabsf(x), q * t * power, fmaxf(x, 0.f));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-swiglu(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) {
+// The tanh form: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, and (1 + tanh(y)) / 2 is sigmoid(2 y).
+__device__ __forceinline__ float gelu_tanh_of(float x) { return x / (1.f + __expf(-1.5957691216f * x * fmaf(0.044715f * x, x, 1.f))); }
+
+__device__ __forceinline__ float silu_of(float x) { return x / (1.f + __expf(-x)); }
+
+template <float (*activation)(float)>
+__device__ __forceinline__ void gated(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) {
     const u32 index = blockIdx.x * THREADS + threadIdx.x;  // of eight values: 32 bits reach 2^35 of them
     if (index >= num_rows * (I / 8)) return;
     const i64 row = index / (I / 8);
@@ -23,9 +29,18 @@ swiglu(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) {
     unpack(load8(gate_up + row * (2 * I), at), gate);
     unpack(load8(gate_up + row * (2 * I) + I, at), up);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) up[e] *= gate[e] / (1.f + __expf(-gate[e]));
+    for (int e = 0; e < 8; ++e) up[e] *= activation(gate[e]);
     store8(out + row * I, at, pack(up));
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+swiglu(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) { gated<silu_of>(gate_up, out, num_rows); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+geglu(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) { gated<gelu_of>(gate_up, out, num_rows); }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+geglu_tanh(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) { gated<gelu_tanh_of>(gate_up, out, num_rows); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 gelu(u16* __restrict__ x, const u16* __restrict__ bias, i64 num_rows) {

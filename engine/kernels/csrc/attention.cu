@@ -4,6 +4,8 @@
 //   bounds int2 [T]: the sequence each token belongs to, [x, y).
 //   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
 //   smaller left, bidirectional neither.
+//   BIAS: bias float [H, 2 * reach + 1] is added to the score of a key d tokens after the query, from column reach + d,
+//   at most `reach` either way; in units of sqrt(D), as scores are before they are scaled.
 //
 // One block computes a tile of BLOCK_M rows for one key head. A row is (token, query head of the group), so K and V are
 // loaded once for all query heads that share them, and a causal tile is only BLOCK_M / GROUP tokens deep: far fewer
@@ -89,7 +91,7 @@ __device__ __forceinline__ void load_keys(u32 shared, const u16* x, int stride, 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ out,
           const int2* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
-          i64 left_, i64 right_, float scale_log2) {
+          i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int2 tile = tiles[blockIdx.y];
     if (tile.x == tile.y) return;
@@ -161,6 +163,21 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
         if (key + BLOCK_N < end) load_keys(k_tile, next, stride, end - key - BLOCK_N - first_row);
         copy_commit();
 
+#if BIAS
+        const int reach = static_cast<int>(reach_);
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = warp_row + m * 16 + lane / 4 + h * 8;
+                const float* mine = bias + (kv_head * GROUP + row % GROUP) * (2 * reach + 1) + reach;
+                const int from = key + lane % 4 * 2 - tile.x - row / GROUP;
+#pragma unroll
+                for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) s[m][n][2 * h + e] += mine[max(-reach, min(reach, from + n * 8 + e))];
+            }
+#endif
         if (key < all_begin || key + BLOCK_N > all_end) {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)

@@ -1,5 +1,5 @@
-// Qwen3's per-head RMSNorm of Q and K, then rotary embedding ("half-rotate"), in place on the fused QKV buffer.
-//   qkv [T, H + 2 K, D] 16-bit: heads 0 .. H - 1 take q_weight [D], the next K take k_weight; V is not touched.
+// Rotary embedding ("half-rotate") of Q and K in place on the fused QKV buffer; with NORM, Qwen3's per-head RMSNorm before.
+//   qkv [T, H + 2 K, D] 16-bit: heads 0 .. H - 1 take q_weight [D], the next K take k_weight (NORM); V is not touched.
 //   table float2 [positions, D / 2]: cos and sin of each angle.  bounds int2 [T]: a token's position is its distance from x.
 // One block a token. D / 8 lanes hold a head, eight values each; the partner of a value is D / 2 away, so one shuffle
 // fetches it. A thread does the same eight columns of PER_THREAD heads: it reads their angles once, and all its heads'
@@ -10,8 +10,8 @@ constexpr int ALL_HEADS = HEADS + KV_HEADS;
 constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // head h is done by slot h % SLOTS
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-norm_rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
-          const float2* __restrict__ table, const int2* __restrict__ bounds, float eps) {
+rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
+     const float2* __restrict__ table, const int2* __restrict__ bounds, float eps) {
     const int token = blockIdx.x, slot = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u16* rows = qkv + static_cast<i64>(token) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 
@@ -35,8 +35,10 @@ norm_rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
         const int head = slot + i * SLOTS;
-        float x[8], w[8];
+        float x[8];
         unpack(loaded[i], x);
+#if NORM
+        float w[8];
         unpack(load8(head < HEADS ? q_weight : k_weight, lane), w);
         float sum = 0.f;
 #pragma unroll
@@ -44,6 +46,7 @@ norm_rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __
         const float scale = rsqrtf(lanes_sum<LANES>(sum) / HEAD_DIM + eps);
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] *= scale * w[e];
+#endif
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] = x[e] * cosine[e] + __shfl_xor_sync(0xffffffffu, x[e], LANES / 2) * sine[e];
         if (slot < SLOTS && head < ALL_HEADS) store8(rows + head * HEAD_DIM, lane, pack(x));
