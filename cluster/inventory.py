@@ -10,7 +10,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Cgroup:
 
     memory_bytes: int | None = None
     cpus: float | None = None
+    memory_folder: Path | None = field(default=None, compare=False)  # of the group that has this limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +162,12 @@ def capability(facts: Facts) -> tuple[int, int] | None:
     return None
 
 
-def free_memory(device_index: int) -> tuple[int, str] | None:
-    """Free bytes of a CUDA device of this process, and where they were read; None without CUDA, or where nobody says.
-
-    Cheap enough to be called every second. `torch.cuda.mem_get_info` is not asked: on an integrated GPU it counts the page
-    cache as used.
-    """
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(device_index)
-    if properties.is_integrated:
-        available = psutil.virtual_memory().available
-        return min(available, _own_cgroup().memory_bytes or available), INTEGRATED
-    # A program sees at most one MIG slice, and its properties may carry the uuid of the GPU around it.
-    first_visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    uuid = first_visible if first_visible.startswith("MIG-") else f"GPU-{_bare(str(properties.uuid))}"
-    try:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(uuid)).free), "NVML"
-    except pynvml.NVMLError:
-        return None
+def free_host_bytes() -> int:
+    """What this process may still take of the machine's memory: MemAvailable, within its control group's limit."""
+    available, group = psutil.virtual_memory().available, _own_cgroup()
+    if group.memory_bytes is None or group.memory_folder is None:
+        return available
+    return max(0, min(available, group.memory_bytes - _held_bytes(group.memory_folder)))
 
 
 def visible_devices(devices: Sequence[NvmlDevice], value: str | None) -> tuple[NvmlDevice, ...]:
@@ -333,12 +321,6 @@ def _asked(question: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-@cache
-def _nvml_handle(uuid: str) -> Any:
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid)
-
-
 def _read_torch() -> tuple[TorchDevice, ...]:
     """Empty for a CPU build, and where the driver does not fit."""
     with warnings.catch_warnings():
@@ -373,19 +355,31 @@ def read_cgroup(membership: str, root: Path) -> Cgroup:
         membership: what /proc/PID/cgroup says.
         root: where the control groups are mounted.
     """
-    memory: list[int] = []
+    memory: list[tuple[int, Path]] = []
     cpus: list[float] = []
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             for folder in _upward(root, path):
-                memory += _numbers(folder / "memory.max")[:1]
+                memory += [(limit, folder) for limit in _numbers(folder / "memory.max")[:1]]
                 cpus += _quota(_numbers(folder / "cpu.max"))
         for controller in controllers.split(","):
             for folder in _upward(root / controller, path) if controller in ("memory", "cpu") else ():
-                memory += _numbers(folder / "memory.limit_in_bytes")[:1]
+                memory += [(limit, folder) for limit in _numbers(folder / "memory.limit_in_bytes")[:1]]
                 cpus += _quota(_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
-    return Cgroup(min(memory, default=None), min(cpus, default=None))
+    tightest = min(memory) if memory else (None, None)
+    return Cgroup(tightest[0], min(cpus, default=None), tightest[1])
+
+
+def _held_bytes(folder: Path) -> int:
+    """What a group holds and would not give back at once; 0 where it does not say."""
+    held = next(iter(_numbers(folder / "memory.current") + _numbers(folder / "memory.usage_in_bytes")), 0)
+    try:
+        words = (folder / "memory.stat").read_text(encoding="utf-8").split()
+    except OSError:
+        return held
+    stat = dict(zip(words[::2], words[1::2], strict=False))
+    return held - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # version 1 has both, and means the first
 
 
 def _upward(root: Path, path: str) -> Iterator[Path]:

@@ -29,6 +29,7 @@ class Report:
     tokens_per_s: float = 0.0
     pass_s: float = 0.0
     longest_input: int | None = None  # tokens that its memory holds now
+    busy: float = 0.0  # share of the last second that it computed
 
 
 @dataclass(frozen=True, slots=True)

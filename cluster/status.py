@@ -71,7 +71,7 @@ def gateway_pools(entries: Iterable[Mapping[str, Any]]) -> tuple[PoolState, ...]
             max_replicas=pool["max_replicas"],
             queued_tokens=pool["queued_tokens"],
             tokens_per_s=pool["tokens_per_s"],
-            busy=pool.get("busy"),
+            busy=pool["busy"],
         )
         for entry in entries
         for pool in entry["pools"]

@@ -165,6 +165,7 @@ class Pool:
             "max_replicas": self.ref.max_replicas,
             "queued_tokens": round(self.queued_tokens),
             "tokens_per_s": round(self.tokens_per_s),
+            "busy": round(sum(each.report.busy for each in self.load.replicas.values()) / max(1, len(self.load.replicas)), 2),
         }
 
     def show_in(self, metrics: Metrics, model: str) -> None:

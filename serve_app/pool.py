@@ -5,14 +5,14 @@ from dataclasses import asdict
 from time import monotonic, time
 from typing import Any
 
-import psutil
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
 from cluster.autoscale import options as scaling_options
+from cluster.inventory import free_host_bytes
 from cluster.ray_router import routing_options
 from cluster.router import Report, Ticket
-from engine.loop import Embeddings
+from engine.loop import Embeddings, EngineLoop
 from engine.memory import footprint
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
@@ -43,7 +43,7 @@ class PoolServer(EngineServer):
 
     def __init__(self, model: str, name: str, settings: Settings) -> None:
         super().__init__(model, name, settings)
-        self._seen = monotonic(), 0.0  # when `busy` was last asked for, and the busy seconds then
+        self._busy = _BusyShare(self._loop), _BusyShare(self._loop)  # for routing, for autoscaling
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
 
@@ -56,20 +56,32 @@ class PoolServer(EngineServer):
 
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
-        return asdict(Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input()))
+        busy = self._busy[0].read()
+        return asdict(Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        now, busy_s = monotonic(), self._loop.busy_s
-        (then, before), self._seen = self._seen, (now, busy_s)
-        return {"busy": min(1.0, (busy_s - before) / max(now - then, 1e-3)), "backlog_s": self._loop.backlog_s}
+        return {"busy": self._busy[1].read(), "backlog_s": self._loop.backlog_s}
 
     def _longest_input(self) -> int:
         """Tokens of the longest input that memory holds now. A card's own was set aside at load; a host's comes and goes."""
         longest = self._engine.longest_input
         if not self._takes_host_memory:
             return longest
-        room = psutil.virtual_memory().available - _HOST_FLOOR_BYTES
+        room = free_host_bytes() - _HOST_FLOOR_BYTES
         return max(0, min(longest, room // self._per_token))
+
+
+class _BusyShare:
+    """The share of the time that an engine computes, from one reading to the next."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._at, self._busy_s = monotonic(), loop.busy_s
+
+    def read(self) -> float:
+        (then, before), (now, busy_s) = (self._at, self._busy_s), (monotonic(), self._loop.busy_s)
+        self._at, self._busy_s = now, busy_s
+        return min(1.0, (busy_s - before) / max(now - then, 1e-3))
 
 
 class Unrouted:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from cluster.inventory import (
     TorchDevice,
     capability,
     cards,
-    free_memory,
+    free_host_bytes,
     read_cgroup,
     read_machine,
     this_node,
@@ -359,46 +358,36 @@ def test_an_nvml_that_does_not_start_is_no_nvml(monkeypatch: pytest.MonkeyPatch)
     assert read_machine().nvml == ()
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """torch with one CUDA device; its properties may be changed."""
-    properties = SimpleNamespace(is_integrated=0, uuid="1234-5678")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    inventory._nvml_handle.cache_clear()
-    yield properties
-    inventory._nvml_handle.cache_clear()
-
-
-def test_what_is_free_on_a_card_is_nvmls_by_its_uuid(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, asked = FakeNvml(monkeypatch), []
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: asked.append(uuid) or uuid)
-    assert free_memory(0) == (78 * GIB, "NVML")
-    assert free_memory(0) == (78 * GIB, "NVML")
-    assert asked == ["GPU-1234-5678"]  # and once only
-    assert fake.open == 1
-
-
-def test_what_is_free_on_a_mig_slice_is_the_slices(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNvml(monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-x")
-    assert free_memory(0) == (8 * GIB, "NVML")
-
-
-def test_what_is_free_on_an_integrated_gpu_is_memavailable_and_no_more_than_the_limit(
-    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"memory.max": "max"}, 52 * GIB),
+        ({"memory.max": f"{30 * GIB}"}, 30 * GIB),
+        ({"memory.max": f"{30 * GIB}", "memory.current": f"{9 * GIB}"}, 21 * GIB),
+        (
+            {"memory.max": f"{30 * GIB}", "memory.current": f"{9 * GIB}", "memory.stat": f"anon 7\ninactive_file {4 * GIB}"},
+            25 * GIB,
+        ),
+        ({"memory.max": f"{90 * GIB}", "memory.current": f"{9 * GIB}"}, 52 * GIB),
+        ({"memory.max": f"{GIB}", "memory.current": f"{2 * GIB}"}, 0),
+    ],
+)
+def test_what_a_process_may_still_take_of_the_host(
+    files: dict[str, str], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda.is_integrated = 1
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=52 * GIB))
-    monkeypatch.setattr(inventory, "_own_cgroup", lambda: Cgroup())
-    assert free_memory(0) == (52 * GIB, INTEGRATED)
-    monkeypatch.setattr(inventory, "_own_cgroup", lambda: Cgroup(memory_bytes=30 * GIB))
-    assert free_memory(0) == (30 * GIB, INTEGRATED)
+    monkeypatch.setattr(inventory, "_own_cgroup", lambda: read_cgroup("0::/\n", tmp_path))
+    assert free_host_bytes() == free
 
 
-def test_what_nobody_can_tell_is_none(cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeNvml(monkeypatch, memory=None)
-    assert free_memory(0) is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert free_memory(0) is None
+def test_what_is_free_under_version_1_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "memory" / "docker"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{8 * GIB}")
+    (folder / "memory.usage_in_bytes").write_text(f"{5 * GIB}")
+    (folder / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {2 * GIB}")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=52 * GIB))
+    monkeypatch.setattr(inventory, "_own_cgroup", lambda: read_cgroup("4:memory:/docker\n", tmp_path))
+    assert free_host_bytes() == 5 * GIB
