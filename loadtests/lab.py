@@ -1,6 +1,7 @@
 """Several Ray nodes on one machine, each in a network namespace of its own: own address, own ports, and a cable to pull.
 
-Needs root and iproute2. Every process of a node lives in its namespace, so the kernel itself says which they are.
+Needs root and iproute2. Where they cannot be had, `lab()` says so and the nodes share the machine's loopback, as Ray's own
+cluster_utils has them: an address each, but one set of ports, so that only the head serves HTTP.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,8 +22,7 @@ from typing import Any
 import psutil
 
 from cluster.local_ray import SERVE_ENV
-
-_NET = "10.77.0"
+from cluster.node_processes import MARK, Started, find_processes
 
 
 def possible() -> bool:
@@ -43,40 +44,90 @@ def possible() -> bool:
 
 @dataclass
 class Member:
-    """One node: its namespace, and what `ray start` was told."""
+    """One node on the machine's loopback."""
 
     name: str
-    namespace: str  # also the name of its cable's near end
     address: str
-    labels: Mapping[str, str]
+    mark: str  # in the environment of all its processes
+
+    def command(self, program: str, arguments: tuple[str, ...]) -> list[str]:
+        return [program, *arguments]
 
     def processes(self) -> list[psutil.Process]:
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False).stdout
+        return list(find_processes(Started(self.mark, self.name, head=False)))
+
+    def kill(self) -> None:
+        """End every process of the node at once, as a crash of the machine's kernel would."""
+        self._signal(signal.SIGKILL)
+
+    def unplug(self) -> None:
+        """Nothing comes from the node any more, and nobody is told."""
+        self._signal(signal.SIGSTOP)
+
+    def join(self) -> None:
+        pass
+
+    def leave(self) -> None:
+        for _ in range(3):
+            self.kill()
+            psutil.wait_procs(self.processes(), timeout=2)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+@dataclass
+class Namespaced(Member):
+    """One node in a namespace. Every process of it lives there, so the kernel itself says which they are."""
+
+    bridge: str
+
+    @property
+    def _namespace(self) -> str:
+        """Also the name of its cable's near end."""
+        return f"{self.bridge}-{self.name}"
+
+    def command(self, program: str, arguments: tuple[str, ...]) -> list[str]:
+        return ["ip", "netns", "exec", self._namespace, program, *arguments]
+
+    def processes(self) -> list[psutil.Process]:
+        listed = subprocess.run(["ip", "netns", "pids", self._namespace], capture_output=True, text=True, check=False).stdout
         found = []
         for pid in listed.split():
             with suppress(psutil.NoSuchProcess):
                 found.append(psutil.Process(int(pid)))
         return found
 
-    def kill(self) -> None:
-        """End every process of the node at once, as a crash of the machine's kernel would."""
-        for process in self.processes():
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
-
     def unplug(self) -> None:
         """Nothing reaches the node any more, and nobody is told."""
-        _ip("link", "set", self.namespace, "down")
+        _ip("link", "set", self._namespace, "down")
+
+    def join(self) -> None:
+        space = self._namespace
+        _ip("netns", "add", space)
+        _ip("link", "add", space, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _ip("link", "set", space, "master", self.bridge, "up")
+        _ip("-n", space, "addr", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", space, "link", "set", "eth0", "up")
+        _ip("-n", space, "link", "set", "lo", "up")
+
+    def leave(self) -> None:
+        super().leave()
+        _ip("link", "del", self._namespace, check=False)  # with the namespace it would go too, but some time later
+        _ip("netns", "del", self._namespace, check=False)
 
 
 class Lab:
     """The nodes, the head first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, namespaces: bool) -> None:
         self.members: dict[str, Member] = {}
-        self._folder, self._bridge = folder, f"ef{token_hex(2)}"
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("link", "set", self._bridge, "up")
+        self._folder, self._name, self._namespaces = folder, f"ef{token_hex(2)}", namespaces
+        if namespaces:
+            _ip("link", "add", self._name, "type", "bridge")
+            _ip("link", "set", self._name, "up")
         # Short: sockets lie in it, and their names may have 107 characters.
         self.environment = os.environ | SERVE_ENV | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
         self.environment |= {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(folder)}
@@ -86,34 +137,35 @@ class Lab:
     def head(self) -> Member:
         return next(iter(self.members.values()))
 
+    def machine(self, name: str) -> Member:
+        """One on which nothing runs yet."""
+        number, mark = len(self.members) + 2, f"{self._name}-{name}"
+        if self._namespaces:
+            self.members[name] = Namespaced(name, f"10.77.0.{number}", mark, self._name)
+        else:
+            self.members[name] = Member(name, f"127.0.77.{number}", mark)
+        self.members[name].join()
+        return self.members[name]
+
     def add(self, name: str, node_class: str, num_cpus: int, num_gpus: int = 0) -> Member:
-        """Make the namespace and start Ray in it; the first one is the head."""
-        labels = {"emberforge-class": node_class, "emberforge-node": name}
-        member = Member(name, f"{self._bridge}-{name}", f"{_NET}.{len(self.members) + 2}", labels)
-        self.members[name] = member
-        space = member.namespace
-        _ip("netns", "add", space)
-        _ip("link", "add", space, "type", "veth", "peer", "name", "eth0", "netns", space)
-        _ip("link", "set", space, "master", self._bridge, "up")
-        _ip("-n", space, "addr", "add", f"{member.address}/24", "dev", "eth0")
-        _ip("-n", space, "link", "set", "eth0", "up")
-        _ip("-n", space, "link", "set", "lo", "up")
-        first = len(self.members) == 1
+        """A machine with Ray on it; the first one is the head."""
+        first = not self.members
+        member = self.machine(name)
         where = ["--head", "--port=6379", "--dashboard-host=127.0.0.1"] if first else [f"--address={self.head.address}:6379"]
-        given = ",".join(f"{key}={value}" for key, value in labels.items())
         self.run(
-            name, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={member.address}", f"--labels={given}",
-            f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}", "--object-store-memory=100000000", "--disable-usage-stats",
+            name, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={member.address}",
+            f"--labels=emberforge-class={node_class},emberforge-node={name}", f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}",
+            "--object-store-memory=100000000", "--disable-usage-stats",
         )  # fmt: skip
         return member
 
     def run(self, name: str, *arguments: str, **environment: str) -> str:
-        """Run Python in a node's namespace until it ends; what it printed. Raises: CalledProcessError."""
+        """Run Python on a machine until it ends; what it printed. Raises: RuntimeError."""
         log = self._folder / f"{name}.log"
         with log.open("a", encoding="utf-8") as file:
             done = subprocess.run(
-                self._command(name, arguments),
-                env=self.environment | environment,
+                self.members[name].command(sys.executable, arguments),
+                env=self._environment_of(name) | environment,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
@@ -125,28 +177,33 @@ class Lab:
             raise RuntimeError(f"{' '.join(arguments[:4])} on {name} ended with {done.returncode}:\n{tail}")
         return done.stdout
 
-    def start(self, name: str, *arguments: str) -> "subprocess.Popen[str]":
-        """Start Python in a node's namespace."""
-        return subprocess.Popen(self._command(name, arguments), env=self.environment, stdout=subprocess.PIPE, text=True)
+    def start(self, name: str, *arguments: str, program: str = sys.executable) -> "subprocess.Popen[str]":
+        """Start Python, or another program, on a machine."""
+        command = self.members[name].command(program, arguments)
+        return subprocess.Popen(command, env=self._environment_of(name), stdout=subprocess.PIPE, text=True)
 
     def close(self) -> None:
         for member in self.members.values():
-            for _ in range(3):
-                member.kill()
-                psutil.wait_procs(member.processes(), timeout=2)
-            _ip("link", "del", member.namespace, check=False)  # with the namespace it would go too, but some time later
-            _ip("netns", "del", member.namespace, check=False)
-        _ip("link", "del", self._bridge, check=False)
+            member.leave()
+        if self._namespaces:
+            _ip("link", "del", self._name, check=False)
 
-    def _command(self, name: str, arguments: tuple[str, ...]) -> list[str]:
-        return ["ip", "netns", "exec", self.members[name].namespace, sys.executable, *arguments]
+    def _environment_of(self, name: str) -> Mapping[str, str]:
+        return self.environment | {MARK: self.members[name].mark}
 
 
 @contextmanager
 def lab() -> Iterator[Lab]:
     """An empty laboratory; at the end no process and no interface of it is left."""
+    namespaces = possible()
+    if not namespaces:
+        warnings.warn(
+            "network namespaces need root and iproute2: the nodes share this machine's loopback, only the head serves HTTP, and "
+            "a node falls silent by being stopped",
+            stacklevel=3,
+        )
     folder = Path(tempfile.mkdtemp(prefix="ef-", dir="/tmp"))  # a short name
-    made = Lab(folder)
+    made = Lab(folder, namespaces)
     try:
         yield made
     finally:

@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from cluster.plan import ModelsFile, Plan
 from loadtests import cluster
-from loadtests.lab import Lab, lab, possible, wait_for
-
-pytestmark = pytest.mark.skipif(not possible(), reason="network namespaces need root and iproute2")
+from loadtests.cluster_load import Site, failures
+from loadtests.lab import Lab, lab, wait_for
 
 GB10, PC1, PC2, CPU = cluster.NODES
 STARTED = (GB10, PC1, CPU)
@@ -20,7 +18,7 @@ STARTED = (GB10, PC1, CPU)
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with lab() as made:
         cluster.build(made, STARTED)
-        cluster.deploy(made, cluster.config(STARTED, gateways=2), tmp_path_factory.mktemp("configs"), len(STARTED))
+        cluster.deploy(Site(made), cluster.config(STARTED, gateways=2), tmp_path_factory.mktemp("configs"), len(STARTED))
         yield made
 
 
@@ -45,12 +43,12 @@ def nodes_of_replicas(laboratory: Lab) -> dict[str, str]:
 
 def lost(laboratory: Lab, seconds: float, fault: str) -> dict[str, int]:
     """What failed of a load during which a node goes away."""
-    load = cluster.Client(laboratory, 0.3, 5 + seconds, of=STARTED)
+    load = Site(laboratory).load((0.3 * cluster.capacity(STARTED), 5 + seconds))
     load.at(5)
     getattr(laboratory.members[fault.split()[1]], fault.split()[0])()
     results = load.results()
     assert len(results) > 50
-    return cluster.failures(results)
+    return failures(results)
 
 
 def test_replicas_are_where_the_plan_has_them(laboratory: Lab) -> None:
@@ -74,6 +72,6 @@ def test_a_node_that_joins_takes_over_what_was_lost(laboratory: Lab) -> None:
     assert nodes_of_replicas(laboratory)[f"lite.{PC1.class_name}"] == "pc2"
 
 
-def test_no_request_is_lost_with_a_node_that_falls_silent(laboratory: Lab, tmp_path: Path) -> None:
-    wait_for("all replicas", lambda: cluster.ready(laboratory) >= len(STARTED))
+def test_no_request_is_lost_with_a_node_that_falls_silent(laboratory: Lab) -> None:
+    wait_for("all replicas", lambda: Site(laboratory).ready() >= len(STARTED))
     assert lost(laboratory, 20, "unplug gb10") == {}

@@ -1,4 +1,4 @@
-"""What stands in for a site in these tests: ingress nodes, clients, and a shipped file with the site's own values."""
+"""What stands in for a site in these tests: ingress nodes and clients."""
 
 import socket
 import subprocess
@@ -14,8 +14,6 @@ from typing import Any
 import httpx
 
 from cluster.local_ray import free_port
-
-DEPLOY = Path(__file__).parents[2] / "cluster" / "deploy"
 
 
 @dataclass
@@ -41,15 +39,6 @@ class Node:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-
-
-def edited(file: Path, changes: dict[str, str]) -> str:
-    """The shipped file with a site's own values; every one of them must be there to be replaced."""
-    text = file.read_text()
-    for old, new in changes.items():
-        assert old in text, f"{file.name} has no {old!r}"
-        text = text.replace(old, new)
-    return text
 
 
 def is_open(port: int) -> bool:

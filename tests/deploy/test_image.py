@@ -10,7 +10,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from standins import DEPLOY, Node
+from standins import Node
+
+from loadtests.balancer import DEPLOY
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()

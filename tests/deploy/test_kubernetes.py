@@ -13,11 +13,11 @@ import pytest
 import yaml
 from ray._private.label_utils import validate_node_label_syntax
 from ray.serve.schema import ServeDeploySchema
-from standins import DEPLOY
 
 from cluster.local_ray import SERVE_ENV
 from cluster.node import NODE_LABEL, node_labels
 from cluster.nodes import GIB, Card, Node
+from loadtests.balancer import DEPLOY
 from serve_app.app import PoolArgs, Share, deploy_config, deployment_options
 from serve_app.settings import Settings
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from standins import DEPLOY, Load, Node, edited, is_open, stop, wait_for
+from standins import Load, Node, is_open, stop, wait_for
 
 from cluster.local_ray import free_port
+from loadtests.balancer import DEPLOY, edited
 from serve_app.settings import Settings
 
 NGINX = shutil.which("nginx") or ""

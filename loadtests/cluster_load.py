@@ -1,0 +1,150 @@
+"""An open-loop load on a cluster in a laboratory, in a process of its own where the clients are, and what became of it."""
+
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic, perf_counter, sleep
+from typing import Any
+
+import httpx
+
+from loadtests.client import _Connection
+from loadtests.lab import Lab
+from loadtests.traces import percentile, request_lengths
+
+LONGEST = 256  # tokens of a text
+DEADLINE_S = 2.0  # answered later is late
+_GIVE_UP_S = 60.0
+_LOOK_EVERY_S = 0.5
+
+Result = tuple[float, float, str]  # seconds after the start at which it was due, latency, "200" or what went wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where clients are, and the port they know."""
+
+    laboratory: Lab
+    member: str = "head"
+    port: int = 8000
+
+    def load(self, *phases: tuple[float, float], seed: int = 1) -> "Load":
+        """Start a load of (tokens/s, seconds), one after the other."""
+        return Load(self, phases, seed)
+
+    def pools(self) -> list[dict[str, Any]]:
+        """What `GET /v1/models` says of each pool; nothing while there is no gateway."""
+        script = (
+            "import httpx, sys\n"
+            f"try: print(httpx.get('http://127.0.0.1:{self.port}/v1/models', timeout=5).text)\n"
+            "except httpx.HTTPError: print('{}')"
+        )
+        try:
+            listed = json.loads(self.laboratory.run(self.member, "-c", script)).get("data", [])
+        except (ValueError, RuntimeError):
+            return []
+        return [pool for model in listed for pool in model["pools"]]
+
+    def ready(self) -> int:
+        """Replicas of all pools."""
+        return sum(pool["replicas"] for pool in self.pools())
+
+
+class Load:
+    """A load under way."""
+
+    def __init__(self, site: Site, phases: Sequence[tuple[float, float]], seed: int) -> None:
+        arguments = json.dumps({"port": site.port, "phases": phases, "seed": seed})
+        self._process = site.laboratory.start(site.member, "-m", "loadtests.cluster_load", arguments)
+        self.started = monotonic()
+        self.replicas: list[tuple[float, int]] = []  # (seconds after the start, how many there were), once it is over
+
+    def at(self, seconds: float) -> None:
+        """Wait until so long after the start."""
+        sleep(max(0.0, self.started + seconds - monotonic()))
+
+    def results(self) -> list[Result]:
+        """Of every request, in the order they were due."""
+        output, _ = self._process.communicate()
+        said = json.loads(output)
+        self.replicas = [(seconds, number) for seconds, number in said["replicas"]]
+        return [(due, latency, status) for due, latency, status in said["requests"]]
+
+
+def summary(results: Sequence[Result], between: tuple[float, float] = (0, 1e9)) -> dict[str, Any]:
+    """Of those due between two moments."""
+    chosen = [each for each in results if between[0] <= each[0] < between[1]]
+    good = [latency for _, latency, status in chosen if status == "200"] or [float("nan")]
+    return {
+        "requests": len(chosen),
+        "failed": sum(status != "200" for *_, status in chosen),
+        "p50 ms": 1e3 * percentile(good, 50),
+        "p99 ms": 1e3 * percentile(good, 99),
+        "slowest ms": 1e3 * max(good),
+        "in time %": 100 * sum(latency <= DEADLINE_S for latency in good) / max(1, len(chosen)),
+    }
+
+
+def failures(results: Sequence[Result]) -> dict[str, int]:
+    return dict(Counter(status for *_, status in results if status != "200").most_common(5))
+
+
+def main(port: int, phases: Sequence[tuple[float, float]], seed: int) -> None:
+    """Requests of 1, 4, 16 or 64 texts as token ids, due at Poisson times whatever happened to those before."""
+    rng = random.Random(seed)
+    mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
+    due: list[tuple[float, bytes]] = []
+    start = 1.0
+    for tokens_per_s, seconds in phases:
+        now = start + rng.expovariate(tokens_per_s / mean)
+        while now < start + seconds:
+            body = json.dumps({"inputs": [[1000 + i for i in range(n)] for n in request_lengths(rng, LONGEST)]})
+            due.append((now, body.encode()))
+            now += rng.expovariate(tokens_per_s / mean)
+        start += seconds
+    print(json.dumps(asyncio.run(_send(port, due))))
+
+
+async def _send(port: int, due: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
+    idle: list[_Connection] = []
+    results: list[Result] = []
+    replicas: list[tuple[float, int]] = []
+    start = perf_counter()
+
+    async def send(at: float, body: bytes) -> None:
+        connection = idle.pop() if idle else _Connection("127.0.0.1", port, "/embed")
+        status = "200"
+        try:
+            await asyncio.wait_for(connection.post(body), _GIVE_UP_S)
+            idle.append(connection)
+        except Exception as error:
+            status = f"{type(error).__name__}: {error}"[:200]
+            connection.close()
+        results.append((at, perf_counter() - start - at, status))
+
+    async def look() -> None:
+        async with httpx.AsyncClient(timeout=2) as client:
+            while True:
+                with suppress(httpx.HTTPError, ValueError, KeyError):
+                    models = (await client.get(f"http://127.0.0.1:{port}/v1/models")).json()["data"]
+                    number = sum(pool["replicas"] for model in models for pool in model["pools"])
+                    replicas.append((perf_counter() - start, number))
+                await asyncio.sleep(_LOOK_EVERY_S)
+
+    looking = asyncio.create_task(look())
+    tasks = []
+    for at, body in due:
+        await asyncio.sleep(max(0.0, start + at - perf_counter()))
+        tasks.append(asyncio.create_task(send(at, body)))
+    await asyncio.gather(*tasks)
+    looking.cancel()
+    return {"requests": sorted(results), "replicas": replicas}
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
