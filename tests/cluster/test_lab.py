@@ -10,6 +10,9 @@ from loadtests import cluster
 from loadtests.cluster_load import Site, failures
 from loadtests.lab import Lab, lab, wait_for
 
+# Without namespaces the laboratory says so, and does what it can.
+pytestmark = pytest.mark.filterwarnings("default:network namespaces")
+
 GB10, PC1, PC2, CPU = cluster.NODES
 STARTED = (GB10, PC1, CPU)
 
