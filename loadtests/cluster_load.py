@@ -61,6 +61,8 @@ class Load:
     def __init__(self, site: Site, phases: Sequence[tuple[float, float]], seed: int) -> None:
         arguments = json.dumps({"port": site.port, "phases": phases, "seed": seed})
         self._process = site.laboratory.start(site.member, "-m", "loadtests.cluster_load", arguments)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it says when it starts
         self.started = monotonic()
         self.replicas: list[tuple[float, int]] = []  # (seconds after the start, how many there were), once it is over
 
@@ -114,6 +116,7 @@ async def _send(port: int, due: Sequence[tuple[float, bytes]]) -> dict[str, Any]
     idle: list[_Connection] = []
     results: list[Result] = []
     replicas: list[tuple[float, int]] = []
+    print("started", flush=True)
     start = perf_counter()
 
     async def send(at: float, body: bytes) -> None:

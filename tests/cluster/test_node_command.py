@@ -109,6 +109,15 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ClusterError, match=sentence):
             start(False, head.address, name=name, say=lambda line: None)
         assert running() is None
+    for module, attribute, value, sentence in (
+        ("cluster.node_head", "version", lambda package: "2.1.0", "and this node 2.1.0: pip install"),
+        ("platform", "python_version", lambda: "3.9.1", "and this node 3.9.1: use one version on all nodes"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"{module}.{attribute}", value)
+            with pytest.raises(ClusterError, match=sentence):
+                start(False, head.address, name="second", say=lambda line: None)
+        assert running() is None
 
 
 def _said(*arguments: str) -> Any:
