@@ -3,8 +3,9 @@
 from engine.models.base import Model
 from engine.models.bert import Bert
 from engine.models.qwen3 import Qwen3
+from engine.models.roberta import Roberta
 
 # By architecture.
-MODELS: dict[str, type[Model]] = {name: family for family in (Bert, Qwen3) for name in family.architectures}
+MODELS: dict[str, type[Model]] = {name: family for family in (Bert, Roberta, Qwen3) for name in family.architectures}
 
 __all__ = ["MODELS", "Model"]

@@ -15,6 +15,12 @@ from engine.pooling import EmbedOptions
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, {}),
     "bert sharded": ("bert", True, {}),
+    "roberta": ("roberta", False, {}),
+    "roberta sharded": ("roberta", True, {"type_vocab_size": 1}),
+    "roberta with masked-LM head": ("roberta_lm", False, {}),
+    "roberta other padding token": ("roberta", False, {"pad_token_id": 4, "max_position_embeddings": 133}),
+    "camembert with masked-LM head": ("camembert", False, {}),
+    "xlm-roberta": ("xlm_roberta", False, {}),
     "qwen3 base model": ("qwen3", False, {}),
     "qwen3 tied": ("qwen3_lm", False, {"tie_word_embeddings": True}),
     "qwen3 untied": ("qwen3_lm", False, {"tie_word_embeddings": False}),

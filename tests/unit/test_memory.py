@@ -17,8 +17,7 @@ from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_folder import load_model_config
-from engine.models.bert import Bert
-from engine.models.qwen3 import Qwen3
+from engine.models import MODELS
 from engine.weights import Checkpoint
 
 KINDS = get_args(MemoryKind)
@@ -38,13 +37,28 @@ def test_parameters_are_those_of_the_published_checkpoint(model: str, published:
     assert num_parameters(CATALOGUE[model]) == published
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm"])
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("BAAI/bge-m3", 567_754_752),
+        ("intfloat/multilingual-e5-base", 278_043_648),
+        ("intfloat/multilingual-e5-large", 559_890_432),
+        ("sentence-transformers/all-distilroberta-v1", 82_118_400),
+        ("sentence-transformers/all-roberta-large-v1", 355_359_744),
+    ],
+)
+def test_parameters_are_those_of_the_published_checkpoint_but_the_pooler(model: str, published: int) -> None:
+    config = CATALOGUE[model]
+    assert num_parameters(config) == published - (config.hidden_size + 1) * config.hidden_size
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "roberta_lm", "camembert", "xlm_roberta", "qwen3", "qwen3_lm"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
-    folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))
+    folder = tiny(kind, sharded, **({"tie_word_embeddings": False} if kind.startswith("qwen3") else {}))
     config = load_model_config(folder)
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
-        model = (Bert if kind == "bert" else Qwen3)(config, checkpoint)
+        model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
     assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head."))}
@@ -60,7 +74,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "qwen3"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0
