@@ -17,6 +17,22 @@ def _bert(layers: int, hidden: int, pooling: Pooling, longest: int = 512) -> Mod
     )  # fmt: skip
 
 
+def _distilbert(pooling: Pooling) -> ModelConfig:
+    return BertConfig(
+        architecture="DistilBertModel", vocab_size=30522, hidden_size=768, intermediate_size=3072, n_layers=6,
+        n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-12, max_position_embeddings=512, causal=False, pooling=pooling,
+        max_input_length=512,
+    )  # fmt: skip
+
+
+def _mpnet(pooling: Pooling, longest: int = 512) -> ModelConfig:
+    return BertConfig(
+        architecture="MPNetModel", vocab_size=30527, hidden_size=768, intermediate_size=3072, n_layers=12,
+        n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-5, max_position_embeddings=512, causal=False, pooling=pooling,
+        max_input_length=longest, first_position=2,
+    )  # fmt: skip
+
+
 def _roberta(
     layers: int, hidden: int, pooling: Pooling, vocab: int = 250002, positions: int = 512, longest: int | None = None
 ) -> ModelConfig:
@@ -63,6 +79,11 @@ CATALOGUE: dict[str, ModelConfig] = {
     "sentence-transformers/paraphrase-multilingual-mpnet-base-v2": _roberta(12, 768, _MEAN, longest=128),
     "sentence-transformers/all-distilroberta-v1": _roberta(6, 768, _MEAN, vocab=50265),
     "sentence-transformers/all-roberta-large-v1": _roberta(24, 1024, _MEAN, vocab=50265, longest=256),
+    "sentence-transformers/multi-qa-distilbert-cos-v1": _distilbert(_MEAN),
+    "sentence-transformers/msmarco-distilbert-base-tas-b": _distilbert(_CLS),
+    "sentence-transformers/all-mpnet-base-v2": _mpnet(_MEAN, longest=384),
+    "sentence-transformers/multi-qa-mpnet-base-dot-v1": _mpnet(_CLS),
+    "sentence-transformers/multi-qa-mpnet-base-cos-v1": _mpnet(_MEAN),
 }
 
 

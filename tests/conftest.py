@@ -35,6 +35,7 @@ class Tiny:
 
 
 _SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+_DISTILLED = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 128}
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
@@ -42,6 +43,10 @@ TINY = {
     "roberta_lm": Tiny(transformers.RobertaConfig, transformers.RobertaForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
     "camembert": Tiny(transformers.CamembertConfig, transformers.CamembertForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
     "xlm_roberta": Tiny(transformers.XLMRobertaConfig, transformers.XLMRobertaModel, _SHAPE | {"max_position_embeddings": 130}),
+    "distilbert": Tiny(transformers.DistilBertConfig, transformers.DistilBertModel, _DISTILLED),
+    "distilbert_lm": Tiny(transformers.DistilBertConfig, transformers.DistilBertForMaskedLM, _DISTILLED),
+    "mpnet": Tiny(transformers.MPNetConfig, transformers.MPNetModel, _SHAPE | {"max_position_embeddings": 130}),
+    "mpnet_lm": Tiny(transformers.MPNetConfig, transformers.MPNetForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
     "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
 }

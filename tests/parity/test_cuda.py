@@ -25,6 +25,8 @@ FAMILIES = {
     "bert": {"hidden_size": 128},
     "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
     "roberta": {"hidden_size": 128},
+    "distilbert": {"dim": 128},
+    "mpnet": {"hidden_size": 128},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
 }

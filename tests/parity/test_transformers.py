@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from engine import Engine
+from engine.models.mpnet import distance_buckets
 from engine.pooling import EmbedOptions
 
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -21,6 +22,12 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "roberta other padding token": ("roberta", False, {"pad_token_id": 4, "max_position_embeddings": 133}),
     "camembert with masked-LM head": ("camembert", False, {}),
     "xlm-roberta": ("xlm_roberta", False, {}),
+    "distilbert": ("distilbert", False, {}),
+    "distilbert sharded": ("distilbert", True, {}),
+    "distilbert with masked-LM head": ("distilbert_lm", False, {"sinusoidal_pos_embds": True}),
+    "mpnet": ("mpnet", False, {}),
+    "mpnet sharded": ("mpnet", True, {}),
+    "mpnet with masked-LM head": ("mpnet_lm", False, {}),
     "qwen3 base model": ("qwen3", False, {}),
     "qwen3 tied": ("qwen3_lm", False, {"tie_word_embeddings": True}),
     "qwen3 untied": ("qwen3_lm", False, {"tie_word_embeddings": False}),
@@ -108,3 +115,10 @@ def test_bidirectional_qwen3_follows_the_checkpoint(tiny: Callable[..., Path]) -
     # Only without the causal mask does the first token see the last.
     assert torch.equal(*(causal.forward(causal.packer.pack([ids]))[0] for ids in (first, other_end)))
     assert not torch.allclose(*(both.forward(both.packer.pack([ids]))[0] for ids in (first, other_end)))
+
+
+def test_buckets_of_distances_are_those_of_mpnet_and_none_begins_past_the_table() -> None:
+    distances = torch.arange(-511, 512)
+    buckets = distance_buckets(distances)
+    assert torch.equal(buckets, transformers.models.mpnet.modeling_mpnet.MPNetEncoder.relative_position_bucket(distances))
+    assert torch.equal(buckets, distance_buckets(distances.clamp(-128, 128)))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+        ("sentence-transformers/multi-qa-distilbert-cos-v1", 66_362_880),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
@@ -45,6 +47,7 @@ def test_parameters_are_those_of_the_published_checkpoint(model: str, published:
         ("intfloat/multilingual-e5-large", 559_890_432),
         ("sentence-transformers/all-distilroberta-v1", 82_118_400),
         ("sentence-transformers/all-roberta-large-v1", 355_359_744),
+        ("sentence-transformers/all-mpnet-base-v2", 109_486_464),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint_but_the_pooler(model: str, published: int) -> None:
@@ -52,7 +55,16 @@ def test_parameters_are_those_of_the_published_checkpoint_but_the_pooler(model: 
     assert num_parameters(config) == published - (config.hidden_size + 1) * config.hidden_size
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "roberta_lm", "camembert", "xlm_roberta", "qwen3", "qwen3_lm"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bert",
+        *("roberta", "roberta_lm", "camembert", "xlm_roberta"),
+        *("distilbert", "distilbert_lm"),
+        *("mpnet", "mpnet_lm"),
+        *("qwen3", "qwen3_lm"),
+    ],
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind, sharded, **({"tie_word_embeddings": False} if kind.startswith("qwen3") else {}))
@@ -61,8 +73,8 @@ def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, shar
         model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
-    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head."))}
-    assert bool(needless) == (kind != "qwen3")
+    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head.", "vocab_"))}
+    assert bool(needless) == (kind not in ("qwen3", "distilbert"))
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
 
@@ -74,7 +86,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "qwen3"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0
@@ -82,7 +94,7 @@ def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., 
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 shape = file.get_slice(name).get_shape()
-                matrices += math.prod(shape) if len(shape) == 2 and "embed" not in name and "pooler" not in name else 0
+                matrices += math.prod(shape) if len(shape) == 2 and not re.search("embed|pooler|bias", name) else 0
     assert body_parameters(load_model_config(folder)) == matrices
 
 
