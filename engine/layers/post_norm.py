@@ -1,15 +1,18 @@
 """The encoder layer of BERT and its cousins: attention, then GeLU, each added to what it read and normalised after."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from engine.batch import PackedBatch
-from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.model_config import ModelConfig
 from engine.weights import Tensors
+
+# (Q, K and V [T, 3 H, D], whether only rows that pooling reads need be right) -> [T, H, D], contiguous.
+AttentionCall = Callable[[Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,11 @@ class PostNormLayer:
         self.output_norm = take_layer_norm(config, checkpoint, layer + names.output_norm)
         self.head_dim = config.head_dim
 
-    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
+    def forward(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool = False) -> Tensor:
         hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
         return _add_norm(self.output_norm, self.down, self.up(hidden), hidden)
 
-    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
+    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
         # [T, C]; Q, K and V, [T, 3 H, D], are given back before the norm takes memory
         mixed = attention(self.qkv(hidden).view(len(hidden), -1, self.head_dim), pooled_only).flatten(1)
         if pooled_only:

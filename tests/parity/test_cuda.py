@@ -93,6 +93,15 @@ def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> No
     assert (ours * Engine.load(folder, dtype="float32", device="cpu").embed(texts)).sum(axis=1).min() > 0.999
 
 
+@pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
+def test_a_family_that_walks_the_lengths_is_right_without_graphs(tiny: Callable[..., Path], lengths: list[int]) -> None:
+    folder, batch = tiny("deberta", hidden_size=128), sequences(lengths)
+    engine = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert engine.packer.tiling is None
+    assert engine.max_graph_tokens == 0
+    assert_as_exact_as_transformers(engine.launch(batch).wait().vectors, folder, batch)
+
+
 def test_a_graph_made_for_one_batch_serves_others_of_its_bucket(folder: Path, engine: Engine) -> None:
     for lengths in ([40, 80], [1] * 60 + [60], [100, 1, 1, 1], [128], [7] * 18):
         batch = sequences(lengths, len(lengths))

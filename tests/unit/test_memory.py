@@ -62,6 +62,7 @@ def test_parameters_are_those_of_the_published_checkpoint_but_the_pooler(model: 
         *("roberta", "roberta_lm", "camembert", "xlm_roberta"),
         *("distilbert", "distilbert_lm"),
         *("mpnet", "mpnet_lm"),
+        *("deberta", "deberta_lm"),
         *("qwen3", "qwen3_lm"),
     ],
 )
@@ -73,8 +74,8 @@ def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, shar
         model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
-    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head.", "vocab_"))}
-    assert bool(needless) == (kind not in ("qwen3", "distilbert"))
+    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head.", "vocab_", "cls."))}
+    assert bool(needless) == (kind not in ("qwen3", "distilbert", "deberta"))
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
 
@@ -86,7 +87,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "deberta", "qwen3"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0
