@@ -67,7 +67,7 @@ class Deberta(Model):
         fields = read_encoder(keys)
         _require(keys, "embedding_size", fields["hidden_size"], absent=fields["hidden_size"])
         _require(keys, "attention_head_size", fields["head_dim"], absent=fields["head_dim"])
-        buckets, furthest = keys.number("position_buckets"), keys.get("max_relative_positions", -1)
+        buckets, furthest = keys.number("position_buckets"), keys.get("max_relative_positions") or -1
         furthest = furthest if furthest >= 1 else fields["max_position_embeddings"]
         if furthest - 1 <= buckets // 2:
             raise ModelError(f"{keys.path}: position_buckets = {buckets} are too many for {furthest} relative positions")
