@@ -17,6 +17,34 @@ def _bert(layers: int, hidden: int, pooling: Pooling, longest: int = 512) -> Mod
     )  # fmt: skip
 
 
+def _distilbert(pooling: Pooling) -> ModelConfig:
+    return BertConfig(
+        architecture="DistilBertModel", vocab_size=30522, hidden_size=768, intermediate_size=3072, n_layers=6,
+        n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-12, max_position_embeddings=512, causal=False, pooling=pooling,
+        max_input_length=512,
+    )  # fmt: skip
+
+
+def _mpnet(pooling: Pooling, longest: int = 512) -> ModelConfig:
+    return BertConfig(
+        architecture="MPNetModel", vocab_size=30527, hidden_size=768, intermediate_size=3072, n_layers=12,
+        n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-5, max_position_embeddings=512, causal=False, pooling=pooling,
+        max_input_length=longest, first_position=2,
+    )  # fmt: skip
+
+
+def _roberta(
+    layers: int, hidden: int, pooling: Pooling, vocab: int = 250002, positions: int = 512, longest: int | None = None
+) -> ModelConfig:
+    heads = {768: 12, 1024: 16}[hidden]
+    return BertConfig(
+        architecture="RobertaModel" if vocab == 50265 else "XLMRobertaModel", vocab_size=vocab, hidden_size=hidden,
+        intermediate_size=4 * hidden, n_layers=layers, n_heads=heads, n_kv_heads=heads, head_dim=hidden // heads, norm_eps=1e-5,
+        max_position_embeddings=positions, causal=False, pooling=pooling, max_input_length=longest or positions,
+        type_vocab_size=1, first_position=2,
+    )  # fmt: skip
+
+
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, positions: int) -> ModelConfig:
     return Qwen3Config(
         architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
@@ -43,6 +71,19 @@ CATALOGUE: dict[str, ModelConfig] = {
     "thenlper/gte-large": _bert(24, 1024, _MEAN),
     "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
+    "BAAI/bge-m3": _roberta(24, 1024, _CLS, positions=8192),
+    "Snowflake/snowflake-arctic-embed-l-v2.0": _roberta(24, 1024, _CLS, positions=8192),
+    "intfloat/multilingual-e5-base": _roberta(12, 768, _MEAN),
+    "intfloat/multilingual-e5-large": _roberta(24, 1024, _MEAN),
+    "intfloat/multilingual-e5-large-instruct": _roberta(24, 1024, _MEAN),
+    "sentence-transformers/paraphrase-multilingual-mpnet-base-v2": _roberta(12, 768, _MEAN, longest=128),
+    "sentence-transformers/all-distilroberta-v1": _roberta(6, 768, _MEAN, vocab=50265),
+    "sentence-transformers/all-roberta-large-v1": _roberta(24, 1024, _MEAN, vocab=50265, longest=256),
+    "sentence-transformers/multi-qa-distilbert-cos-v1": _distilbert(_MEAN),
+    "sentence-transformers/msmarco-distilbert-base-tas-b": _distilbert(_CLS),
+    "sentence-transformers/all-mpnet-base-v2": _mpnet(_MEAN, longest=384),
+    "sentence-transformers/multi-qa-mpnet-base-dot-v1": _mpnet(_CLS),
+    "sentence-transformers/multi-qa-mpnet-base-cos-v1": _mpnet(_MEAN),
 }
 
 

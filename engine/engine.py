@@ -44,7 +44,8 @@ class Engine:
     ) -> None:
         self.config, self.tokenizer, self.model = config, tokenizer, model
         self.dtype, self.device = dtype, device
-        cut = tiling((config.n_heads, config.n_kv_heads), config.head_dim, dtype, device)
+        heads = (config.n_heads, config.n_kv_heads)
+        cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
         self.packer = BatchPacker(config.pooling, config.hidden_size, cut)
         self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)

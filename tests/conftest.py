@@ -35,9 +35,24 @@ class Tiny:
 
 
 _SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+_DISTILLED = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 128}
+_DISENTANGLED = _SHAPE | {
+    "max_position_embeddings": 128, "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
+    "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+}  # fmt: skip
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
+    "roberta": Tiny(transformers.RobertaConfig, transformers.RobertaModel, _SHAPE | {"max_position_embeddings": 130}),
+    "roberta_lm": Tiny(transformers.RobertaConfig, transformers.RobertaForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
+    "camembert": Tiny(transformers.CamembertConfig, transformers.CamembertForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
+    "xlm_roberta": Tiny(transformers.XLMRobertaConfig, transformers.XLMRobertaModel, _SHAPE | {"max_position_embeddings": 130}),
+    "distilbert": Tiny(transformers.DistilBertConfig, transformers.DistilBertModel, _DISTILLED),
+    "distilbert_lm": Tiny(transformers.DistilBertConfig, transformers.DistilBertForMaskedLM, _DISTILLED),
+    "mpnet": Tiny(transformers.MPNetConfig, transformers.MPNetModel, _SHAPE | {"max_position_embeddings": 130}),
+    "mpnet_lm": Tiny(transformers.MPNetConfig, transformers.MPNetForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
+    "deberta": Tiny(transformers.DebertaV2Config, transformers.DebertaV2Model, _DISENTANGLED),
+    "deberta_lm": Tiny(transformers.DebertaV2Config, transformers.DebertaV2ForMaskedLM, _DISENTANGLED),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
     "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
 }

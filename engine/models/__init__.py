@@ -2,9 +2,14 @@
 
 from engine.models.base import Model
 from engine.models.bert import Bert
+from engine.models.deberta import Deberta
+from engine.models.distilbert import DistilBert
+from engine.models.mpnet import MPNet
 from engine.models.qwen3 import Qwen3
+from engine.models.roberta import Roberta
 
 # By architecture.
-MODELS: dict[str, type[Model]] = {name: family for family in (Bert, Qwen3) for name in family.architectures}
+FAMILIES: tuple[type[Model], ...] = (Bert, Roberta, DistilBert, MPNet, Deberta, Qwen3)
+MODELS: dict[str, type[Model]] = {name: family for family in FAMILIES for name in family.architectures}
 
 __all__ = ["MODELS", "Model"]

@@ -14,6 +14,7 @@ import transformers
 
 from engine import BackendError, Engine
 from engine.loop import EngineLoop
+from engine.model_folder import load_model_config
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 
@@ -23,6 +24,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 FAMILIES = {
     "bert": {"hidden_size": 128},
     "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
+    "roberta": {"hidden_size": 128},
+    "distilbert": {"dim": 128},
+    "mpnet": {"hidden_size": 128},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
 }
@@ -54,7 +58,7 @@ def exact(folder: Path, batch: list[np.ndarray]) -> np.ndarray:
 
 def _transformers(folder: Path, batch: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().cuda()
-    row = 0 if isinstance(model, transformers.BertModel) else -1
+    row = 0 if load_model_config(folder).pooling == "cls" else -1
     vectors = []
     for ids in batch:
         with torch.inference_mode():
@@ -87,6 +91,15 @@ def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> No
     texts = [ids.tolist() for ids in sequences(RAGGED)]
     ours = Engine.load(folder, dtype="bfloat16", device="cuda").embed(texts)
     assert (ours * Engine.load(folder, dtype="float32", device="cpu").embed(texts)).sum(axis=1).min() > 0.999
+
+
+@pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
+def test_a_family_that_walks_the_lengths_is_right_without_graphs(tiny: Callable[..., Path], lengths: list[int]) -> None:
+    folder, batch = tiny("deberta", hidden_size=128), sequences(lengths)
+    engine = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert engine.packer.tiling is None
+    assert engine.max_graph_tokens == 0
+    assert_as_exact_as_transformers(engine.launch(batch).wait().vectors, folder, batch)
 
 
 def test_a_graph_made_for_one_batch_serves_others_of_its_bucket(folder: Path, engine: Engine) -> None:

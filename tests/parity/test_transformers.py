@@ -10,11 +10,30 @@ import torch
 import transformers
 
 from engine import Engine
+from engine.models.mpnet import distance_buckets
 from engine.pooling import EmbedOptions
 
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, {}),
     "bert sharded": ("bert", True, {}),
+    "roberta": ("roberta", False, {}),
+    "roberta sharded": ("roberta", True, {"type_vocab_size": 1}),
+    "roberta with masked-LM head": ("roberta_lm", False, {}),
+    "roberta other padding token": ("roberta", False, {"pad_token_id": 4, "max_position_embeddings": 133}),
+    "camembert with masked-LM head": ("camembert", False, {}),
+    "xlm-roberta": ("xlm_roberta", False, {}),
+    "distilbert": ("distilbert", False, {}),
+    "distilbert sharded": ("distilbert", True, {}),
+    "distilbert with masked-LM head": ("distilbert_lm", False, {"sinusoidal_pos_embds": True}),
+    "mpnet": ("mpnet", False, {}),
+    "mpnet sharded": ("mpnet", True, {}),
+    "mpnet with masked-LM head": ("mpnet_lm", False, {}),
+    "deberta": ("deberta", False, {}),
+    "deberta sharded": ("deberta", True, {}),
+    "deberta every distance a bucket": ("deberta", False, {"position_buckets": 256, "max_position_embeddings": 160}),
+    "deberta shorter reach": ("deberta", False, {"max_relative_positions": 48, "pos_att_type": "c2p|p2c"}),
+    "deberta with masked-LM head": ("deberta_lm", False, {"legacy": False}),
+    "deberta with old masked-LM head": ("deberta_lm", False, {"legacy": True}),
     "qwen3 base model": ("qwen3", False, {}),
     "qwen3 tied": ("qwen3_lm", False, {"tie_word_embeddings": True}),
     "qwen3 untied": ("qwen3_lm", False, {"tie_word_embeddings": False}),
@@ -102,3 +121,10 @@ def test_bidirectional_qwen3_follows_the_checkpoint(tiny: Callable[..., Path]) -
     # Only without the causal mask does the first token see the last.
     assert torch.equal(*(causal.forward(causal.packer.pack([ids]))[0] for ids in (first, other_end)))
     assert not torch.allclose(*(both.forward(both.packer.pack([ids]))[0] for ids in (first, other_end)))
+
+
+def test_buckets_of_distances_are_those_of_mpnet_and_none_begins_past_the_table() -> None:
+    distances = torch.arange(-511, 512)
+    buckets = distance_buckets(distances)
+    assert torch.equal(buckets, transformers.models.mpnet.modeling_mpnet.MPNetEncoder.relative_position_bucket(distances))
+    assert torch.equal(buckets, distance_buckets(distances.clamp(-128, 128)))

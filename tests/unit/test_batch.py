@@ -1,11 +1,15 @@
 """Packing: sequences end to end, and shapes with room in which one CUDA graph serves many batches."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import Engine
 from engine.batch import BatchPacker
 from engine.kernels.attention import Tiling
 from engine.pooling import EmbedOptions
@@ -55,3 +59,11 @@ def test_a_shape_with_room_holds_every_batch_of_its_tokens(lengths: list[int], g
 @pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (2, 4), (4, 4), (5, 16), (16, 16), (17, 64), (64, 64), (65, 128)])
 def test_a_shape_with_room_takes_powers_of_four_of_sequences(num_seqs: int, expected: int) -> None:
     assert BatchPacker("cls", 8, None).shape([1] * num_seqs, room=128)[0].num_seqs == expected
+
+
+def test_a_family_that_walks_the_lengths_gets_no_tiles(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tiles no batch runs as a CUDA graph, so that the lengths are always there."""
+    monkeypatch.setattr("engine.engine.tiling", lambda *_: Tiling(64, 1, 4, (9, 0), 132))
+    engine = Engine.load(tiny("deberta"), dtype="float32", device="cpu")
+    assert engine.packer.tiling is None
+    assert engine.packer.pack([np.full(9, 7, dtype=np.int32)]).tile_shape is None

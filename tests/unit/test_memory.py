@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,7 @@ from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_folder import load_model_config
-from engine.models.bert import Bert
-from engine.models.qwen3 import Qwen3
+from engine.models import MODELS
 from engine.weights import Checkpoint
 
 KINDS = get_args(MemoryKind)
@@ -32,23 +32,50 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+        ("sentence-transformers/multi-qa-distilbert-cos-v1", 66_362_880),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
     assert num_parameters(CATALOGUE[model]) == published
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm"])
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("BAAI/bge-m3", 567_754_752),
+        ("intfloat/multilingual-e5-base", 278_043_648),
+        ("intfloat/multilingual-e5-large", 559_890_432),
+        ("sentence-transformers/all-distilroberta-v1", 82_118_400),
+        ("sentence-transformers/all-roberta-large-v1", 355_359_744),
+        ("sentence-transformers/all-mpnet-base-v2", 109_486_464),
+    ],
+)
+def test_parameters_are_those_of_the_published_checkpoint_but_the_pooler(model: str, published: int) -> None:
+    config = CATALOGUE[model]
+    assert num_parameters(config) == published - (config.hidden_size + 1) * config.hidden_size
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bert",
+        *("roberta", "roberta_lm", "camembert", "xlm_roberta"),
+        *("distilbert", "distilbert_lm"),
+        *("mpnet", "mpnet_lm"),
+        *("deberta", "deberta_lm"),
+        *("qwen3", "qwen3_lm"),
+    ],
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
-    folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))
+    folder = tiny(kind, sharded, **({"tie_word_embeddings": False} if kind.startswith("qwen3") else {}))
     config = load_model_config(folder)
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
-        model = (Bert if kind == "bert" else Qwen3)(config, checkpoint)
+        model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
-    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head."))}
-    assert bool(needless) == (kind != "qwen3")
+    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head.", "vocab_", "cls."))}
+    assert bool(needless) == (kind not in ("qwen3", "distilbert", "deberta"))
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
 
@@ -60,7 +87,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "deberta", "qwen3"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0
@@ -68,7 +95,7 @@ def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., 
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 shape = file.get_slice(name).get_shape()
-                matrices += math.prod(shape) if len(shape) == 2 and "embed" not in name and "pooler" not in name else 0
+                matrices += math.prod(shape) if len(shape) == 2 and not re.search("embed|pooler|bias", name) else 0
     assert body_parameters(load_model_config(folder)) == matrices
 
 

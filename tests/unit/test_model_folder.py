@@ -36,7 +36,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("bert", {"architectures": ["RobertaModel"]}, "RobertaModel is not supported; supported are BertForMaskedLM, BertModel"),
+        ("bert", {"architectures": ["GPT2Model"]}, "GPT2Model is not supported; supported are "),
         ("bert", {"architectures": []}, "model_type 'bert'"),
         ("bert", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
@@ -44,6 +44,32 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("bert", {"hidden_size": 0}, "hidden_size is 0"),
         ("bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("bert", {"vocab_size": "DELETE"}, "vocab_size is None"),
+        ("roberta", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("roberta", {"is_decoder": True}, "is_decoder"),
+        ("roberta", {"add_cross_attention": True}, "add_cross_attention"),
+        ("roberta", {"pad_token_id": None}, "pad_token_id is None"),
+        ("roberta", {"pad_token_id": -1}, "pad_token_id is -1"),
+        ("roberta", {"pad_token_id": 129}, "max_position_embeddings = 130 leaves no position for a text: they begin at 130"),
+        ("distilbert", {"activation": "relu"}, "activation = 'relu' is not supported"),
+        ("distilbert", {"n_heads": 5}, "dim = 64 is not a multiple of n_heads = 5"),
+        ("distilbert", {"hidden_dim": "DELETE"}, "hidden_dim is None"),
+        ("mpnet", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets = 64"),
+        ("mpnet", {"max_position_embeddings": 2}, "leaves no position for a text"),
+        ("deberta", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ("deberta", {"relative_attention": "DELETE"}, "relative_attention = False is not supported (only True)"),
+        ("deberta", {"share_att_key": "DELETE"}, "share_att_key = False"),
+        ("deberta", {"norm_rel_ebd": "none"}, "norm_rel_ebd = 'none'"),
+        ("deberta", {"position_biased_input": "DELETE"}, "position_biased_input = True"),
+        ("deberta", {"type_vocab_size": 2}, "type_vocab_size = 2"),
+        ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size = 3"),
+        ("deberta", {"pos_att_type": "c2p"}, "pos_att_type = 'c2p'"),
+        ("deberta", {"pos_att_type": None}, "pos_att_type = None"),
+        ("deberta", {"embedding_size": 32}, "embedding_size = 32"),
+        ("deberta", {"attention_head_size": 32}, "attention_head_size = 32"),
+        ("deberta", {"position_buckets": -1}, "position_buckets is -1"),
+        ("deberta", {"position_buckets": 256}, "position_buckets = 256 are too many for 128 relative positions"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
@@ -57,6 +83,17 @@ def test_a_key_that_cannot_be_honoured_is_refused(
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         load_model_config(copy(kind, **changes))
     assert message in str(caught.value)
+
+
+def test_positions_that_are_not_for_texts_do_not_count(copy: Callable[..., Path]) -> None:
+    folder = copy("roberta")
+    assert load_model_config(folder).max_input_length == 128
+    edit(folder / "config.json", {"pad_token_id": "DELETE"})  # transformers' default is 1
+    assert load_model_config(folder).max_input_length == 128
+    edit(folder / "config.json", {"pad_token_id": 0})
+    assert load_model_config(folder).max_input_length == 129
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 514}')
+    assert load_model_config(folder).max_input_length == 129
 
 
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
