@@ -2,6 +2,7 @@
 
 from engine.model_config import ModelConfig, Pooling
 from engine.models.bert import BertConfig
+from engine.models.modernbert import ModernBertConfig
 from engine.models.qwen3 import Qwen3Config
 
 _CLS: Pooling = "cls"
@@ -25,6 +26,15 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, 
     )  # fmt: skip
 
 
+def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -> ModelConfig:
+    return ModernBertConfig(
+        architecture="ModernBertModel", vocab_size=50368, hidden_size=hidden, intermediate_size=intermediate,
+        n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-5,
+        max_position_embeddings=8192, causal=False, pooling=pooling, max_input_length=8192,
+        window=64, is_local=tuple(index % 3 != 0 for index in range(layers)), global_theta=160_000.0, local_theta=10_000.0,
+    )  # fmt: skip
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -43,6 +53,10 @@ CATALOGUE: dict[str, ModelConfig] = {
     "thenlper/gte-large": _bert(24, 1024, _MEAN),
     "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
+    "nomic-ai/modernbert-embed-base": _modernbert(22, 768, 1152, _MEAN),
+    "Alibaba-NLP/gte-modernbert-base": _modernbert(22, 768, 1152, _CLS),
+    "answerdotai/ModernBERT-base": _modernbert(22, 768, 1152, _CLS),
+    "answerdotai/ModernBERT-large": _modernbert(28, 1024, 2624, _CLS),
 }
 
 

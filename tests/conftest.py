@@ -36,10 +36,14 @@ class Tiny:
 
 _SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+# A window well below the lengths of the tests; two local layers between two global ones.
+_LOCAL = _SHAPE | {"num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 128, "pad_token_id": 0}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
     "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
+    "modernbert": Tiny(transformers.ModernBertConfig, transformers.ModernBertModel, _LOCAL),
+    "modernbert_lm": Tiny(transformers.ModernBertConfig, transformers.ModernBertForMaskedLM, _LOCAL),
 }
 
 

@@ -14,6 +14,7 @@ import transformers
 
 from engine import BackendError, Engine
 from engine.loop import EngineLoop
+from engine.model_folder import load_model_config
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 
@@ -25,6 +26,8 @@ FAMILIES = {
     "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "modernbert": {"hidden_size": 128},
+    "modernbert biases": {"hidden_size": 256, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
 }
 RAGGED = [33, 1, 90, 5, 5, 64, 2, 128, 17]
 
@@ -54,7 +57,7 @@ def exact(folder: Path, batch: list[np.ndarray]) -> np.ndarray:
 
 def _transformers(folder: Path, batch: list[np.ndarray], dtype: torch.dtype) -> np.ndarray:
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().cuda()
-    row = 0 if isinstance(model, transformers.BertModel) else -1
+    row = 0 if load_model_config(folder).pooling == "cls" else -1
     vectors = []
     for ids in batch:
         with torch.inference_mode():

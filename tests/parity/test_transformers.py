@@ -22,6 +22,16 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen3 no grouping": ("qwen3", False, {"num_key_value_heads": 4}),
     "qwen3 one kv head": ("qwen3", False, {"num_key_value_heads": 1}),
     "qwen3 other theta": ("qwen3", False, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "modernbert": ("modernbert", False, {}),
+    "modernbert masked lm": ("modernbert_lm", False, {}),
+    "modernbert sharded": ("modernbert_lm", True, {}),
+    "modernbert biases": ("modernbert", False, {"norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    "modernbert local first": ("modernbert", False, {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+    "modernbert local last": (
+        "modernbert",
+        False,
+        {"local_attention": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    ),
 }
 LENGTHS = [1, 7, 64, 2, 33, 7, 128, 15]
 

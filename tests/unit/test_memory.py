@@ -17,8 +17,7 @@ from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_folder import load_model_config
-from engine.models.bert import Bert
-from engine.models.qwen3 import Qwen3
+from engine.models import MODELS
 from engine.weights import Checkpoint
 
 KINDS = get_args(MemoryKind)
@@ -32,23 +31,36 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+        ("nomic-ai/modernbert-embed-base", 149_014_272),
+        ("answerdotai/ModernBERT-large", 395_881_664 - (1024 * 1024 + 1024 + 50368)),  # its head and its decoder's bias
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
     assert num_parameters(CATALOGUE[model]) == published
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm"])
+# Tiny checkpoints, and whether they hold tensors that embeddings do not need.
+HAS_NEEDLESS = {
+    "bert": True,
+    "qwen3": False,
+    "qwen3_lm": True,
+    "modernbert": False,
+    "modernbert_lm": True,
+}
+NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.")
+
+
+@pytest.mark.parametrize("kind", HAS_NEEDLESS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
-    folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))
+    folder = tiny(kind, sharded, **({"tie_word_embeddings": False} if kind.startswith("qwen3") else {}))
     config = load_model_config(folder)
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
-        model = (Bert if kind == "bert" else Qwen3)(config, checkpoint)
+        model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
-    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head."))}
-    assert bool(needless) == (kind != "qwen3")
+    assert needless == {name for name in sizes if name.startswith(NEEDLESS)}
+    assert bool(needless) == HAS_NEEDLESS[kind]
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
 
@@ -60,7 +72,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

@@ -49,6 +49,14 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+        ("modernbert", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
+        ("modernbert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "one of full_attention and sliding_attention for each of 4 layers"),
+        ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer_types ['chunked_attention'"),
+        ("modernbert", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "one set for each type of layer"),
+        ("modernbert", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn'"),
+        ("modernbert", {"rope_parameters": "DELETE", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ("modernbert", {"rope_parameters": "DELETE", "local_rope_theta": -1}, "rope_theta is -1"),
     ],
 )
 def test_a_key_that_cannot_be_honoured_is_refused(
@@ -62,6 +70,22 @@ def test_a_key_that_cannot_be_honoured_is_refused(
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
     flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
     assert load_model_config(flat).rope_theta == 1_000_000.0
+
+
+def test_both_spellings_of_modernberts_layers_are_read(copy: Callable[..., Path]) -> None:
+    folder = copy("modernbert", rope_parameters={kind: {"rope_theta": theta} for kind, theta in _THETAS.items()})
+    nested = load_model_config(folder)
+    assert (nested.global_theta, nested.local_theta) == (80_000.0, 5_000.0)
+    assert nested.is_local == (False, True, True, False)
+    flat = {"layer_types": "DELETE", "rope_parameters": "DELETE", "global_attn_every_n_layers": 3}
+    edit(folder / "config.json", flat | {"global_rope_theta": 80_000, "local_rope_theta": 5_000})
+    assert load_model_config(folder) == nested
+    edit(folder / "config.json", {"local_rope_theta": None, "global_attn_every_n_layers": 2})
+    assert load_model_config(folder).local_theta == 80_000.0
+    assert load_model_config(folder).is_local == (False, True, False, True)
+
+
+_THETAS = {"full_attention": 80_000.0, "sliding_attention": 5_000.0}
 
 
 def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
