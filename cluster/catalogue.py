@@ -1,8 +1,11 @@
 """Shapes of published models, so that a cluster can be planned with no network and no weights."""
 
+from dataclasses import replace
+
 from engine.model_config import ModelConfig, Pooling
 from engine.models.bert import BertConfig
 from engine.models.modernbert import ModernBertConfig
+from engine.models.nomic_bert import NomicBertConfig
 from engine.models.qwen3 import Qwen3Config
 
 _CLS: Pooling = "cls"
@@ -35,6 +38,22 @@ def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -
     )  # fmt: skip
 
 
+def _nomic_bert(positions: int) -> NomicBertConfig:
+    return NomicBertConfig(
+        architecture="NomicBertModel", vocab_size=30528, hidden_size=768, intermediate_size=3072,
+        n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-12,
+        max_position_embeddings=positions, causal=False, pooling=_MEAN, max_input_length=positions,
+        rope_theta=1000.0, type_vocab_size=2, activation="swiglu", has_experts=(False,) * 12,
+    )  # fmt: skip
+
+
+def _nomic_bert_experts() -> ModelConfig:
+    return replace(
+        _nomic_bert(2048), vocab_size=250048, norm_eps=1e-5, max_input_length=512, rope_theta=10_000.0, type_vocab_size=1,
+        activation="gelu", has_experts=(False, True) * 6, num_experts=8, top_k=2, qkv_bias=True, up_bias=True, down_bias=True,
+    )  # fmt: skip
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -53,6 +72,9 @@ CATALOGUE: dict[str, ModelConfig] = {
     "thenlper/gte-large": _bert(24, 1024, _MEAN),
     "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
+    "nomic-ai/nomic-embed-text-v1": _nomic_bert(2048),
+    "nomic-ai/nomic-embed-text-v1.5": _nomic_bert(8192),
+    "nomic-ai/nomic-embed-text-v2-moe": _nomic_bert_experts(),
     "nomic-ai/modernbert-embed-base": _modernbert(22, 768, 1152, _MEAN),
     "Alibaba-NLP/gte-modernbert-base": _modernbert(22, 768, 1152, _CLS),
     "answerdotai/ModernBERT-base": _modernbert(22, 768, 1152, _CLS),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from parity import nomic_bert_reference
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -38,12 +39,23 @@ _SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
 # A window well below the lengths of the tests; two local layers between two global ones.
 _LOCAL = _SHAPE | {"num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 128, "pad_token_id": 0}
+_NOMIC = {
+    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 128, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu", "type_vocab_size": 2, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+    "rotary_scaling_factor": None, "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True,
+    "moe_every_n_layers": 0, "num_experts": 0, "moe_top_k": 0,
+}  # fmt: skip
+_EXPERTS = {"moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2, "type_vocab_size": 1, "n_layer": 4}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
     "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
     "modernbert": Tiny(transformers.ModernBertConfig, transformers.ModernBertModel, _LOCAL),
     "modernbert_lm": Tiny(transformers.ModernBertConfig, transformers.ModernBertForMaskedLM, _LOCAL),
+    "nomic_bert": Tiny(transformers.NomicBertConfig, transformers.NomicBertModel, _SHAPE | {"max_position_embeddings": 128}),
+    "nomic_bert_lm": Tiny(transformers.NomicBertConfig, transformers.NomicBertForMaskedLM, _SHAPE),
+    "nomic_bert_authors": Tiny(nomic_bert_reference.NomicConfig, nomic_bert_reference.NomicBertModel, _NOMIC),
+    "nomic_bert_moe": Tiny(nomic_bert_reference.NomicConfig, nomic_bert_reference.NomicBertModel, _NOMIC | _EXPERTS),
 }
 
 

@@ -26,6 +26,9 @@ FAMILIES = {
     "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "nomic_bert": {"hidden_size": 128, "head_dim": 32},
+    "nomic_bert_authors": {"n_embd": 256, "mlp_fc1_bias": False},
+    "nomic_bert_moe": {"n_embd": 128},
     "modernbert": {"hidden_size": 128},
     "modernbert biases": {"hidden_size": 256, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
 }

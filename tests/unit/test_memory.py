@@ -31,6 +31,8 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+        ("nomic-ai/nomic-embed-text-v1.5", 136_731_648),
+        ("nomic-ai/nomic-embed-text-v2-moe", 475_292_928),
         ("nomic-ai/modernbert-embed-base", 149_014_272),
         ("answerdotai/ModernBERT-large", 395_881_664 - (1024 * 1024 + 1024 + 50368)),  # its head and its decoder's bias
     ],
@@ -46,6 +48,10 @@ HAS_NEEDLESS = {
     "qwen3_lm": True,
     "modernbert": False,
     "modernbert_lm": True,
+    "nomic_bert": False,
+    "nomic_bert_lm": True,
+    "nomic_bert_authors": False,
+    "nomic_bert_moe": False,
 }
 NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.")
 
@@ -72,7 +78,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert", "nomic_bert", "nomic_bert_moe"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

@@ -49,6 +49,28 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+        ("nomic_bert", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("nomic_bert", {"head_dim": 32}, "head_dim = 32 is not supported"),
+        ("nomic_bert", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "'dynamic'"),
+        ("nomic_bert_authors", {"activation_function": "gelu_new"}, "activation_function = 'gelu_new' is not supported"),
+        ("nomic_bert_authors", {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction = 0.5"),
+        ("nomic_bert_authors", {"rotary_emb_fraction": "DELETE"}, "rotary_emb_fraction is None"),
+        ("nomic_bert_authors", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+        ("nomic_bert_authors", {"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
+        ("nomic_bert_authors", {"prenorm": True}, "prenorm"),
+        ("nomic_bert_authors", {"parallel_block": True}, "parallel_block"),
+        ("nomic_bert_authors", {"use_rms_norm": True}, "use_rms_norm"),
+        ("nomic_bert_authors", {"norm_mlp": True}, "norm_mlp"),
+        ("nomic_bert_authors", {"causal": True}, "causal"),
+        ("nomic_bert_authors", {"num_heads_kv": 2}, "num_heads_kv = 2 is not supported (no grouped queries)"),
+        ("nomic_bert_authors", {"n_head": 5}, "n_embd = 64 is not a multiple of n_head = 5"),
+        ("nomic_bert_moe", {"activation_function": "swiglu"}, "in a mixture of experts, only exact GeLU"),
+        ("nomic_bert_moe", {"moe_normalize_expert_weights": True}, "moe_normalize_expert_weights"),
+        ("nomic_bert_moe", {"num_shared_experts": 1}, "num_shared_experts"),
+        ("nomic_bert_moe", {"expert_choice_router": True}, "expert_choice_router"),
+        ("nomic_bert_moe", {"ffn_div": 2}, "ffn_div"),
+        ("nomic_bert_moe", {"moe_top_k": 5}, "moe_top_k = 5 of num_experts = 4"),
+        ("nomic_bert_moe", {"num_experts": 0}, "num_experts is 0"),
         ("modernbert", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
         ("modernbert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("modernbert", {"layer_types": ["full_attention"]}, "one of full_attention and sliding_attention for each of 4 layers"),
@@ -86,6 +108,23 @@ def test_both_spellings_of_modernberts_layers_are_read(copy: Callable[..., Path]
 
 
 _THETAS = {"full_attention": 80_000.0, "sliding_attention": 5_000.0}
+
+
+def test_nomics_inputs_end_where_rope_would_depend_on_other_texts(
+    copy: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy("nomic_bert_authors", n_positions=8192, max_trained_positions=2048)
+    assert load_model_config(folder).max_input_length == 8192  # plain RoPE at any length
+    edit(folder / "config.json", {"rotary_scaling_factor": 2.0})
+    with caplog.at_level("INFO", logger="engine.models.nomic_bert"):
+        assert load_model_config(folder).max_input_length == 2048
+    assert "no dynamic NTK scaling" in caplog.text
+    edit(folder / "config.json", {"rotary_scaling_factor": "DELETE"})  # the authors' default is 1.0
+    assert load_model_config(folder).max_input_length == 2048
+
+
+def test_nomics_padded_vocabulary_is_counted(copy: Callable[..., Path]) -> None:
+    assert load_model_config(copy("nomic_bert_authors", pad_vocab_size_multiple=64)).vocab_size == 320
 
 
 def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
