@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from engine.model_config import ModelConfig, Pooling
 from engine.models.bert import BertConfig
+from engine.models.gte import GteConfig
 from engine.models.modernbert import ModernBertConfig
 from engine.models.nomic_bert import NomicBertConfig
 from engine.models.qwen3 import Qwen3Config
@@ -54,6 +55,17 @@ def _nomic_bert_experts() -> ModelConfig:
     )  # fmt: skip
 
 
+def _gte(
+    layers: int, hidden: int, vocab: int, types: int, theta: float, ntk: float, architecture: str = "NewModel"
+) -> ModelConfig:
+    return GteConfig(
+        architecture=architecture, vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden,
+        n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-12,
+        max_position_embeddings=8192, causal=False, pooling=_CLS, max_input_length=8192,
+        rope_theta=theta * ntk, rope_scale=ntk ** (2 / 64), type_vocab_size=types,
+    )  # fmt: skip
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -72,6 +84,10 @@ CATALOGUE: dict[str, ModelConfig] = {
     "thenlper/gte-large": _bert(24, 1024, _MEAN),
     "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
+    "Alibaba-NLP/gte-base-en-v1.5": _gte(12, 768, 30528, types=0, theta=500_000, ntk=2),
+    "Alibaba-NLP/gte-large-en-v1.5": _gte(24, 1024, 30528, types=2, theta=160_000, ntk=2),
+    "Alibaba-NLP/gte-multilingual-base": _gte(12, 768, 250048, types=1, theta=20_000, ntk=8),
+    "Snowflake/snowflake-arctic-embed-m-v2.0": _gte(12, 768, 250048, types=1, theta=160_000, ntk=1, architecture="GteModel"),
     "nomic-ai/nomic-embed-text-v1": _nomic_bert(2048),
     "nomic-ai/nomic-embed-text-v1.5": _nomic_bert(8192),
     "nomic-ai/nomic-embed-text-v2-moe": _nomic_bert_experts(),

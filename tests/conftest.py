@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import nomic_bert_reference
+from parity import gte_reference, nomic_bert_reference
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -46,6 +46,8 @@ _NOMIC = {
     "moe_every_n_layers": 0, "num_experts": 0, "moe_top_k": 0,
 }  # fmt: skip
 _EXPERTS = {"moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2, "type_vocab_size": 1, "n_layer": 4}
+_GTE = _SHAPE | {"max_position_embeddings": 128, "pad_token_id": 0, "type_vocab_size": 2}
+_NTK = {"rope_parameters": {"type": "ntk", "rope_theta": 500.0, "factor": 8.0}}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
@@ -56,6 +58,9 @@ TINY = {
     "nomic_bert_lm": Tiny(transformers.NomicBertConfig, transformers.NomicBertForMaskedLM, _SHAPE),
     "nomic_bert_authors": Tiny(nomic_bert_reference.NomicConfig, nomic_bert_reference.NomicBertModel, _NOMIC),
     "nomic_bert_moe": Tiny(nomic_bert_reference.NomicConfig, nomic_bert_reference.NomicBertModel, _NOMIC | _EXPERTS),
+    "gte": Tiny(transformers.GteConfig, transformers.GteModel, _GTE),
+    "gte_lm": Tiny(transformers.GteConfig, transformers.GteForMaskedLM, _GTE),
+    "gte_ntk": Tiny(gte_reference.NewConfig, gte_reference.NewModel, _GTE | _NTK),
 }
 
 

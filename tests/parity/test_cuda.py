@@ -29,6 +29,8 @@ FAMILIES = {
     "nomic_bert": {"hidden_size": 128, "head_dim": 32},
     "nomic_bert_authors": {"n_embd": 256, "mlp_fc1_bias": False},
     "nomic_bert_moe": {"n_embd": 128},
+    "gte": {"hidden_size": 128},
+    "gte_ntk": {"hidden_size": 256},
     "modernbert": {"hidden_size": 128},
     "modernbert biases": {"hidden_size": 256, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
 }

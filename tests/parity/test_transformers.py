@@ -38,6 +38,12 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "nomic experts": ("nomic_bert_moe", False, {}),
     "nomic experts sharded": ("nomic_bert_moe", True, {}),
     "nomic one expert of three": ("nomic_bert_moe", False, {"num_experts": 3, "moe_top_k": 1}),
+    "gte": ("gte", False, {}),
+    "gte no types": ("gte", False, {"type_vocab_size": 0}),
+    "gte masked lm": ("gte_lm", False, {}),
+    "gte sharded": ("gte_lm", True, {}),
+    "gte linear": ("gte", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}),
+    "gte ntk": ("gte_ntk", False, {}),
     "modernbert local last": (
         "modernbert",
         False,

@@ -33,6 +33,9 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
         ("nomic-ai/nomic-embed-text-v1.5", 136_731_648),
         ("nomic-ai/nomic-embed-text-v2-moe", 475_292_928),
+        ("Alibaba-NLP/gte-base-en-v1.5", 136_776_192),
+        ("Alibaba-NLP/gte-large-en-v1.5", 434_139_136),
+        ("Alibaba-NLP/gte-multilingual-base", 305_369_089 - (768 + 1)),  # its classifier
         ("nomic-ai/modernbert-embed-base", 149_014_272),
         ("answerdotai/ModernBERT-large", 395_881_664 - (1024 * 1024 + 1024 + 50368)),  # its head and its decoder's bias
     ],
@@ -52,6 +55,9 @@ HAS_NEEDLESS = {
     "nomic_bert_lm": True,
     "nomic_bert_authors": False,
     "nomic_bert_moe": False,
+    "gte": False,
+    "gte_lm": True,
+    "gte_ntk": False,
 }
 NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.")
 
@@ -78,7 +84,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert", "nomic_bert", "nomic_bert_moe"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert", "nomic_bert", "nomic_bert_moe", "gte"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

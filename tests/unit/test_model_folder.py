@@ -71,6 +71,16 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("nomic_bert_moe", {"ffn_div": 2}, "ffn_div"),
         ("nomic_bert_moe", {"moe_top_k": 5}, "moe_top_k = 5 of num_experts = 4"),
         ("nomic_bert_moe", {"num_experts": 0}, "num_experts is 0"),
+        ("gte", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported"),
+        ("gte", {"position_embedding_type": "absolute"}, "position_embedding_type"),
+        ("gte", {"layer_norm_type": "rms_norm"}, "layer_norm_type"),
+        ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
+        ("gte", {"pack_qkv": False}, "pack_qkv"),
+        ("gte", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        ("gte", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+        ("gte_ntk", {"rope_parameters": {"type": "ntk", "rope_theta": 1.0, "factor": 2, "mixed_b": 0.5}}, "mixed_b"),
+        ("gte_ntk", {"rope_parameters": {"type": "ntk", "rope_theta": 1.0}}, "factor is None"),
+        ("gte_ntk", {"rope_parameters": {"type": "dynamic", "rope_theta": 1.0, "factor": 2.0}}, "'dynamic'"),
         ("modernbert", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
         ("modernbert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("modernbert", {"layer_types": ["full_attention"]}, "one of full_attention and sliding_attention for each of 4 layers"),
@@ -108,6 +118,20 @@ def test_both_spellings_of_modernberts_layers_are_read(copy: Callable[..., Path]
 
 
 _THETAS = {"full_attention": 80_000.0, "sliding_attention": 5_000.0}
+
+
+def test_both_spellings_of_gtes_rope_are_read(copy: Callable[..., Path]) -> None:
+    folder = copy("gte_ntk")
+    nested = load_model_config(folder)
+    assert nested.rope_theta == 4000.0
+    edit(folder / "config.json", {"rope_parameters": "DELETE", "rope_theta": 500})
+    edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 8.0}})
+    assert load_model_config(folder) == nested
+    edit(folder / "config.json", {"rope_scaling": None})
+    plain = load_model_config(folder)
+    assert (plain.rope_theta, plain.rope_scale) == (500.0, 1.0)
+    edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 0.5}})
+    assert load_model_config(folder) == plain
 
 
 def test_nomics_inputs_end_where_rope_would_depend_on_other_texts(
