@@ -5,6 +5,7 @@ from dataclasses import replace
 from engine.model_config import ModelConfig, Pooling
 from engine.models.bert import BertConfig
 from engine.models.gte import GteConfig
+from engine.models.jina_bert import JinaBertConfig
 from engine.models.modernbert import ModernBertConfig
 from engine.models.nomic_bert import NomicBertConfig
 from engine.models.qwen3 import Qwen3Config
@@ -66,6 +67,14 @@ def _gte(
     )  # fmt: skip
 
 
+def _jina_bert(layers: int, hidden: int) -> ModelConfig:
+    return JinaBertConfig(
+        architecture="JinaBertForMaskedLM", vocab_size=30528, hidden_size=hidden, intermediate_size=4 * hidden,
+        n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-12,
+        max_position_embeddings=8192, causal=False, pooling=_MEAN, max_input_length=8192, type_vocab_size=2,
+    )  # fmt: skip
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -88,13 +97,14 @@ CATALOGUE: dict[str, ModelConfig] = {
     "Alibaba-NLP/gte-large-en-v1.5": _gte(24, 1024, 30528, types=2, theta=160_000, ntk=2),
     "Alibaba-NLP/gte-multilingual-base": _gte(12, 768, 250048, types=1, theta=20_000, ntk=8),
     "Snowflake/snowflake-arctic-embed-m-v2.0": _gte(12, 768, 250048, types=1, theta=160_000, ntk=1, architecture="GteModel"),
+    "jinaai/jina-embeddings-v2-small-en": _jina_bert(4, 512),
+    "jinaai/jina-embeddings-v2-base-en": _jina_bert(12, 768),
     "nomic-ai/nomic-embed-text-v1": _nomic_bert(2048),
     "nomic-ai/nomic-embed-text-v1.5": _nomic_bert(8192),
     "nomic-ai/nomic-embed-text-v2-moe": _nomic_bert_experts(),
     "nomic-ai/modernbert-embed-base": _modernbert(22, 768, 1152, _MEAN),
     "Alibaba-NLP/gte-modernbert-base": _modernbert(22, 768, 1152, _CLS),
-    "answerdotai/ModernBERT-base": _modernbert(22, 768, 1152, _CLS),
-    "answerdotai/ModernBERT-large": _modernbert(28, 1024, 2624, _CLS),
+    "lightonai/modernbert-embed-large": _modernbert(28, 1024, 2624, _MEAN),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from parity import gte_reference, nomic_bert_reference
+from parity import gte_reference, jina_bert_reference, nomic_bert_reference
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -48,6 +48,9 @@ _NOMIC = {
 _EXPERTS = {"moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2, "type_vocab_size": 1, "n_layer": 4}
 _GTE = _SHAPE | {"max_position_embeddings": 128, "pad_token_id": 0, "type_vocab_size": 2}
 _NTK = {"rope_parameters": {"type": "ntk", "rope_theta": 500.0, "factor": 8.0}}
+_JINA = _SHAPE | {"max_position_embeddings": 128, "layer_norm_eps": 1e-12, "type_vocab_size": 2, "qk_post_norm": False}
+_JINA |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+_JINA_CODE = {"qk_post_norm": True, "auto_map": {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
@@ -61,6 +64,8 @@ TINY = {
     "gte": Tiny(transformers.GteConfig, transformers.GteModel, _GTE),
     "gte_lm": Tiny(transformers.GteConfig, transformers.GteForMaskedLM, _GTE),
     "gte_ntk": Tiny(gte_reference.NewConfig, gte_reference.NewModel, _GTE | _NTK),
+    "jina_bert": Tiny(jina_bert_reference.JinaConfig, jina_bert_reference.JinaBertModel, _JINA),
+    "jina_bert_code": Tiny(jina_bert_reference.JinaConfig, jina_bert_reference.JinaBertModel, _JINA | _JINA_CODE),
 }
 
 

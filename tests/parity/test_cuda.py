@@ -31,6 +31,9 @@ FAMILIES = {
     "nomic_bert_moe": {"n_embd": 128},
     "gte": {"hidden_size": 128},
     "gte_ntk": {"hidden_size": 256},
+    "jina_bert": {"hidden_size": 128},
+    "jina_bert six heads": {"hidden_size": 192, "num_attention_heads": 6},
+    "jina_bert_code": {"hidden_size": 256},
     "modernbert": {"hidden_size": 128},
     "modernbert biases": {"hidden_size": 256, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
 }

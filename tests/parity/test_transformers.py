@@ -44,6 +44,10 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gte sharded": ("gte_lm", True, {}),
     "gte linear": ("gte", False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}),
     "gte ntk": ("gte_ntk", False, {}),
+    "jina": ("jina_bert", False, {}),
+    "jina sharded": ("jina_bert", True, {}),
+    "jina six heads": ("jina_bert", False, {"hidden_size": 96, "num_attention_heads": 6}),
+    "jina code": ("jina_bert_code", False, {}),
     "modernbert local last": (
         "modernbert",
         False,

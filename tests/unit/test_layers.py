@@ -14,6 +14,7 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear, linear_reference
 from engine.layers.moe import Experts
 from engine.model_config import Pooling
+from engine.models.jina_bert import alibi_slopes, symmetric_alibi
 from engine.pooling import EmbedOptions, pool
 
 CPU = torch.device("cpu")
@@ -150,3 +151,11 @@ def test_every_expert_on_every_token_and_the_chosen_alone_are_the_same(top_k: in
     assert (gates > 0).sum(1).tolist() == [top_k] * 9
     for ours in (experts.all_of_them(x, gates), experts.only_the_chosen(x, gates), experts(x)):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_alibis_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
+    assert alibi_slopes(12) == alibi_slopes(8) + [2.0**-power for power in (0.5, 1.5, 2.5, 3.5)]
+    bias = symmetric_alibi(12, 4, CPU)
+    torch.testing.assert_close(bias[0], torch.tensor([-1.5, -1.0, -0.5, 0.0, -0.5, -1.0, -1.5]))
+    assert bias.shape == (12, 7)

@@ -36,8 +36,10 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Alibaba-NLP/gte-base-en-v1.5", 136_776_192),
         ("Alibaba-NLP/gte-large-en-v1.5", 434_139_136),
         ("Alibaba-NLP/gte-multilingual-base", 305_369_089 - (768 + 1)),  # its classifier
+        ("jinaai/jina-embeddings-v2-small-en", 32_690_688 - (512 * 512 + 512)),  # its pooler
+        ("jinaai/jina-embeddings-v2-base-en", 137_368_320 - (768 * 768 + 768)),
         ("nomic-ai/modernbert-embed-base", 149_014_272),
-        ("answerdotai/ModernBERT-large", 395_881_664 - (1024 * 1024 + 1024 + 50368)),  # its head and its decoder's bias
+        ("lightonai/modernbert-embed-large", 394_781_696),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
@@ -58,6 +60,8 @@ HAS_NEEDLESS = {
     "gte": False,
     "gte_lm": True,
     "gte_ntk": False,
+    "jina_bert": True,
+    "jina_bert_code": True,
 }
 NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.")
 
@@ -84,7 +88,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert", "nomic_bert", "nomic_bert_moe", "gte"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "modernbert", "nomic_bert", "nomic_bert_moe", "gte", "jina_bert"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

@@ -81,6 +81,13 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("gte_ntk", {"rope_parameters": {"type": "ntk", "rope_theta": 1.0, "factor": 2, "mixed_b": 0.5}}, "mixed_b"),
         ("gte_ntk", {"rope_parameters": {"type": "ntk", "rope_theta": 1.0}}, "factor is None"),
         ("gte_ntk", {"rope_parameters": {"type": "dynamic", "rope_theta": 1.0, "factor": 2.0}}, "'dynamic'"),
+        ("jina_bert", {"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute' is not supported"),
+        ("jina_bert", {"position_embedding_type": "DELETE"}, "position_embedding_type = 'absolute'"),
+        ("jina_bert", {"feed_forward_type": "reglu"}, "feed_forward_type = 'reglu' is not supported (only 'geglu')"),
+        ("jina_bert", {"feed_forward_type": "DELETE"}, "feed_forward_type = 'original'"),
+        ("jina_bert", {"is_decoder": True}, "is_decoder"),
+        ("jina_bert", {"add_cross_attention": True}, "add_cross_attention"),
+        ("jina_bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("modernbert", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
         ("modernbert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("modernbert", {"layer_types": ["full_attention"]}, "one of full_attention and sliding_attention for each of 4 layers"),
@@ -132,6 +139,17 @@ def test_both_spellings_of_gtes_rope_are_read(copy: Callable[..., Path]) -> None
     assert (plain.rope_theta, plain.rope_scale) == (500.0, 1.0)
     edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 0.5}})
     assert load_model_config(folder) == plain
+
+
+def test_jinas_second_implementation_is_known_by_the_code_it_names(copy: Callable[..., Path]) -> None:
+    folder = copy("jina_bert_code", feed_forward_type="DELETE")
+    assert load_model_config(folder).qk_post_norm
+    edit(folder / "config.json", {"auto_map": "DELETE", "_name_or_path": "jinaai/jina-bert-v2-qk-post-norm"})
+    assert load_model_config(folder).qk_post_norm
+    edit(folder / "config.json", {"_name_or_path": "jinaai/jina-bert-implementation", "feed_forward_type": "geglu"})
+    assert not load_model_config(folder).qk_post_norm
+    with pytest.raises(ModelError, match=r"mlp\.gated_layers\.weight is missing"):
+        Engine.load(folder)
 
 
 def test_nomics_inputs_end_where_rope_would_depend_on_other_texts(
