@@ -1,7 +1,13 @@
 """Shapes of published models, so that a cluster can be planned with no network and no weights."""
 
+from dataclasses import replace
+
 from engine.model_config import ModelConfig, Pooling
 from engine.models.bert import BertConfig
+from engine.models.gte import GteConfig
+from engine.models.jina_bert import JinaBertConfig
+from engine.models.modernbert import ModernBertConfig
+from engine.models.nomic_bert import NomicBertConfig
 from engine.models.qwen3 import Qwen3Config
 
 _CLS: Pooling = "cls"
@@ -53,6 +59,50 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, 
     )  # fmt: skip
 
 
+def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -> ModelConfig:
+    return ModernBertConfig(
+        architecture="ModernBertModel", vocab_size=50368, hidden_size=hidden, intermediate_size=intermediate,
+        n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-5,
+        max_position_embeddings=8192, causal=False, pooling=pooling, max_input_length=8192,
+        window=64, is_local=tuple(index % 3 != 0 for index in range(layers)), global_theta=160_000.0, local_theta=10_000.0,
+    )  # fmt: skip
+
+
+def _nomic_bert(positions: int) -> NomicBertConfig:
+    return NomicBertConfig(
+        architecture="NomicBertModel", vocab_size=30528, hidden_size=768, intermediate_size=3072,
+        n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-12,
+        max_position_embeddings=positions, causal=False, pooling=_MEAN, max_input_length=positions,
+        rope_theta=1000.0, type_vocab_size=2, activation="swiglu", has_experts=(False,) * 12,
+    )  # fmt: skip
+
+
+def _nomic_bert_experts() -> ModelConfig:
+    return replace(
+        _nomic_bert(2048), vocab_size=250048, norm_eps=1e-5, max_input_length=512, rope_theta=10_000.0, type_vocab_size=1,
+        activation="gelu", has_experts=(False, True) * 6, num_experts=8, top_k=2, qkv_bias=True, up_bias=True, down_bias=True,
+    )  # fmt: skip
+
+
+def _gte(
+    layers: int, hidden: int, vocab: int, types: int, theta: float, ntk: float, architecture: str = "NewModel"
+) -> ModelConfig:
+    return GteConfig(
+        architecture=architecture, vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden,
+        n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-12,
+        max_position_embeddings=8192, causal=False, pooling=_CLS, max_input_length=8192,
+        rope_theta=theta * ntk, rope_scale=ntk ** (2 / 64), type_vocab_size=types,
+    )  # fmt: skip
+
+
+def _jina_bert(layers: int, hidden: int) -> ModelConfig:
+    return JinaBertConfig(
+        architecture="JinaBertForMaskedLM", vocab_size=30528, hidden_size=hidden, intermediate_size=4 * hidden,
+        n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-12,
+        max_position_embeddings=8192, causal=False, pooling=_MEAN, max_input_length=8192, type_vocab_size=2,
+    )  # fmt: skip
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -84,6 +134,18 @@ CATALOGUE: dict[str, ModelConfig] = {
     "sentence-transformers/all-mpnet-base-v2": _mpnet(_MEAN, longest=384),
     "sentence-transformers/multi-qa-mpnet-base-dot-v1": _mpnet(_CLS),
     "sentence-transformers/multi-qa-mpnet-base-cos-v1": _mpnet(_MEAN),
+    "Alibaba-NLP/gte-base-en-v1.5": _gte(12, 768, 30528, types=0, theta=500_000, ntk=2),
+    "Alibaba-NLP/gte-large-en-v1.5": _gte(24, 1024, 30528, types=2, theta=160_000, ntk=2),
+    "Alibaba-NLP/gte-multilingual-base": _gte(12, 768, 250048, types=1, theta=20_000, ntk=8),
+    "Snowflake/snowflake-arctic-embed-m-v2.0": _gte(12, 768, 250048, types=1, theta=160_000, ntk=1, architecture="GteModel"),
+    "jinaai/jina-embeddings-v2-small-en": _jina_bert(4, 512),
+    "jinaai/jina-embeddings-v2-base-en": _jina_bert(12, 768),
+    "nomic-ai/nomic-embed-text-v1": _nomic_bert(2048),
+    "nomic-ai/nomic-embed-text-v1.5": _nomic_bert(8192),
+    "nomic-ai/nomic-embed-text-v2-moe": _nomic_bert_experts(),
+    "nomic-ai/modernbert-embed-base": _modernbert(22, 768, 1152, _MEAN),
+    "Alibaba-NLP/gte-modernbert-base": _modernbert(22, 768, 1152, _CLS),
+    "lightonai/modernbert-embed-large": _modernbert(28, 1024, 2624, _MEAN),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from parity import gte_reference, jina_bert_reference, nomic_bert_reference
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -41,6 +42,20 @@ _DISENTANGLED = _SHAPE | {
     "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
 }  # fmt: skip
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+# A window well below the lengths of the tests; two local layers between two global ones.
+_LOCAL = _SHAPE | {"num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 128, "pad_token_id": 0}
+_NOMIC = {
+    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 128, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu", "type_vocab_size": 2, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0,
+    "rotary_scaling_factor": None, "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True,
+    "moe_every_n_layers": 0, "num_experts": 0, "moe_top_k": 0,
+}  # fmt: skip
+_EXPERTS = {"moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2, "type_vocab_size": 1, "n_layer": 4}
+_GTE = _SHAPE | {"max_position_embeddings": 128, "pad_token_id": 0, "type_vocab_size": 2}
+_NTK = {"rope_parameters": {"type": "ntk", "rope_theta": 500.0, "factor": 8.0}}
+_JINA = _SHAPE | {"max_position_embeddings": 128, "layer_norm_eps": 1e-12, "type_vocab_size": 2, "qk_post_norm": False}
+_JINA |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+_JINA_CODE = {"qk_post_norm": True, "auto_map": {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "roberta": Tiny(transformers.RobertaConfig, transformers.RobertaModel, _SHAPE | {"max_position_embeddings": 130}),
@@ -55,6 +70,17 @@ TINY = {
     "deberta_lm": Tiny(transformers.DebertaV2Config, transformers.DebertaV2ForMaskedLM, _DISENTANGLED),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
     "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
+    "modernbert": Tiny(transformers.ModernBertConfig, transformers.ModernBertModel, _LOCAL),
+    "modernbert_lm": Tiny(transformers.ModernBertConfig, transformers.ModernBertForMaskedLM, _LOCAL),
+    "nomic_bert": Tiny(transformers.NomicBertConfig, transformers.NomicBertModel, _SHAPE | {"max_position_embeddings": 128}),
+    "nomic_bert_lm": Tiny(transformers.NomicBertConfig, transformers.NomicBertForMaskedLM, _SHAPE),
+    "nomic_bert_authors": Tiny(nomic_bert_reference.NomicConfig, nomic_bert_reference.NomicBertModel, _NOMIC),
+    "nomic_bert_moe": Tiny(nomic_bert_reference.NomicConfig, nomic_bert_reference.NomicBertModel, _NOMIC | _EXPERTS),
+    "gte": Tiny(transformers.GteConfig, transformers.GteModel, _GTE),
+    "gte_lm": Tiny(transformers.GteConfig, transformers.GteForMaskedLM, _GTE),
+    "gte_ntk": Tiny(gte_reference.NewConfig, gte_reference.NewModel, _GTE | _NTK),
+    "jina_bert": Tiny(jina_bert_reference.JinaConfig, jina_bert_reference.JinaBertModel, _JINA),
+    "jina_bert_code": Tiny(jina_bert_reference.JinaConfig, jina_bert_reference.JinaBertModel, _JINA | _JINA_CODE),
 }
 
 

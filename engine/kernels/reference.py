@@ -26,13 +26,13 @@ def layer_norm(
     return F.layer_norm(x, weight.shape, weight, shift, eps)
 
 
-def rope_table(head_dim: int, theta: float, positions: int, device: torch.device) -> Tensor:
-    """cos and sin of every position's angles, [positions, D / 2, 2] fp32.
+def rope_table(head_dim: int, theta: float, positions: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    """cos and sin of every position's angles, [positions, D / 2, 2] fp32; all angles are divided by `scale`.
 
     Angles in fp32: bf16 holds whole numbers exactly only up to 256, so far positions would share an angle.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), 1.0 / theta**exponents)
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), 1.0 / theta**exponents / scale)
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
+from engine.weights import Tensors
 
 
 class Linear:
@@ -26,6 +27,12 @@ class Linear:
         self.packed = weight.device.type == "cpu" and _has_onednn(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
 
+    @classmethod
+    def load(cls, checkpoint: Tensors, name: str, rows: int, columns: int, biased: bool = True, gelu: bool = False) -> "Linear":
+        """`name`.weight [rows, columns] and, where the checkpoint has one, `name`.bias."""
+        weight = checkpoint.take(f"{name}.weight", rows, columns)
+        return cls(weight, checkpoint.take(f"{name}.bias", rows) if biased else None, gelu)
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` [T, N] is added to the result, and may be overwritten with it."""
         if self.packed:
@@ -35,7 +42,8 @@ class Linear:
         if residual is not None:
             return self.add_to(residual, x) if self.bias is None else self.add_to(residual, x).add_(self.bias)
         if self.gelu:
-            assert self.bias is not None, "no family has GeLU without a bias"
+            if self.bias is None:
+                return cast(Tensor, torch.ops.aten.gelu_(torch.mm(x, self.weight.t())))
             if x.dtype == torch.bfloat16:
                 return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
             return kernels.gelu(torch.mm(x, self.weight.t()), self.bias)

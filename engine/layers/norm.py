@@ -1,8 +1,10 @@
 """LayerNorm and RMSNorm: a norm's weights."""
 
+import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.weights import Tensors
 
 
 class LayerNorm:
@@ -10,6 +12,12 @@ class LayerNorm:
 
     def __init__(self, weight: Tensor, shift: Tensor, eps: float) -> None:
         self.weight, self.shift, self.eps = weight, shift, eps
+
+    @classmethod
+    def load(cls, checkpoint: Tensors, name: str, width: int, eps: float, biased: bool = True) -> "LayerNorm":
+        """`name`.weight and, where the checkpoint has one, `name`.bias."""
+        weight = checkpoint.take(f"{name}.weight", width)
+        return cls(weight, checkpoint.take(f"{name}.bias", width) if biased else torch.zeros_like(weight), eps)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[T, C] -> [T, C], dtype kept. `bias` [C] is added to x first: one that the linear layer before left over."""

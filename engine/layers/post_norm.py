@@ -1,10 +1,11 @@
-"""The encoder layer of BERT and its cousins: attention, then GeLU, each added to what it read and normalised after."""
+"""Post-norm layers, x = norm(x + f(x)) for each half, as encoders since BERT have them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine import kernels
 from engine.batch import PackedBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
@@ -13,6 +14,36 @@ from engine.weights import Tensors
 
 # (Q, K and V [T, 3 H, D], whether only rows that pooling reads need be right) -> [T, H, D], contiguous.
 AttentionCall = Callable[[Tensor, bool], Tensor]
+
+
+class SelfAttention:
+    """norm(x + out(attention(qkv(x)))); with `angles`, Q and K are rotated."""
+
+    def __init__(self, qkv: Linear, out: Linear, norm: LayerNorm, n_heads: int, angles: Tensor | None = None) -> None:
+        self.qkv, self.out, self.norm, self.n_heads, self.angles = qkv, out, norm, n_heads, angles
+
+    def __call__(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool = False) -> Tensor:
+        """[T, C] -> [T, C], or [B, C] of the rows that pooling reads; `hidden` may be overwritten."""
+        qkv = self.project(hidden, batch)
+        mixed = attention(qkv, pooled_only).flatten(1)  # [T, C]
+        del qkv  # given back before the norm takes memory
+        if pooled_only:
+            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
+        return add_norm(self.norm, self.out, mixed, hidden)
+
+    def project(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """[T, C] -> [T, 3 H, D]."""
+        qkv = self.qkv(hidden).view(len(hidden), 3 * self.n_heads, -1)
+        if self.angles is not None:
+            kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
+        return qkv
+
+
+def add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
+    """norm(linear(x) + residual); `residual` may be overwritten. On a GPU the norm adds the bias: it reads the row anyway."""
+    if x.is_cuda:
+        return norm(linear.add_to(residual, x), bias=linear.bias)
+    return norm(linear(x, residual=residual))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +62,23 @@ class PostNormNames:
 
 
 class PostNormLayer:
+    """BERT's: self-attention, then GeLU between two linear layers."""
+
     def __init__(self, config: ModelConfig, checkpoint: Tensors, names: PostNormNames, index: int) -> None:
         layer = names.layer.format(index)
-        c, wide = config.hidden_size, config.intermediate_size
-        qkv = [layer + part for part in (names.query, names.key, names.value)]
-
-        def linear(part: str, rows: int, columns: int, gelu: bool = False) -> Linear:
-            return Linear(
-                checkpoint.take(f"{layer}{part}.weight", rows, columns), checkpoint.take(f"{layer}{part}.bias", rows), gelu
-            )
-
-        self.qkv = Linear(
-            checkpoint.take_rows([f"{part}.weight" for part in qkv], [c] * 3, c),
-            checkpoint.take_rows([f"{part}.bias" for part in qkv], [c] * 3),
+        c, wide, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        parts = [layer + part for part in (names.query, names.key, names.value)]
+        qkv = Linear(
+            checkpoint.take_rows([f"{part}.weight" for part in parts], [c] * 3, c),
+            checkpoint.take_rows([f"{part}.bias" for part in parts], [c] * 3),
         )
-        self.out = linear(names.out, c, c)
-        self.attention_norm = take_layer_norm(config, checkpoint, layer + names.attention_norm)
-        self.up = linear(names.up, wide, c, gelu=True)
-        self.down = linear(names.down, c, wide)
-        self.output_norm = take_layer_norm(config, checkpoint, layer + names.output_norm)
-        self.head_dim = config.head_dim
+        out = Linear.load(checkpoint, layer + names.out, c, c)
+        norm = LayerNorm.load(checkpoint, layer + names.attention_norm, c, eps)
+        self.attention = SelfAttention(qkv, out, norm, config.n_heads)
+        self.up = Linear.load(checkpoint, layer + names.up, wide, c, gelu=True)
+        self.down = Linear.load(checkpoint, layer + names.down, c, wide)
+        self.output_norm = LayerNorm.load(checkpoint, layer + names.output_norm, c, eps)
 
     def forward(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool = False) -> Tensor:
-        hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
-        return _add_norm(self.output_norm, self.down, self.up(hidden), hidden)
-
-    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
-        # [T, C]; Q, K and V, [T, 3 H, D], are given back before the norm takes memory
-        mixed = attention(self.qkv(hidden).view(len(hidden), -1, self.head_dim), pooled_only).flatten(1)
-        if pooled_only:
-            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
-        return _add_norm(self.attention_norm, self.out, mixed, hidden)
-
-
-def take_layer_norm(config: ModelConfig, checkpoint: Tensors, name: str) -> LayerNorm:
-    c = config.hidden_size
-    return LayerNorm(checkpoint.take(f"{name}.weight", c), checkpoint.take(f"{name}.bias", c), config.norm_eps)
-
-
-def _add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
-    """norm(linear(x) + residual). On a GPU the norm adds the bias: it reads the row anyway."""
-    if x.is_cuda:
-        return norm(linear.add_to(residual, x), bias=linear.bias)
-    return norm(linear(x, residual=residual))
+        hidden = self.attention(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
+        return add_norm(self.output_norm, self.down, self.up(hidden), hidden)

@@ -8,7 +8,8 @@ from torch import Tensor
 from engine import kernels
 from engine.batch import PackedBatch
 from engine.layers.attention import Attention
-from engine.layers.post_norm import PostNormLayer, PostNormNames, take_layer_norm
+from engine.layers.norm import LayerNorm
+from engine.layers.post_norm import PostNormLayer, PostNormNames
 from engine.model_config import Keys, ModelConfig
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -56,7 +57,7 @@ class Bert(Model):
         checkpoint.strip_prefix(("", self.prefix), probe="embeddings.word_embeddings.weight")
         self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, config.hidden_size)
         self.positions = _positions(config, checkpoint)
-        self.norm = take_layer_norm(config, checkpoint, "embeddings.LayerNorm")
+        self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
         self.layers = [PostNormLayer(config, checkpoint, self.names, index) for index in range(config.n_layers)]
         self.heads = (config.n_heads, config.n_heads)
         self.bias: Tensor | None = None  # of scores by distance, where a cousin has it

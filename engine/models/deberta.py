@@ -13,7 +13,8 @@ from engine import kernels
 from engine.batch import PackedBatch
 from engine.errors import ModelError
 from engine.layers.linear import Linear
-from engine.layers.post_norm import PostNormLayer, PostNormNames, take_layer_norm
+from engine.layers.norm import LayerNorm
+from engine.layers.post_norm import PostNormLayer, PostNormNames
 from engine.model_config import Keys, ModelConfig
 from engine.models.base import Model
 from engine.models.bert import read_encoder
@@ -92,11 +93,11 @@ class Deberta(Model):
         checkpoint.strip_prefix(("", "deberta."), probe="embeddings.word_embeddings.weight")
         c, span = config.hidden_size, config.position_buckets
         self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
-        self.norm = take_layer_norm(config, checkpoint, "embeddings.LayerNorm")
+        self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
         distances = checkpoint.take_table("encoder.rel_embeddings.weight", 2 * span, c)
-        distances = take_layer_norm(config, checkpoint, "encoder.LayerNorm")(distances)
+        distances = LayerNorm.load(checkpoint, "encoder.LayerNorm", config.hidden_size, config.norm_eps)(distances)
         self.layers = [PostNormLayer(config, checkpoint, self.names, index) for index in range(config.n_layers)]
-        self.relative = [_project(layer.qkv, distances, config.n_heads) for layer in self.layers]
+        self.relative = [_project(layer.attention.qkv, distances, config.n_heads) for layer in self.layers]
         self.buckets = _Buckets(config, checkpoint.device)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:

@@ -29,6 +29,16 @@ FAMILIES = {
     "mpnet": {"hidden_size": 128},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "nomic_bert": {"hidden_size": 128, "head_dim": 32},
+    "nomic_bert_authors": {"n_embd": 256, "mlp_fc1_bias": False},
+    "nomic_bert_moe": {"n_embd": 128},
+    "gte": {"hidden_size": 128},
+    "gte_ntk": {"hidden_size": 256},
+    "jina_bert": {"hidden_size": 128},
+    "jina_bert six heads": {"hidden_size": 192, "num_attention_heads": 6},
+    "jina_bert_code": {"hidden_size": 256},
+    "modernbert": {"hidden_size": 128},
+    "modernbert biases": {"hidden_size": 256, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
 }
 RAGGED = [33, 1, 90, 5, 5, 64, 2, 128, 17]
 

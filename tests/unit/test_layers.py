@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
+from torch.nn import functional as F
 
 from engine.batch import BatchPacker, PackedBatch
 from engine.kernels.reference import attention, rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear, linear_reference
+from engine.layers.moe import Experts
 from engine.model_config import Pooling
+from engine.models.jina_bert import alibi_slopes, symmetric_alibi
 from engine.pooling import EmbedOptions, pool
 
 CPU = torch.device("cpu")
@@ -130,3 +133,29 @@ def test_vectors_are_cut_before_they_are_normalised() -> None:
     packed = BatchPacker("cls", 3, None).pack([np.zeros(1, dtype=np.int32)], [EmbedOptions(dimensions=2)])
     vectors = pool(torch.tensor([[3.0, 4.0, 12.0]]), packed, "cls")
     torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8, 0.0]]))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_every_expert_on_every_token_and_the_chosen_alone_are_the_same(top_k: int) -> None:
+    torch.manual_seed(0)
+    x, router, bias = torch.randn(9, 16), torch.randn(5, 16), torch.randn(16)
+    ups, downs = torch.randn(5, 24, 16), torch.randn(5, 16, 24)
+    layers = [(Linear(up, gelu=True), Linear(down)) for up, down in zip(ups, downs, strict=True)]
+    experts = Experts(Linear(router), layers, bias, top_k)
+    expected = x + bias
+    for row, token in enumerate(x):
+        gates = (router @ token).softmax(-1)
+        for expert in gates.argsort(descending=True)[:top_k]:
+            expected[row] += gates[expert] * (downs[expert] @ F.gelu(ups[expert] @ token))
+    gates = experts.gates(x)
+    assert (gates > 0).sum(1).tolist() == [top_k] * 9
+    for ours in (experts.all_of_them(x, gates), experts.only_the_chosen(x, gates), experts(x)):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_alibis_slopes_are_those_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-power for power in range(1, 9)]
+    assert alibi_slopes(12) == alibi_slopes(8) + [2.0**-power for power in (0.5, 1.5, 2.5, 3.5)]
+    bias = symmetric_alibi(12, 4, CPU)
+    torch.testing.assert_close(bias[0], torch.tensor([-1.5, -1.0, -0.5, 0.0, -0.5, -1.0, -1.5]))
+    assert bias.shape == (12, 7)

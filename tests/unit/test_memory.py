@@ -33,6 +33,15 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
         ("sentence-transformers/multi-qa-distilbert-cos-v1", 66_362_880),
+        ("nomic-ai/nomic-embed-text-v1.5", 136_731_648),
+        ("nomic-ai/nomic-embed-text-v2-moe", 475_292_928),
+        ("Alibaba-NLP/gte-base-en-v1.5", 136_776_192),
+        ("Alibaba-NLP/gte-large-en-v1.5", 434_139_136),
+        ("Alibaba-NLP/gte-multilingual-base", 305_369_089 - (768 + 1)),  # its classifier
+        ("jinaai/jina-embeddings-v2-small-en", 32_690_688 - (512 * 512 + 512)),  # its pooler
+        ("jinaai/jina-embeddings-v2-base-en", 137_368_320 - (768 * 768 + 768)),
+        ("nomic-ai/modernbert-embed-base", 149_014_272),
+        ("lightonai/modernbert-embed-large", 394_781_696),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
@@ -55,17 +64,37 @@ def test_parameters_are_those_of_the_published_checkpoint_but_the_pooler(model: 
     assert num_parameters(config) == published - (config.hidden_size + 1) * config.hidden_size
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "bert",
-        *("roberta", "roberta_lm", "camembert", "xlm_roberta"),
-        *("distilbert", "distilbert_lm"),
-        *("mpnet", "mpnet_lm"),
-        *("deberta", "deberta_lm"),
-        *("qwen3", "qwen3_lm"),
-    ],
-)
+# Tiny checkpoints, and whether they hold tensors that embeddings do not need.
+HAS_NEEDLESS = {
+    "bert": True,
+    "roberta": True,
+    "roberta_lm": True,
+    "camembert": True,
+    "xlm_roberta": True,
+    "distilbert": False,
+    "distilbert_lm": True,
+    "mpnet": True,
+    "mpnet_lm": True,
+    "deberta": False,
+    "deberta_lm": True,
+    "qwen3": False,
+    "qwen3_lm": True,
+    "modernbert": False,
+    "modernbert_lm": True,
+    "nomic_bert": False,
+    "nomic_bert_lm": True,
+    "nomic_bert_authors": False,
+    "nomic_bert_moe": False,
+    "gte": False,
+    "gte_lm": True,
+    "gte_ntk": False,
+    "jina_bert": True,
+    "jina_bert_code": True,
+}
+NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.", "vocab_")
+
+
+@pytest.mark.parametrize("kind", HAS_NEEDLESS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind, sharded, **({"tie_word_embeddings": False} if kind.startswith("qwen3") else {}))
@@ -74,8 +103,8 @@ def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, shar
         model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
-    assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head.", "vocab_", "cls."))}
-    assert bool(needless) == (kind not in ("qwen3", "distilbert", "deberta"))
+    assert needless == {name for name in sizes if name.startswith(NEEDLESS)}
+    assert bool(needless) == HAS_NEEDLESS[kind]
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
 
@@ -87,7 +116,11 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet", "deberta", "qwen3"])
+BODIES = ["bert", "roberta", "distilbert", "mpnet", "deberta", "qwen3"]
+BODIES += ["modernbert", "nomic_bert", "nomic_bert_moe", "gte", "jina_bert"]
+
+
+@pytest.mark.parametrize("kind", BODIES)
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

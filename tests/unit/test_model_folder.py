@@ -75,6 +75,53 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+        ("nomic_bert", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("nomic_bert", {"head_dim": 32}, "head_dim = 32 is not supported"),
+        ("nomic_bert", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "'dynamic'"),
+        ("nomic_bert_authors", {"activation_function": "gelu_new"}, "activation_function = 'gelu_new' is not supported"),
+        ("nomic_bert_authors", {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction = 0.5"),
+        ("nomic_bert_authors", {"rotary_emb_fraction": "DELETE"}, "rotary_emb_fraction is None"),
+        ("nomic_bert_authors", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved"),
+        ("nomic_bert_authors", {"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
+        ("nomic_bert_authors", {"prenorm": True}, "prenorm"),
+        ("nomic_bert_authors", {"parallel_block": True}, "parallel_block"),
+        ("nomic_bert_authors", {"use_rms_norm": True}, "use_rms_norm"),
+        ("nomic_bert_authors", {"norm_mlp": True}, "norm_mlp"),
+        ("nomic_bert_authors", {"causal": True}, "causal"),
+        ("nomic_bert_authors", {"num_heads_kv": 2}, "num_heads_kv = 2 is not supported (no grouped queries)"),
+        ("nomic_bert_authors", {"n_head": 5}, "n_embd = 64 is not a multiple of n_head = 5"),
+        ("nomic_bert_moe", {"activation_function": "swiglu"}, "in a mixture of experts, only exact GeLU"),
+        ("nomic_bert_moe", {"moe_normalize_expert_weights": True}, "moe_normalize_expert_weights"),
+        ("nomic_bert_moe", {"num_shared_experts": 1}, "num_shared_experts"),
+        ("nomic_bert_moe", {"expert_choice_router": True}, "expert_choice_router"),
+        ("nomic_bert_moe", {"ffn_div": 2}, "ffn_div"),
+        ("nomic_bert_moe", {"moe_top_k": 5}, "moe_top_k = 5 of num_experts = 4"),
+        ("nomic_bert_moe", {"num_experts": 0}, "num_experts is 0"),
+        ("gte", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported"),
+        ("gte", {"position_embedding_type": "absolute"}, "position_embedding_type"),
+        ("gte", {"layer_norm_type": "rms_norm"}, "layer_norm_type"),
+        ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
+        ("gte", {"pack_qkv": False}, "pack_qkv"),
+        ("gte", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        ("gte", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+        ("gte_ntk", {"rope_parameters": {"type": "ntk", "rope_theta": 1.0, "factor": 2, "mixed_b": 0.5}}, "mixed_b"),
+        ("gte_ntk", {"rope_parameters": {"type": "ntk", "rope_theta": 1.0}}, "factor is None"),
+        ("gte_ntk", {"rope_parameters": {"type": "dynamic", "rope_theta": 1.0, "factor": 2.0}}, "'dynamic'"),
+        ("jina_bert", {"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute' is not supported"),
+        ("jina_bert", {"position_embedding_type": "DELETE"}, "position_embedding_type = 'absolute'"),
+        ("jina_bert", {"feed_forward_type": "reglu"}, "feed_forward_type = 'reglu' is not supported (only 'geglu')"),
+        ("jina_bert", {"feed_forward_type": "DELETE"}, "feed_forward_type = 'original'"),
+        ("jina_bert", {"is_decoder": True}, "is_decoder"),
+        ("jina_bert", {"add_cross_attention": True}, "add_cross_attention"),
+        ("jina_bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        ("modernbert", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported"),
+        ("modernbert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "one of full_attention and sliding_attention for each of 4 layers"),
+        ("modernbert", {"layer_types": ["chunked_attention"] * 4}, "layer_types ['chunked_attention'"),
+        ("modernbert", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "one set for each type of layer"),
+        ("modernbert", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn'"),
+        ("modernbert", {"rope_parameters": "DELETE", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ("modernbert", {"rope_parameters": "DELETE", "local_rope_theta": -1}, "rope_theta is -1"),
     ],
 )
 def test_a_key_that_cannot_be_honoured_is_refused(
@@ -99,6 +146,64 @@ def test_positions_that_are_not_for_texts_do_not_count(copy: Callable[..., Path]
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
     flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
     assert load_model_config(flat).rope_theta == 1_000_000.0
+
+
+def test_both_spellings_of_modernberts_layers_are_read(copy: Callable[..., Path]) -> None:
+    folder = copy("modernbert", rope_parameters={kind: {"rope_theta": theta} for kind, theta in _THETAS.items()})
+    nested = load_model_config(folder)
+    assert (nested.global_theta, nested.local_theta) == (80_000.0, 5_000.0)
+    assert nested.is_local == (False, True, True, False)
+    flat = {"layer_types": "DELETE", "rope_parameters": "DELETE", "global_attn_every_n_layers": 3}
+    edit(folder / "config.json", flat | {"global_rope_theta": 80_000, "local_rope_theta": 5_000})
+    assert load_model_config(folder) == nested
+    edit(folder / "config.json", {"local_rope_theta": None, "global_attn_every_n_layers": 2})
+    assert load_model_config(folder).local_theta == 80_000.0
+    assert load_model_config(folder).is_local == (False, True, False, True)
+
+
+_THETAS = {"full_attention": 80_000.0, "sliding_attention": 5_000.0}
+
+
+def test_both_spellings_of_gtes_rope_are_read(copy: Callable[..., Path]) -> None:
+    folder = copy("gte_ntk")
+    nested = load_model_config(folder)
+    assert nested.rope_theta == 4000.0
+    edit(folder / "config.json", {"rope_parameters": "DELETE", "rope_theta": 500})
+    edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 8.0}})
+    assert load_model_config(folder) == nested
+    edit(folder / "config.json", {"rope_scaling": None})
+    plain = load_model_config(folder)
+    assert (plain.rope_theta, plain.rope_scale) == (500.0, 1.0)
+    edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 0.5}})
+    assert load_model_config(folder) == plain
+
+
+def test_jinas_second_implementation_is_known_by_the_code_it_names(copy: Callable[..., Path]) -> None:
+    folder = copy("jina_bert_code", feed_forward_type="DELETE")
+    assert load_model_config(folder).qk_post_norm
+    edit(folder / "config.json", {"auto_map": "DELETE", "_name_or_path": "jinaai/jina-bert-v2-qk-post-norm"})
+    assert load_model_config(folder).qk_post_norm
+    edit(folder / "config.json", {"_name_or_path": "jinaai/jina-bert-implementation", "feed_forward_type": "geglu"})
+    assert not load_model_config(folder).qk_post_norm
+    with pytest.raises(ModelError, match=r"mlp\.gated_layers\.weight is missing"):
+        Engine.load(folder)
+
+
+def test_nomics_inputs_end_where_rope_would_depend_on_other_texts(
+    copy: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copy("nomic_bert_authors", n_positions=8192, max_trained_positions=2048)
+    assert load_model_config(folder).max_input_length == 8192  # plain RoPE at any length
+    edit(folder / "config.json", {"rotary_scaling_factor": 2.0})
+    with caplog.at_level("INFO", logger="engine.models.nomic_bert"):
+        assert load_model_config(folder).max_input_length == 2048
+    assert "no dynamic NTK scaling" in caplog.text
+    edit(folder / "config.json", {"rotary_scaling_factor": "DELETE"})  # the authors' default is 1.0
+    assert load_model_config(folder).max_input_length == 2048
+
+
+def test_nomics_padded_vocabulary_is_counted(copy: Callable[..., Path]) -> None:
+    assert load_model_config(copy("nomic_bert_authors", pad_vocab_size_multiple=64)).vocab_size == 320
 
 
 def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
