@@ -19,6 +19,11 @@ SERVE_ENV = {
     # Per-request metrics of the proxy cost 58-79 us of CPU; /metrics of the replicas has what they tell.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    # A request whose gateway dies with it in hand goes to another: every POST of ours is a pure computation. It must fit
+    # into the buffer for that.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_RETRIES": "2",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
     # How long a stopping replica waits for HAProxy to forget it. HAProxy hears within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # Autoscaling hears of a burst this often; it is ten seconds otherwise.

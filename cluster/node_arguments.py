@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from cluster import haproxy
 from cluster.files import ClusterError
 from cluster.local_ray import SERVE_ENV
 from cluster.node_token import Token
@@ -46,7 +47,7 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dic
     # A MIG slice has no index, so Ray can hand it out by its uuid only.
     slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
     theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # it would outdo --address
-    return SERVE_ENV | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
+    return SERVE_ENV | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
 
 
 def memory_monitor(node: Node) -> dict[str, str]:

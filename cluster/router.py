@@ -135,6 +135,11 @@ class PoolLoad:
         load = self.replicas.get(replica)
         return load is None or self._silent(load)
 
+    @property
+    def heard(self) -> list[ReplicaLoad]:
+        """The replicas that are there, as far as anybody can tell."""
+        return [load for load in self.replicas.values() if not self._silent(load)]
+
     def _silent(self, load: ReplicaLoad) -> bool:
         return load.heard_at < self._heard.at - SILENT_S
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from cluster.local_ray import SERVE_ENV
+from cluster import haproxy
+from cluster.local_ray import serve_environment
 from cluster.node_processes import MARK, Started, find_processes
 
 
@@ -129,7 +130,7 @@ class Lab:
             _ip("link", "add", self._name, "type", "bridge")
             _ip("link", "set", self._name, "up")
         # Short: sockets lie in it, and their names may have 107 characters.
-        self.environment = os.environ | SERVE_ENV | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
+        self.environment = os.environ | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
         self.environment |= {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(folder)}
         self.environment.pop("RAY_ADDRESS", None)
 
@@ -145,6 +146,7 @@ class Lab:
         else:
             self.members[name] = Member(name, f"127.0.77.{number}", mark)
         self.members[name].join()
+        (self._folder / name).mkdir()
         return self.members[name]
 
     def add(self, name: str, node_class: str, num_cpus: int, num_gpus: int = 0) -> Member:
@@ -189,7 +191,7 @@ class Lab:
             _ip("link", "del", self._name, check=False)
 
     def _environment_of(self, name: str) -> Mapping[str, str]:
-        return self.environment | {MARK: self.members[name].mark}
+        return self.environment | serve_environment(self._folder / name) | {MARK: self.members[name].mark}
 
 
 @contextmanager

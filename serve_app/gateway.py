@@ -107,7 +107,7 @@ class Pool:
 
     @property
     def state(self) -> str:
-        if self.load.replicas:
+        if self.load.heard:
             return "ready"
         return "asleep" if self._handle is not None and not self.ref.min_replicas else "starting"
 
@@ -150,27 +150,28 @@ class Pool:
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(self.load.rate(each) for each in self.load.replicas.values())
+        return sum(self.load.rate(each) for each in self.load.heard)
 
     @property
     def queued_tokens(self) -> float:
         return self.load.queued_tokens(monotonic())
 
     def describe(self) -> dict[str, Any]:
+        heard = self.load.heard
         return {
             "name": self.ref.name,
             "node_class": self.ref.node_class,
             "state": self.state,
-            "replicas": len(self.load.replicas),
+            "replicas": len(heard),
             "max_replicas": self.ref.max_replicas,
             "queued_tokens": round(self.queued_tokens),
             "tokens_per_s": round(self.tokens_per_s),
-            "busy": round(sum(each.report.busy for each in self.load.replicas.values()) / max(1, len(self.load.replicas)), 2),
+            "busy": round(sum(each.report.busy for each in heard) / max(1, len(heard)), 2),
         }
 
     def show_in(self, metrics: Metrics, model: str) -> None:
         metrics.watch_pool(
-            model, self.ref.name, lambda: len(self.load.replicas), lambda: self.queued_tokens, lambda: self.tokens_per_s
+            model, self.ref.name, lambda: len(self.load.heard), lambda: self.queued_tokens, lambda: self.tokens_per_s
         )
 
 

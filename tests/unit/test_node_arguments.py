@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from ray._private.label_utils import parse_node_labels_string
 
+from cluster import haproxy
 from cluster.files import ClusterError
 from cluster.local_ray import SERVE_ENV
 from cluster.node_arguments import memory_monitor, object_store_bytes, ray_arguments, ray_environment
@@ -95,7 +96,7 @@ def test_the_object_store_leaves_the_memory_to_the_models() -> None:
 def test_the_environment_is_ours_where_the_operator_has_not_spoken() -> None:
     theirs = {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "RAY_ADDRESS": "elsewhere:1", "PATH": "/bin"}
     environ = ray_environment(CPU_NODE, TOKEN, theirs)
-    ours = SERVE_ENV | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/token"}
+    ours = SERVE_ENV | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/token"}
     ours |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
     assert environ == ours | {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "PATH": "/bin"}
 

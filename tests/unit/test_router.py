@@ -142,11 +142,13 @@ def test_a_replica_is_silent_only_while_others_are_heard() -> None:
     assert not quiet.is_lost(ticket(1))  # whatever the time: nobody reports, so the controller is gone
     other.update({"b0": Report(2.0)}, now=SILENT_S + 1)
     assert quiet.is_lost(ticket(1))
+    assert (len(quiet.heard), len(other.heard)) == (0, 1)
     assert choose([quiet, other], ticket(5, number=2), now=SILENT_S + 1) is other
     quiet.update({"a0": Report(1.0)}, now=SILENT_S + 1)  # the same report again says nothing
     assert quiet.is_lost(ticket(1))
     quiet.update({"a0": Report(2.0)}, now=SILENT_S + 1)
     assert not quiet.is_lost(ticket(1))
+    assert len(quiet.heard) == 1
     assert choose([quiet, other], ticket(5, number=2), now=SILENT_S + 1) is quiet
 
 
