@@ -2,7 +2,7 @@
 
 from engine.model_config import ModelConfig, Pooling
 from engine.models.bert import BertConfig
-from engine.models.qwen3 import Qwen3Config
+from engine.models.decoder import DecoderConfig
 
 _CLS: Pooling = "cls"
 _MEAN: Pooling = "mean"
@@ -18,10 +18,27 @@ def _bert(layers: int, hidden: int, pooling: Pooling, longest: int = 512) -> Mod
 
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, positions: int) -> ModelConfig:
-    return Qwen3Config(
+    return DecoderConfig(
         architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
         n_layers=layers, n_heads=heads, n_kv_heads=8, head_dim=128, norm_eps=1e-6,
         max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope_theta=1e6,
+        qk_norm=True,
+    )  # fmt: skip
+
+
+def _qwen2(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int) -> ModelConfig:
+    return DecoderConfig(
+        architecture="Qwen2ForCausalLM", vocab_size=151646, hidden_size=hidden, intermediate_size=intermediate,
+        n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, head_dim=128, norm_eps=1e-6, max_position_embeddings=131072,
+        causal=False, pooling="last_token", max_input_length=32768, rope_theta=1e6, qkv_bias=True,
+    )  # fmt: skip
+
+
+def _mistral_7b() -> ModelConfig:
+    return DecoderConfig(
+        architecture="MistralModel", vocab_size=32000, hidden_size=4096, intermediate_size=14336,
+        n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, norm_eps=1e-5, max_position_embeddings=32768,
+        causal=True, pooling="last_token", max_input_length=4096, rope_theta=1e4, window=4095, local_layers=tuple(range(32)),
     )  # fmt: skip
 
 
@@ -43,6 +60,11 @@ CATALOGUE: dict[str, ModelConfig] = {
     "thenlper/gte-large": _bert(24, 1024, _MEAN),
     "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
+    "Alibaba-NLP/gte-Qwen2-1.5B-instruct": _qwen2(28, 1536, 12, 2, 8960),
+    "Alibaba-NLP/gte-Qwen2-7B-instruct": _qwen2(28, 3584, 28, 4, 18944),
+    "intfloat/e5-mistral-7b-instruct": _mistral_7b(),
+    "Salesforce/SFR-Embedding-Mistral": _mistral_7b(),
+    "Linq-AI-Research/Linq-Embed-Mistral": _mistral_7b(),
 }
 
 

@@ -50,7 +50,8 @@ class Keys:
         return self.values.get(key, default)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        value = self.values.get(key, default)
+        value = self.values.get(key)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ModelError(f"{self.path}: {key} is {value!r}, expected a positive number")
         return value

@@ -36,10 +36,17 @@ class Tiny:
 
 _SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+_NARROW = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
     "qwen3_lm": Tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _GROUPED, encoder=False),
+    "qwen2": Tiny(transformers.Qwen2Config, transformers.Qwen2Model, _NARROW, encoder=False),
+    "qwen2_lm": Tiny(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _NARROW, encoder=False),
+    "mistral": Tiny(transformers.MistralConfig, transformers.MistralModel, _GROUPED, encoder=False),
+    "mistral_lm": Tiny(transformers.MistralConfig, transformers.MistralForCausalLM, _GROUPED, encoder=False),
+    "llama": Tiny(transformers.LlamaConfig, transformers.LlamaModel, _GROUPED, encoder=False),
+    "llama_lm": Tiny(transformers.LlamaConfig, transformers.LlamaForCausalLM, _GROUPED, encoder=False),
 }
 
 

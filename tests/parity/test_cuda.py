@@ -25,6 +25,12 @@ FAMILIES = {
     "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
     "qwen3": {},
     "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen2": {"hidden_size": 128},
+    "qwen2 bidirectional": {"head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1, "is_causal": False},
+    "qwen2 local": {"head_dim": 64, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "mistral": {"head_dim": 64, "sliding_window": 9},
+    "mistral window, bidirectional": {"sliding_window": 9, "is_causal": False},
+    "llama": {},
 }
 RAGGED = [33, 1, 90, 5, 5, 64, 2, 128, 17]
 

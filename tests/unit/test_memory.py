@@ -17,8 +17,7 @@ from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_folder import load_model_config
-from engine.models.bert import Bert
-from engine.models.qwen3 import Qwen3
+from engine.models import MODELS
 from engine.weights import Checkpoint
 
 KINDS = get_args(MemoryKind)
@@ -32,23 +31,28 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
+        # Qwen2-1.5B (1,543,714,304) and Qwen2.5-7B (7,615,616,512) without lm_head, and of a smaller vocabulary.
+        ("Alibaba-NLP/gte-Qwen2-1.5B-instruct", 1_543_714_304 - (151_936 - 151_646) * 1536),
+        ("Alibaba-NLP/gte-Qwen2-7B-instruct", 7_615_616_512 - (152_064 + 152_064 - 151_646) * 3584),
+        # Mistral-7B-v0.1 without lm_head.
+        ("intfloat/e5-mistral-7b-instruct", 7_241_732_096 - 32_000 * 4096),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
     assert num_parameters(CATALOGUE[model]) == published
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm", "qwen2", "qwen2_lm", "mistral_lm", "llama_lm"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))
     config = load_model_config(folder)
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
-        model = (Bert if kind == "bert" else Qwen3)(config, checkpoint)
+        model = MODELS[config.architecture](config, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
     assert needless == {name for name in sizes if name.startswith(("pooler.", "lm_head."))}
-    assert bool(needless) == (kind != "qwen3")
+    assert bool(needless) == (kind == "bert" or kind.endswith("_lm"))
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
 
@@ -60,7 +64,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen2", "mistral", "llama"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, ModelError
 from engine.hub import resolve_model
 from engine.model_folder import load_model_config
+from engine.models.decoder import DecoderConfig
 
 Tiny = Callable[..., Path]
 
@@ -45,8 +47,18 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("bert", {"vocab_size": "DELETE"}, "vocab_size is None"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None, layers [0, 1, 2] need one"),
+        ("qwen3", {"layer_types": ["full_attention"] * 2}, "layer_types ['full_attention'] for 2 of 3 layers"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types ['linear_attention']"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported (only SwiGLU)"),
+        ("qwen2", {"num_attention_heads": 6}, "hidden_size = 64 is not a multiple of num_attention_heads = 6"),
+        ("qwen2", {"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "all of Mistral's layers have the same window"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}}, "'llama3'"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
     ],
@@ -69,6 +81,36 @@ def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
     assert load_model_config(folder).causal
     edit(folder / "config.json", {"is_causal": False})
     assert not load_model_config(folder).causal
+
+
+def test_gtes_qwen2_is_bidirectional_unless_it_says_otherwise(copy: Callable[..., Path]) -> None:
+    """Its own code is, by default; config.json says so only in later revisions."""
+    code = "Alibaba-NLP/gte-Qwen2-7B-instruct--modeling_qwen.Qwen2Model"
+    folder = copy("qwen2", auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}, is_causal="DELETE")
+    for changes, causal in (
+        ({}, False),
+        ({"auto_map": {"AutoModel": code}}, False),
+        ({"is_causal": True}, True),
+        ({"is_causal": False}, False),
+        ({"auto_map": "DELETE"}, False),
+        ({"is_causal": "DELETE"}, True),
+    ):
+        edit(folder / "config.json", changes)
+        assert load_model_config(folder).causal == causal
+
+
+def test_a_window_is_what_transformers_makes_of_it(copy: Callable[..., Path]) -> None:
+    folder = copy("mistral", sliding_window="DELETE")
+    config = load_model_config(folder)
+    assert isinstance(config, DecoderConfig)
+    assert (config.window, config.local_layers) == (4095, (0, 1, 2))
+    edit(folder / "config.json", {"sliding_window": None})
+    assert load_model_config(folder) == replace(config, window=None, local_layers=())
+    edit(folder / "config.json", {"sliding_window": 4096, "is_causal": False})
+    assert load_model_config(folder) == replace(config, window=4096, causal=False)
+    qwen2 = load_model_config(copy("qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=2, layer_types="DELETE"))
+    assert isinstance(qwen2, DecoderConfig)
+    assert (qwen2.window, qwen2.local_layers) == (8, (2,))
 
 
 def test_pooling_is_read_overridden_or_asked_for(copy: Callable[..., Path]) -> None:
