@@ -37,6 +37,7 @@ class Tiny:
 _SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
 _NARROW = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256}
+_GEMMA3 = _GROUPED | {"num_hidden_layers": 4, "sliding_window": 10, "sliding_window_pattern": 3}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "qwen3": Tiny(transformers.Qwen3Config, transformers.Qwen3Model, _GROUPED, encoder=False),
@@ -46,6 +47,8 @@ TINY = {
     "mistral": Tiny(transformers.MistralConfig, transformers.MistralModel, _GROUPED, encoder=False),
     "mistral_lm": Tiny(transformers.MistralConfig, transformers.MistralForCausalLM, _GROUPED, encoder=False),
     "llama": Tiny(transformers.LlamaConfig, transformers.LlamaModel, _GROUPED, encoder=False),
+    "gemma3": Tiny(transformers.Gemma3TextConfig, transformers.Gemma3TextModel, _GEMMA3, encoder=False),
+    "gemma3_lm": Tiny(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _GEMMA3, encoder=False),
     "llama_lm": Tiny(transformers.LlamaConfig, transformers.LlamaForCausalLM, _GROUPED, encoder=False),
 }
 

@@ -2,6 +2,7 @@
 
 from engine.models.base import Model
 from engine.models.bert import Bert
+from engine.models.gemma3 import Gemma3
 from engine.models.llama import Llama
 from engine.models.mistral import Mistral
 from engine.models.qwen2 import Qwen2
@@ -16,6 +17,7 @@ MODELS: dict[str, type[Model]] = {
         Qwen2,
         Mistral,
         Llama,
+        Gemma3,
     )
     for name in family.architectures
 }

@@ -34,14 +34,15 @@ class DecoderConfig(ModelConfig):
         return self.window if index in self.local_layers else None
 
 
-def decoder_fields(keys: Keys, head_dim: int | None = None, causal: bool | None = None) -> dict[str, Any]:
+def decoder_fields(
+    keys: Keys, head_dim: int | None = None, rope_base: float | None = None, causal: bool | None = None
+) -> dict[str, Any]:
     """What every decoder's config.json says in the same words.
 
     Args:
         head_dim: where the file names none; None shares hidden_size among the heads.
-        causal: None asks the file.
+        rope_base, causal: where the family has other words for them; None reads the file.
     """
-    keys.refuse("hidden_act", ("silu",), "only SwiGLU")
     if keys.get("num_key_value_heads") is not None:
         keys.divides("num_attention_heads", "num_key_value_heads")
     if keys.get("head_dim", head_dim) is None:
@@ -57,7 +58,7 @@ def decoder_fields(keys: Keys, head_dim: int | None = None, causal: bool | None 
         "head_dim": keys.number("head_dim", head_dim or hidden_size // heads),
         "norm_eps": keys.number("rms_norm_eps", 1e-6),
         "max_position_embeddings": keys.number("max_position_embeddings"),
-        "rope_theta": rope_theta(keys),
+        "rope_theta": rope_theta(keys) if rope_base is None else rope_base,
         "causal": is_causal(keys) if causal is None else causal,
     }
 
@@ -90,7 +91,7 @@ def local_layers(keys: Keys, otherwise: Callable[[int], bool]) -> tuple[int, ...
 class Decoder(Model):
     """`forward` gives the last hidden states of the body that a causal language model's head sits on."""
 
-    Config = DecoderConfig
+    Config: ClassVar[type[ModelConfig]] = DecoderConfig
     # Some checkpoints store the tied lm_head; none of it is needed without logits.
     needless: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
 

@@ -13,6 +13,7 @@ class Llama(Decoder):
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:
+        keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("attention_bias", (False, None), "Llama's projections have no bias")
         keys.refuse("mlp_bias", (False, None), "Llama's projections have no bias")
         return decoder_fields(keys)

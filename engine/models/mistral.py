@@ -15,6 +15,7 @@ class Mistral(Decoder):
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:
+        keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("layer_types", (None,), "all of Mistral's layers have the same window")
         fields = decoder_fields(keys)
         sliding_window = keys.get("sliding_window", 4096)  # null is no window, absence is transformers' default

@@ -16,6 +16,7 @@ class Qwen2(Decoder):
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:
+        keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         fields = decoder_fields(keys, causal=False if _of_gte(keys) else None) | {"qkv_bias": True}
         return fields | qwen_windows(keys, fields["causal"])
 

@@ -15,6 +15,7 @@ class Qwen3(Decoder):
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:
+        keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("attention_bias", (False, None), "Qwen3 projections have no bias")
         fields = decoder_fields(keys, head_dim=128) | {"qk_norm": True}
         return fields | qwen_windows(keys, fields["causal"])

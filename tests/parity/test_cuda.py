@@ -31,6 +31,14 @@ FAMILIES = {
     "mistral": {"head_dim": 64, "sliding_window": 9},
     "mistral window, bidirectional": {"sliding_window": 9, "is_causal": False},
     "llama": {},
+    "gemma3": {"head_dim": 64},
+    "gemma3 as embeddinggemma": {
+        "use_bidirectional_attention": True,
+        "hidden_size": 192,
+        "head_dim": 256,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
 }
 RAGGED = [33, 1, 90, 5, 5, 64, 2, 128, 17]
 

@@ -51,6 +51,24 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "mistral window": ("mistral", False, {"sliding_window": 9}),
     "mistral window of one": ("mistral", False, {"sliding_window": 1}),
     "mistral window, bidirectional": ("mistral", False, {"sliding_window": 9, "is_causal": False}),
+    "gemma3": ("gemma3", False, {}),
+    "gemma3 sharded": ("gemma3_lm", True, {}),
+    "gemma3 untied": ("gemma3_lm", False, {"tie_word_embeddings": False}),
+    "gemma3 bidirectional": ("gemma3", False, {"use_bidirectional_attention": True}),
+    "gemma3 bidirectional, odd window": ("gemma3", False, {"use_bidirectional_attention": True, "sliding_window": 7}),
+    "gemma3 bidirectional, no grouping": ("gemma3", False, {"use_bidirectional_attention": True, "num_key_value_heads": 4}),
+    "gemma3 all layers whole": ("gemma3", False, {"layer_types": ["full_attention"] * 4}),
+    "gemma3 other bases": (
+        "gemma3",
+        False,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            }
+        },
+    ),
+    "gemma3 other scale": ("gemma3", False, {"query_pre_attn_scalar": 7}),
     "llama": ("llama", False, {}),
     "llama no grouping": ("llama_lm", True, {"num_key_value_heads": None, "head_dim": None}),
 }

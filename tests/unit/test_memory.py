@@ -42,7 +42,9 @@ def test_parameters_are_those_of_the_published_checkpoint(model: str, published:
     assert num_parameters(CATALOGUE[model]) == published
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen3_lm", "qwen2", "qwen2_lm", "mistral_lm", "llama_lm"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "qwen3", "qwen3_lm", "qwen2", "qwen2_lm", "mistral_lm", "llama_lm", "gemma3", "gemma3_lm"]
+)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind, sharded, **({} if kind == "bert" else {"tie_word_embeddings": False}))
@@ -64,7 +66,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen2", "mistral", "llama"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "qwen2", "mistral", "llama", "gemma3"])
 def test_parameters_of_the_body_are_its_matrices(kind: str, tiny: Callable[..., Path]) -> None:
     folder = tiny(kind)
     matrices = 0

@@ -15,6 +15,7 @@ from engine import Engine, ModelError
 from engine.hub import resolve_model
 from engine.model_folder import load_model_config
 from engine.models.decoder import DecoderConfig
+from engine.models.gemma3 import Gemma3Config
 
 Tiny = Callable[..., Path]
 
@@ -57,6 +58,18 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("mistral", {"layer_types": ["full_attention"] * 3}, "all of Mistral's layers have the same window"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
         ("llama", {"attention_bias": True}, "attention_bias"),
+        ("gemma3", {"attention_bias": True}, "attention_bias"),
+        ("gemma3", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported (only the tanh form of GeLU)"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"is_causal": False}, "is_causal = False is not supported (Gemma says use_bidirectional_attention)"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}},
+            "'linear'",
+        ),
+        ("gemma3", {"rope_parameters": "DELETE", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear'"),
+        ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}}, "'llama3'"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
@@ -81,6 +94,22 @@ def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
     assert load_model_config(folder).causal
     edit(folder / "config.json", {"is_causal": False})
     assert not load_model_config(folder).causal
+
+
+def test_gemma3_is_the_same_in_the_hubs_spelling(copy: Callable[..., Path]) -> None:
+    """As google/embeddinggemma-300m has it: flat keys, a pattern of layers."""
+    bases = {"full_attention": {"rope_theta": 700.0}, "sliding_attention": {"rope_theta": 70.0}}
+    folder = copy("gemma3", rope_parameters=bases, use_bidirectional_attention=True, sliding_window=512)
+    config = load_model_config(folder)
+    assert isinstance(config, Gemma3Config)
+    assert (config.window, config.local_layers, config.causal) == (256, (0, 1, 3), False)
+    assert (config.rope_theta, config.local_rope_theta) == (700.0, 70.0)
+    flat = {"rope_parameters": "DELETE", "rope_theta": 700.0, "rope_local_base_freq": 70.0, "rope_scaling": None}
+    pattern = {"layer_types": "DELETE", "sliding_window_pattern": 3}
+    edit(folder / "config.json", flat | pattern)
+    assert load_model_config(folder) == config
+    edit(folder / "config.json", {"rope_theta": "DELETE", "rope_local_base_freq": "DELETE"})
+    assert load_model_config(folder) == replace(config, rope_theta=1e6, local_rope_theta=1e4)
 
 
 def test_gtes_qwen2_is_bidirectional_unless_it_says_otherwise(copy: Callable[..., Path]) -> None:
