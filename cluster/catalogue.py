@@ -1,8 +1,11 @@
 """Shapes of published models, so that a cluster can be planned with no network and no weights."""
 
-from engine.model_config import ModelConfig, Pooling
+from dataclasses import replace
+
+from engine.model_config import DenseConfig, ModelConfig, Pooling
 from engine.models.bert import BertConfig
 from engine.models.decoder import DecoderConfig
+from engine.models.gemma3 import Gemma3Config
 
 _CLS: Pooling = "cls"
 _MEAN: Pooling = "mean"
@@ -42,6 +45,20 @@ def _mistral_7b() -> ModelConfig:
     )  # fmt: skip
 
 
+def _embeddinggemma() -> ModelConfig:
+    return Gemma3Config(
+        architecture="Gemma3TextModel", vocab_size=262144, hidden_size=768, intermediate_size=1152,
+        n_layers=24, n_heads=3, n_kv_heads=1, head_dim=256, norm_eps=1e-6, max_position_embeddings=2048, causal=False,
+        pooling="mean", max_input_length=2048, rope_theta=1e6, local_rope_theta=1e4, query_pre_attn_scalar=256, qk_norm=True,
+        window=256, local_layers=tuple(layer for layer in range(24) if (layer + 1) % 6),
+        dense=(_dense("2_Dense", 768, 3072, bias=False), _dense("3_Dense", 3072, 768, bias=False)),
+    )  # fmt: skip
+
+
+def _dense(folder: str, in_features: int, out_features: int, bias: bool = True) -> DenseConfig:
+    return DenseConfig(folder, in_features, out_features, bias, "Identity")
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -62,9 +79,21 @@ CATALOGUE: dict[str, ModelConfig] = {
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
     "Alibaba-NLP/gte-Qwen2-1.5B-instruct": _qwen2(28, 1536, 12, 2, 8960),
     "Alibaba-NLP/gte-Qwen2-7B-instruct": _qwen2(28, 3584, 28, 4, 18944),
+    "NovaSearch/stella_en_1.5B_v5": replace(
+        _qwen2(28, 1536, 12, 2, 8960),
+        pooling="mean",
+        max_input_length=512,
+        dense=(_dense("2_Dense_1024", 1536, 1024),),
+    ),
     "intfloat/e5-mistral-7b-instruct": _mistral_7b(),
     "Salesforce/SFR-Embedding-Mistral": _mistral_7b(),
     "Linq-AI-Research/Linq-Embed-Mistral": _mistral_7b(),
+    "google/embeddinggemma-300m": _embeddinggemma(),
+    "sentence-transformers/LaBSE": replace(
+        _bert(12, 768, _CLS, longest=256),
+        vocab_size=501153,
+        dense=(DenseConfig("2_Dense", 768, 768, bias=True, activation="Tanh"),),
+    ),
 }
 
 

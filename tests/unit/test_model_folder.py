@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
-from engine.hub import resolve_model
+from engine.hub import _HUB_FILES, _HUB_SKIP, resolve_model
+from engine.model_config import Pooling
 from engine.model_folder import load_model_config
 from engine.models.decoder import DecoderConfig
 from engine.models.gemma3 import Gemma3Config
@@ -158,11 +160,88 @@ def test_pooling_is_read_overridden_or_asked_for(copy: Callable[..., Path]) -> N
         load_model_config(folder)
 
 
-def test_a_module_we_do_not_have_is_refused(copy: Callable[..., Path]) -> None:
+def with_modules(folder: Path, *kinds: str, **dense: Any) -> Path:
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}" if i else ""} for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for i, kind in enumerate(kinds):
+        if kind == "Dense":
+            (folder / f"{i}_Dense").mkdir(exist_ok=True)
+            shape = {
+                "in_features": 64,
+                "out_features": 64,
+                "bias": True,
+                "activation_function": "torch.nn.modules.linear.Identity",
+            }
+            (folder / f"{i}_Dense" / "config.json").write_text(json.dumps(shape))
+            edit(folder / f"{i}_Dense" / "config.json", dense)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ("Transformer WordWeights Pooling", "module WordWeights is not supported"),
+        ("Transformer Pooling Normalize Dense", "Dense after Normalize is not supported"),
+        ("Transformer Dense Pooling", "Pooling after Dense is not supported"),
+    ],
+)
+@pytest.mark.parametrize("pooling", [None, "mean"])
+def test_modules_we_do_not_have_are_refused(copy: Callable[..., Path], kinds: str, message: str, pooling: Pooling | None) -> None:
+    with pytest.raises(ModelError, match=r"modules\.json") as caught:
+        load_model_config(with_modules(copy("bert"), *kinds.split()), pooling)
+    assert message in str(caught.value)
+
+
+def test_a_module_outside_of_the_folder_is_refused(copy: Callable[..., Path]) -> None:
     folder = copy("bert")
-    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
-    with pytest.raises(ModelError, match="Dense"):
+    (folder / "modules.json").write_text('[{"type": "Pooling", "path": "../1_Pooling"}]')
+    with pytest.raises(ModelError, match="expected the name of a folder"):
         load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"activation_function": "os.system"},
+            "activation_function os.system is not supported; supported are ('Identity', 'Tanh'",
+        ),
+        ({"activation_function": "torch.nn.modules.activation.PReLU"}, "activation.PReLU is not supported"),
+        ({"activation_function": "somewhere.Tanh"}, "somewhere.Tanh is not supported"),
+        ({"use_residual": True}, "use_residual"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name"),
+        ({"module_output_name": "other"}, "module_output_name"),
+        ({"in_features": 32}, "in_features is 32, what comes before has 64 dimensions"),
+        ({"out_features": "DELETE"}, "out_features is None"),
+    ],
+)
+def test_a_dense_layer_that_cannot_be_honoured_is_refused(
+    copy: Callable[..., Path], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=r"2_Dense.config\.json") as caught:
+        load_model_config(with_modules(copy("bert"), "Transformer", "Pooling", "Dense", **changes))
+    assert message in str(caught.value)
+
+
+def test_the_weights_of_a_dense_layer_are_safetensors_and_all_of_them_known(copy: Callable[..., Path]) -> None:
+    folder = with_modules(copy("bert"), "Transformer", "Pooling", "Dense")
+    (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(ModelError, match=r"2_Dense has no model\.safetensors \(other weight formats are never loaded\)"):
+        Engine.load(folder)
+    tensors = {"linear.weight": torch.zeros(64, 64), "linear.bias": torch.zeros(64)}
+    save_file(tensors | {"residual.weight": torch.zeros(4)}, folder / "2_Dense" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"residual\.weight"):
+        Engine.load(folder)
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    assert Engine.load(folder, dtype="float32").config.embedding_size == 64
+
+
+def test_the_hub_gives_dense_layers_and_nothing_that_is_not_read() -> None:
+    files = ["model-00001-of-00002.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json", "1_Pooling/config.json"]
+    others = ["2_Dense/pytorch_model.bin", "onnx/model.safetensors", "gguf/1_Dense/model.safetensors", "modeling_qwen.py"]
+    assert list(filter_repo_objects(files + others, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP)) == files
 
 
 def test_every_tensor_is_used_or_reported(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
