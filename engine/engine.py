@@ -24,7 +24,7 @@ from engine.layers.dense import Dense
 from engine.model_config import DenseConfig, ModelConfig, Pooling
 from engine.model_folder import load_model_config
 from engine.models import MODELS, Model
-from engine.pooling import EmbedOptions, check_dimensions, pool
+from engine.pooling import ONE_TOKEN, EmbedOptions, check_dimensions, pool
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from engine.weights import Checkpoint
 
@@ -194,7 +194,7 @@ class Engine:
 
     def _vectors(self, batch: PackedBatch, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
         """(vectors, hidden states where wanted) of a batch on the engine's device."""
-        pooled_only = self.config.pooling != "mean" and not want_hidden
+        pooled_only = self.config.pooling in ONE_TOKEN and not want_hidden
         hidden = self.model.forward(batch, pooled_only)
         return pool(hidden, batch, self.config.pooling, self.dense), hidden if want_hidden else None
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 
-Pooling = Literal["mean", "cls", "last_token"]
+Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
 
 

@@ -135,7 +135,14 @@ def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
 
 def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
     """The one mode that is set: `pooling_mode` (sentence-transformers 5 on) or a `pooling_mode_*` flag."""
-    named = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+    named = {
+        "mean": "mean",
+        "cls": "cls",
+        "lasttoken": "last_token",
+        "max": "max",
+        "mean_sqrt_len_tokens": "mean_sqrt_len",
+        "weightedmean": "weighted_mean",
+    }
     flags = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",

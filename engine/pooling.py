@@ -8,11 +8,16 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import InvalidInput
+from engine.kernels import reference
 from engine.model_config import Pooling
 
 if TYPE_CHECKING:
     from engine.batch import PackedBatch
     from engine.layers.dense import Dense
+
+
+# Poolings that read one token of a sequence; the others read all.
+ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,12 @@ def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterabl
     """
     if pooling == "mean":
         pooled = kernels.pool_mean(hidden, batch.cu_seqlens)
+    elif pooling == "mean_sqrt_len":
+        pooled = kernels.pool_mean(hidden, batch.cu_seqlens) * batch.cu_seqlens.diff().sqrt().unsqueeze(1)
+    elif pooling == "max":
+        pooled = reference.pool_max(hidden, batch.cu_seqlens)
+    elif pooling == "weighted_mean":
+        pooled = reference.pool_weighted_mean(hidden, batch.cu_seqlens, batch.bounds)
     elif len(hidden) == len(batch.pooled_rows):  # also where every sequence is one token: row b is sequence b then
         pooled = hidden
     else:

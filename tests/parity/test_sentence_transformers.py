@@ -95,14 +95,18 @@ DENSE: dict[str, list[tuple[int, bool, nn.Module]]] = {
 WORDS = ["w1 w2 w3", "w9", "w200 w5 w77 " * 20, "w17 w4 nothing w8", "w30 " * 7]
 
 
+def _transformer(folder: Path, tmp_path: Path) -> Transformer:
+    body = shutil.copytree(folder, tmp_path / "body")
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # kept as it is, not rebuilt
+    (body / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return Transformer(str(body))
+
+
 @pytest.fixture(params=DENSE)
 def with_dense(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path: Path) -> Callable[[str, str], Path]:
     def save(kind: str, pooling: str) -> Path:
         torch.manual_seed(0)
-        body = shutil.copytree(tiny(kind, hidden_size=128), tmp_path / "body")
-        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # kept as it is, not rebuilt
-        (body / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-        modules: list[Any] = [Transformer(str(body)), Pooling(128, pooling_mode=pooling)]
+        modules: list[Any] = [_transformer(tiny(kind, hidden_size=128), tmp_path), Pooling(128, pooling_mode=pooling)]
         width = 128  # four heads of 32, which our attention takes on a GPU
         for out, bias, activation in DENSE[request.param]:
             modules.append(Dense(width, out, bias, activation))
@@ -136,6 +140,27 @@ def test_dense_layers_equal_sentence_transformers(with_dense: Callable[[str, str
         strict=True,
     ):
         np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean"])
+def test_poolings_equal_sentence_transformers(tiny: Callable[..., Path], tmp_path: Path, kind: str, pooling: str) -> None:
+    theirs = SentenceTransformer(modules=[_transformer(tiny(kind), tmp_path), Pooling(64, pooling_mode=pooling)], device="cpu")
+    theirs.save(str(tmp_path / "model"))
+    engine = Engine.load(tmp_path / "model", dtype="float32", device="cpu")
+    ids = theirs.tokenizer(WORDS)["input_ids"]
+    np.testing.assert_allclose(engine.embed(ids, normalize=False), theirs.encode(WORDS), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean_sqrt_len_tokens", "weightedmean"])
+def test_poolings_in_bf16(tiny: Callable[..., Path], tmp_path: Path, pooling: str, device: str) -> None:
+    folder = shutil.copytree(tiny("qwen3"), tmp_path / "model")
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}))
+    texts = [["w1 w2 w3"], WORDS, ["w7"] * 20]
+    exact = Engine.load(folder, dtype="float32", device="cpu")
+    ours = Engine.load(folder, dtype="bfloat16", device=device)
+    for batch in texts:
+        assert (ours.embed(batch) * exact.embed(batch)).sum(axis=1).min() > 0.999
 
 
 @pytest.mark.parametrize(("kind", "pooling"), [("bert", "mean"), ("qwen3", "lasttoken")])

@@ -150,8 +150,15 @@ def test_pooling_is_read_overridden_or_asked_for(copy: Callable[..., Path]) -> N
     assert load_model_config(folder, "mean").pooling == "mean"
     pooling = folder / "1_Pooling" / "config.json"
     pooling.write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": true}')
-    with pytest.raises(ModelError, match="max"):
+    with pytest.raises(ModelError, match=r"pooling \['mean', 'max'\] is not supported"):
         load_model_config(folder)
+    for flag, pooling_mode in (
+        ("pooling_mode_max_tokens", "max"),
+        ("pooling_mode_mean_sqrt_len_tokens", "mean_sqrt_len"),
+        ("pooling_mode_weightedmean_tokens", "weighted_mean"),
+    ):
+        pooling.write_text(json.dumps({"pooling_mode_mean_tokens": False, flag: True}))
+        assert load_model_config(folder).pooling == pooling_mode
     pooling.write_text('{"pooling_mode_lasttoken": true, "include_prompt": false}')
     with pytest.raises(ModelError, match="include_prompt"):
         load_model_config(folder)
