@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
-from engine.model_config import ModelConfig, Pooling
+from engine.model_config import DenseConfig, ModelConfig, Pooling
 from engine.models.bert import BertConfig
+from engine.models.decoder import DecoderConfig
+from engine.models.gemma3 import Gemma3Config
 from engine.models.gte import GteConfig
 from engine.models.jina_bert import JinaBertConfig
 from engine.models.modernbert import ModernBertConfig
 from engine.models.nomic_bert import NomicBertConfig
-from engine.models.qwen3 import Qwen3Config
 
 _CLS: Pooling = "cls"
 _MEAN: Pooling = "mean"
@@ -52,10 +53,11 @@ def _roberta(
 
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, positions: int) -> ModelConfig:
-    return Qwen3Config(
+    return DecoderConfig(
         architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
         n_layers=layers, n_heads=heads, n_kv_heads=8, head_dim=128, norm_eps=1e-6,
         max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope_theta=1e6,
+        qk_norm=True,
     )  # fmt: skip
 
 
@@ -103,6 +105,36 @@ def _jina_bert(layers: int, hidden: int) -> ModelConfig:
     )  # fmt: skip
 
 
+def _qwen2(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int) -> ModelConfig:
+    return DecoderConfig(
+        architecture="Qwen2ForCausalLM", vocab_size=151646, hidden_size=hidden, intermediate_size=intermediate,
+        n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, head_dim=128, norm_eps=1e-6, max_position_embeddings=131072,
+        causal=False, pooling="last_token", max_input_length=32768, rope_theta=1e6, qkv_bias=True,
+    )  # fmt: skip
+
+
+def _mistral_7b() -> ModelConfig:
+    return DecoderConfig(
+        architecture="MistralModel", vocab_size=32000, hidden_size=4096, intermediate_size=14336,
+        n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, norm_eps=1e-5, max_position_embeddings=32768,
+        causal=True, pooling="last_token", max_input_length=4096, rope_theta=1e4, window=4095, local_layers=tuple(range(32)),
+    )  # fmt: skip
+
+
+def _embeddinggemma() -> ModelConfig:
+    return Gemma3Config(
+        architecture="Gemma3TextModel", vocab_size=262144, hidden_size=768, intermediate_size=1152,
+        n_layers=24, n_heads=3, n_kv_heads=1, head_dim=256, norm_eps=1e-6, max_position_embeddings=2048, causal=False,
+        pooling="mean", max_input_length=2048, rope_theta=1e6, local_rope_theta=1e4, query_pre_attn_scalar=256, qk_norm=True,
+        window=256, local_layers=tuple(layer for layer in range(24) if (layer + 1) % 6),
+        dense=(_dense("2_Dense", 768, 3072, bias=False), _dense("3_Dense", 3072, 768, bias=False)),
+    )  # fmt: skip
+
+
+def _dense(folder: str, in_features: int, out_features: int, bias: bool = True) -> DenseConfig:
+    return DenseConfig(folder, in_features, out_features, bias, "Identity")
+
+
 CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
@@ -146,6 +178,23 @@ CATALOGUE: dict[str, ModelConfig] = {
     "nomic-ai/modernbert-embed-base": _modernbert(22, 768, 1152, _MEAN),
     "Alibaba-NLP/gte-modernbert-base": _modernbert(22, 768, 1152, _CLS),
     "lightonai/modernbert-embed-large": _modernbert(28, 1024, 2624, _MEAN),
+    "Alibaba-NLP/gte-Qwen2-1.5B-instruct": _qwen2(28, 1536, 12, 2, 8960),
+    "Alibaba-NLP/gte-Qwen2-7B-instruct": _qwen2(28, 3584, 28, 4, 18944),
+    "NovaSearch/stella_en_1.5B_v5": replace(
+        _qwen2(28, 1536, 12, 2, 8960),
+        pooling="mean",
+        max_input_length=512,
+        dense=(_dense("2_Dense_1024", 1536, 1024),),
+    ),
+    "intfloat/e5-mistral-7b-instruct": _mistral_7b(),
+    "Salesforce/SFR-Embedding-Mistral": _mistral_7b(),
+    "Linq-AI-Research/Linq-Embed-Mistral": _mistral_7b(),
+    "google/embeddinggemma-300m": _embeddinggemma(),
+    "sentence-transformers/LaBSE": replace(
+        _bert(12, 768, _CLS, longest=256),
+        vocab_size=501153,
+        dense=(DenseConfig("2_Dense", 768, 768, bias=True, activation="Tanh"),),
+    ),
 }
 
 

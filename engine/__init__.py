@@ -1,7 +1,7 @@
 """emberforge's engine: embedding models as a library, with no Ray and no HTTP in it.
 
 from engine import Engine
-vectors = Engine.load("path/to/model").embed(["a text"])   # [1, hidden_size] float32
+vectors = Engine.load("path/to/model").embed(["a text"])   # [1, embedding_size] float32
 """
 
 from engine.engine import Engine

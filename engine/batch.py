@@ -86,7 +86,7 @@ class BatchPacker:
     """What packing needs to know of a model: made once, used for every batch."""
 
     pooling: Pooling
-    hidden_size: int
+    embedding_size: int
     tiling: Tiling | None  # None where the reference attention runs
 
     def pack(
@@ -158,8 +158,8 @@ class BatchPacker:
         if shape.num_tiles:
             part["pooled_tiles"][:num_seqs] = np.stack((rows, rows + 1), axis=1)
             part["pooled_tiles"][num_seqs:] = 0
-        part["dimensions"][:] = self.hidden_size
+        part["dimensions"][:] = self.embedding_size
         part["normalize"][:] = 1
         if options is not None:
-            part["dimensions"][:num_seqs] = [each.dimensions or self.hidden_size for each in options]
+            part["dimensions"][:num_seqs] = [each.dimensions or self.embedding_size for each in options]
             part["normalize"][:num_seqs] = [each.normalize for each in options]

@@ -20,10 +20,11 @@ from engine.errors import BackendError, InvalidInput, ModelError
 from engine.flight import Flight, Landed, Output
 from engine.hub import resolve_model
 from engine.kernels.attention import tiling
-from engine.model_config import ModelConfig, Pooling
+from engine.layers.dense import Dense
+from engine.model_config import DenseConfig, ModelConfig, Pooling
 from engine.model_folder import load_model_config
 from engine.models import MODELS, Model
-from engine.pooling import EmbedOptions, check_dimensions, pool
+from engine.pooling import ONE_TOKEN, EmbedOptions, check_dimensions, pool
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from engine.weights import Checkpoint
 
@@ -41,12 +42,13 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         max_batch_tokens: int | None,
+        dense: Sequence[Dense] = (),
     ) -> None:
-        self.config, self.tokenizer, self.model = config, tokenizer, model
+        self.config, self.tokenizer, self.model, self.dense = config, tokenizer, model, dense
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
         cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
-        self.packer = BatchPacker(config.pooling, config.hidden_size, cut)
+        self.packer = BatchPacker(config.pooling, config.embedding_size, cut)
         self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
@@ -97,10 +99,12 @@ class Engine:
             torch.inference_mode(),
             Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint,
         ):
-            memory.check_fits(checkpoint.num_bytes, chosen_device, str(folder))
+            num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * chosen_dtype.itemsize
+            memory.check_fits(num_bytes, chosen_device, str(folder))
             network = family(config, checkpoint)
             checkpoint.finish(network.needless)
-            engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens)
+            dense = [_load_dense(each, folder, chosen_device, chosen_dtype) for each in config.dense]
+            engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens, dense)
             engine._warm_up(max_batch_tokens)
         return engine
 
@@ -116,15 +120,15 @@ class Engine:
     ) -> NDArray[np.float32]:
         """Embed texts (or lists of token ids, used as they are) in as many forward passes as the budget needs.
 
-        Returns: [len(inputs), dimensions or hidden_size] float32.
+        Returns: [len(inputs), dimensions or embedding_size] float32.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the input; BackendError on a non-finite vector.
         """
         if isinstance(inputs, str):
             raise InvalidInput("embed() takes a list of inputs; put the string into a list")
-        check_dimensions(dimensions, self.config.hidden_size)
+        check_dimensions(dimensions, self.config.embedding_size)
         options = EmbedOptions(normalize=normalize, dimensions=dimensions)
         sequences = self.tokenizer.encode(inputs, EncodeOptions(truncate, truncation_direction, prompt_name))
-        width = dimensions or self.config.hidden_size
+        width = dimensions or self.config.embedding_size
         vectors = np.empty((len(sequences), width), dtype=np.float32)
         # Longest first, so that every pass holds sequences of like length and the largest pass comes first.
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
@@ -191,9 +195,9 @@ class Engine:
 
     def _vectors(self, batch: PackedBatch, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
         """(vectors, hidden states where wanted) of a batch on the engine's device."""
-        pooled_only = self.config.pooling != "mean" and not want_hidden
+        pooled_only = self.config.pooling in ONE_TOKEN and not want_hidden
         hidden = self.model.forward(batch, pooled_only)
-        return pool(hidden, batch, self.config.pooling), hidden if want_hidden else None
+        return pool(hidden, batch, self.config.pooling, self.dense), hidden if want_hidden else None
 
     def _cut(self, order: list[int], sequences: Sequence[TokenIds]) -> list[list[int]]:
         """`order` in groups of at most `max_batch_tokens` tokens, at least one sequence each."""
@@ -216,3 +220,10 @@ class Engine:
         if self._cuda is not None:
             self.max_batch_tokens = self._cuda.tune(self.config.vocab_size, self.config.max_input_length, max_batch_tokens)
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
+
+
+def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Dense:
+    with Checkpoint(folder / config.folder, device, dtype) as checkpoint:
+        layer = Dense(config, checkpoint)
+        checkpoint.finish(())
+    return layer

@@ -13,7 +13,7 @@ Vectors = NDArray[np.float32]
 class Output:
     """What one forward pass gives, on the host. The second of the engine's two thin waists."""
 
-    vectors: Vectors  # [B, hidden_size]: pooled, cut (zeros follow) and normalised as each sequence's options say, or all NaN
+    vectors: Vectors  # [B, embedding_size]: pooled, cut (zeros follow) and normalised as each sequence's options say, or all NaN
     hidden: Vectors | None = None  # [T, hidden_size], only where asked for
 
     @property

@@ -73,7 +73,7 @@ def footprint(
     """
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
     family = MODELS[config.architecture]
-    per_token = dtype.itemsize * family.peak_values(config) + _INDEX_BYTES
+    per_token = dtype.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
     weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config)
     workspace = longest * per_token
@@ -85,13 +85,29 @@ def footprint(
     return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
 
 
+def _pooling_values(config: ModelConfig) -> int:
+    """What a text of one token holds while dense layers make its vector: hidden state, mean (fp32), the layers' in- and outputs.
+
+    Without them it is less than a pass takes.
+    """
+    if not config.dense:
+        return 0
+    widest = max(each.in_features + each.out_features for each in config.dense)
+    return 3 * config.hidden_size + widest + 2 * config.embedding_size
+
+
 # Of a packed batch: ids, bounds, attention tiles and options, int32; at most this much for each token.
 _INDEX_BYTES = 40
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Of the tensors that the engine loads; heads and other needless ones not counted."""
-    return _shapes(config).num_parameters
+    return _shapes(config).num_parameters + dense_parameters(config)
+
+
+def dense_parameters(config: ModelConfig) -> int:
+    """Of the layers after pooling: a vector is multiplied with them, not each token."""
+    return sum(each.num_parameters for each in config.dense)
 
 
 def body_parameters(config: ModelConfig) -> int:

@@ -11,7 +11,23 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 
-Pooling = Literal["mean", "cls", "last_token"]
+Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
+DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseConfig:
+    """A linear layer between pooling and normalisation; `folder` holds its weights."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: DenseActivation
+
+    @property
+    def num_parameters(self) -> int:
+        return self.out_features * (self.in_features + self.bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +49,17 @@ class ModelConfig:
     max_position_embeddings: int
     causal: bool
     pooling: Pooling
+    dense: tuple[DenseConfig, ...] = ()
     max_input_length: int
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
     default_prompt_name: str | None = None
     stored_dtype: str = "float32"
+
+    @property
+    def embedding_size(self) -> int:
+        """Dimensions of a vector; `hidden_size` are those of a token."""
+        return self.dense[-1].out_features if self.dense else self.hidden_size
 
 
 class Keys:
@@ -50,7 +72,8 @@ class Keys:
         return self.values.get(key, default)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        value = self.values.get(key, default)
+        value = self.values.get(key)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ModelError(f"{self.path}: {key} is {value!r}, expected a positive number")
         return value

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from engine.errors import ModelError
-from engine.model_config import Keys, ModelConfig, Pooling
+from engine.model_config import DenseActivation, DenseConfig, Keys, ModelConfig, Pooling
 from engine.models import MODELS
 
 
@@ -30,10 +30,12 @@ def load_model_config(folder: Path, pooling: Pooling | None = None) -> ModelConf
     family = MODELS[architecture]
     fields = family.read_config(keys)
     prompts, default_prompt_name = _read_prompts(folder)
+    pooling_folder, dense = _read_modules(folder, fields["hidden_size"])
     limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
     return family.Config(
         architecture=architecture,
-        pooling=pooling or _read_pooling(folder, fields["hidden_size"]),
+        pooling=pooling or _read_pooling(folder, pooling_folder, fields["hidden_size"]),
+        dense=dense,
         max_input_length=limit,
         lower_case=lower_case,
         prompts=prompts,
@@ -72,16 +74,55 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, default
 
 
-def _read_pooling(folder: Path, hidden_size: int) -> Pooling:
-    for module in cast(list[dict[str, str]], _read_json(folder / "modules.json") or []):
-        kind = module.get("type", "").rsplit(".", 1)[-1]
-        if kind not in ("Transformer", "Pooling", "Normalize"):
-            raise ModelError(f"{folder / 'modules.json'}: module {kind} is not supported yet")
-    path = folder / "1_Pooling" / "config.json"
+# In which order sentence-transformers' modules may follow one another; only Dense may come several times.
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+
+
+def _read_modules(folder: Path, hidden_size: int) -> tuple[str, tuple[DenseConfig, ...]]:
+    """(folder of the pooling, the layers after it)."""
+    path, pooling, kinds = folder / "modules.json", "1_Pooling", ["Transformer"]
+    dense: list[DenseConfig] = []
+    for module in _read_json(path) or []:
+        kind, name = module.get("type", "").rsplit(".", 1)[-1], module.get("path", "")
+        if kind not in _MODULES:
+            raise ModelError(f"{path}: module {kind} is not supported yet")
+        if _MODULES.index(kind) < _MODULES.index(kinds[-1]):
+            raise ModelError(f"{path}: {kind} after {kinds[-1]} is not supported (the order is {', '.join(_MODULES)})")
+        if name != Path(name).name:
+            raise ModelError(f"{path}: {kind} has path {name!r}, expected the name of a folder beside it")
+        kinds.append(kind)
+        if kind == "Pooling":
+            pooling = name
+        if kind == "Dense":
+            dense.append(_read_dense(folder, name, dense[-1].out_features if dense else hidden_size))
+    return pooling, tuple(dense)
+
+
+def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
+    path = folder / name / "config.json"
+    config = _read_json(path)
+    if config is None:
+        raise ModelError(f"{folder / 'modules.json'} names a Dense layer in {name}, which has no config.json")
+    keys = Keys(path, config)
+    keys.refuse("use_residual", (False, None), "only plain layers")
+    for key in ("module_input_name", "module_output_name"):
+        keys.refuse(key, ("sentence_embedding", None), "only layers of whole vectors, after pooling")
+    # Known by name, never imported; sentence-transformers' own default is Tanh.
+    activation = str(keys.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    package, _, kind = activation.rpartition(".")
+    if kind not in get_args(DenseActivation) or not package.startswith("torch.nn."):
+        raise ModelError(f"{path}: activation_function {activation} is not supported; supported are {get_args(DenseActivation)}")
+    if keys.number("in_features") != width:
+        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, what comes before has {width} dimensions")
+    return DenseConfig(name, width, keys.number("out_features"), bool(keys.get("bias", True)), cast(DenseActivation, kind))
+
+
+def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
+    path = folder / name / "config.json"
     config = _read_json(path)
     if config is None:
         raise ModelError(
-            f"{folder} does not say how to pool (no 1_Pooling/config.json): "
+            f"{folder} does not say how to pool (no {name}/config.json): "
             f"choose one of {', '.join(get_args(Pooling))} with --pooling"
         )
     if config.get("include_prompt", True) is not True:
@@ -94,7 +135,14 @@ def _read_pooling(folder: Path, hidden_size: int) -> Pooling:
 
 def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
     """The one mode that is set: `pooling_mode` (sentence-transformers 5 on) or a `pooling_mode_*` flag."""
-    named = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
+    named = {
+        "mean": "mean",
+        "cls": "cls",
+        "lasttoken": "last_token",
+        "max": "max",
+        "mean_sqrt_len_tokens": "mean_sqrt_len",
+        "weightedmean": "weighted_mean",
+    }
     flags = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",

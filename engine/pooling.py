@@ -1,5 +1,6 @@
 """What a request may ask to be done with its vectors, and hidden states -> one vector per sequence."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -7,10 +8,16 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import InvalidInput
+from engine.kernels import reference
 from engine.model_config import Pooling
 
 if TYPE_CHECKING:
     from engine.batch import PackedBatch
+    from engine.layers.dense import Dense
+
+
+# Poolings that read one token of a sequence; the others read all.
+ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +33,33 @@ class EmbedOptions:
     per_token: bool = False
 
 
-def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling) -> Tensor:
-    """One vector per sequence: pooled, cut to its dimensions, normalised where asked.
+def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterable[Dense]" = ()) -> Tensor:
+    """One vector per sequence: pooled, through the dense layers, cut to its dimensions, normalised where asked.
 
     Args:
         hidden: [T, hidden_size], or [B, hidden_size] when the model computed the pooled rows alone.
-    Returns: [B, hidden_size] fp32 with zeros past a row's dimensions; all NaN where a value is not finite.
+    Returns: [B, embedding_size] fp32 with zeros past a row's dimensions; all NaN where a value is not finite.
     """
     if pooling == "mean":
         pooled = kernels.pool_mean(hidden, batch.cu_seqlens)
+    elif pooling == "mean_sqrt_len":
+        pooled = kernels.pool_mean(hidden, batch.cu_seqlens) * batch.cu_seqlens.diff().sqrt().unsqueeze(1)
+    elif pooling == "max":
+        pooled = reference.pool_max(hidden, batch.cu_seqlens)
+    elif pooling == "weighted_mean":
+        pooled = reference.pool_weighted_mean(hidden, batch.cu_seqlens, batch.bounds)
     elif len(hidden) == len(batch.pooled_rows):  # also where every sequence is one token: row b is sequence b then
         pooled = hidden
     else:
         pooled = hidden.index_select(0, batch.pooled_rows)
+    for layer in dense:
+        pooled = layer(pooled)
     return kernels.pool_finish(pooled, batch.dimensions, batch.normalize)
 
 
-def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+def check_dimensions(dimensions: int | None, embedding_size: int) -> None:
     """Raises: InvalidInput for a number of dimensions that the model cannot be cut to."""
     if dimensions is not None and dimensions <= 0:
         raise InvalidInput("`dimensions` should be positive")
-    if dimensions is not None and dimensions > hidden_size:
+    if dimensions is not None and dimensions > embedding_size:
         raise InvalidInput("`dimensions` should be smaller than the maximum embedding dimension.")

@@ -5,6 +5,7 @@ content after it is cut. The shared `tokenizers.Tokenizer` is therefore never ch
 with different truncation may run in parallel.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding
 from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model_config import ModelConfig
@@ -67,7 +69,9 @@ class Tokenizer:
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json (only fast tokenizers are supported)")
         try:
-            return cls(HFTokenizer.from_file(str(path)), config)
+            tokenizer = HFTokenizer.from_file(str(path))
+            _add_end_of_text(tokenizer, folder)
+            return cls(tokenizer, config)
         except ModelError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
@@ -187,6 +191,29 @@ def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
             if bare and full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
     raise ModelError("the tokenizer's special tokens could not be told from its content: its tokenizer.json is not supported")
+
+
+def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
+    """Where tokenizer_config.json has it put there and tokenizer.json does not, as gte-Qwen2's: last-token pooling reads it.
+
+    Done for those whose tokenizer, Llama's or one of the folder's own code, heeds `add_eos_token`.
+    """
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    heeds = "auto_map" in config or str(config.get("tokenizer_class")).startswith(("Llama", "Gemma"))
+    if not heeds or config.get("add_eos_token") is not True:
+        return
+    end = config.get("eos_token")
+    end = str(end["content"] if isinstance(end, dict) else end)
+    end_id = tokenizer.token_to_id(end)
+    if end_id is None:
+        raise ModelError(f"{path}: add_eos_token is true, eos_token {end!r} is not in the vocabulary")
+    prefix, suffix = _special_tokens(tokenizer)
+    if end_id in suffix:
+        return
+    names = {each: str(tokenizer.id_to_token(each)) for each in (*prefix, *suffix, end_id)}
+    parts = [*(names[each] for each in prefix), "$A", *(names[each] for each in (*suffix, end_id))]
+    tokenizer.post_processor = TemplateProcessing(single=parts, special_tokens=[(name, each) for each, name in names.items()])
 
 
 def _tokens_of(text: str, encoding: Encoding) -> list[Token]:

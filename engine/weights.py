@@ -34,7 +34,7 @@ class Tensors(Protocol):
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
 
-    def take(self, name: str, *shape: int) -> Tensor: ...
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def take_table(self, name: str, *shape: int) -> Tensor: ...
 
@@ -52,7 +52,7 @@ class Shapes:
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.num_multiplied += math.prod(shape) if len(shape) > 1 else 0
         return self.take_table(name, *shape)
 
@@ -103,9 +103,12 @@ class Checkpoint:
                 return
         raise ModelError(f"{self.folder}: no tensor named {' or '.join(prefix + probe for prefix in prefixes)}")
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """One tensor on the model's device in its dtype. Raises: ModelError on a missing name, shape or dtype."""
-        return self._read(name, shape).to(device=self.device, dtype=self.dtype)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor on the model's device, in its dtype or in `dtype`, for what is computed at load.
+
+        Raises: ModelError on a missing name, shape or dtype.
+        """
+        return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype)
 
     def take_table(self, name: str, *shape: int) -> Tensor:
         """As `take`, of a table that tokens look their rows up in."""

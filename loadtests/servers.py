@@ -95,7 +95,7 @@ class StubEngine:
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
         self.passes_in_flight = 1
-        self._vector = torch.rand(1, self.config.hidden_size).numpy()
+        self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
     def launch(self, sequences: Sequence[Any], options: Any = None, want_hidden: bool = False) -> Any:
         from engine.flight import Landed, Output

@@ -206,7 +206,7 @@ class Api:
         self, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions, options: EmbedOptions, timings: "Timings"
     ) -> Embeddings:
         """Tokenise and compute within the request's deadline. Raises: what the tokenizer, the engine or the clock says."""
-        check_dimensions(options.dimensions, model.info.hidden_size)
+        check_dimensions(options.dimensions, model.info.embedding_size)
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 sequences: list[TokenIds] = await self._off_loop(timings.num_chars, model.tokenizer.encode, inputs, encoding)

@@ -21,7 +21,7 @@ class ModelInfo:
     dtype: str
     device: str
     pooling: str
-    hidden_size: int
+    embedding_size: int
     max_input_length: int
     max_batch_tokens: int
     created: int

@@ -89,7 +89,7 @@ def serve(settings: Settings) -> None:
         folder = resolve_model(model)
         config = load_model_config(folder, settings.pooling)
         console.print(
-            f"  {folder}\n  {config.architecture}, {config.hidden_size} dimensions, up to {config.max_input_length} tokens"
+            f"  {folder}\n  {config.architecture}, {config.embedding_size} dimensions, up to {config.max_input_length} tokens"
         )
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")

@@ -194,7 +194,7 @@ class PooledModel:
             dtype=settings.dtype,
             device="cluster",
             pooling=config.pooling,
-            hidden_size=config.hidden_size,
+            embedding_size=config.embedding_size,
             max_input_length=self.tokenizer.max_input_length,
             max_batch_tokens=MOST_BATCH_TOKENS,  # at most: each pool finds its own
             created=int(time()),
@@ -222,7 +222,7 @@ class PooledModel:
             "aliases": list(self.given.aliases),
             "state": next(state for state in ("ready", "starting", "asleep") if state in states),
             "parameters": self.num_parameters,
-            "dimensions": self.info.hidden_size,
+            "dimensions": self.info.embedding_size,
             "max_input_length": self.info.max_input_length,
             "pools": pools,
         }

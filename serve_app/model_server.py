@@ -42,7 +42,7 @@ class EngineServer:
             dtype=self._engine.dtype_name,
             device=str(self._engine.device),
             pooling=self._engine.config.pooling,
-            hidden_size=self._engine.config.hidden_size,
+            embedding_size=self._engine.config.embedding_size,
             max_input_length=self._engine.tokenizer.max_input_length,
             max_batch_tokens=self._engine.max_batch_tokens,
             created=int(time()),

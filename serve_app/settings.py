@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -51,7 +51,7 @@ class Settings(BaseModel):
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     dtype: Dtype = Field("auto", description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it")
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
-        None, description="mean, cls or last_token [default: what the model's folder says]"
+        None, description=f"{', '.join(get_args(Pooling))} [default: what the model's folder says]"
     )
     max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
     max_input_tokens: int | None = Field(None, ge=1, description="Tokens of the longest input [default: the model's own limit]")

@@ -56,6 +56,8 @@ _NTK = {"rope_parameters": {"type": "ntk", "rope_theta": 500.0, "factor": 8.0}}
 _JINA = _SHAPE | {"max_position_embeddings": 128, "layer_norm_eps": 1e-12, "type_vocab_size": 2, "qk_post_norm": False}
 _JINA |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
 _JINA_CODE = {"qk_post_norm": True, "auto_map": {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}}
+_NARROW = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256}
+_GEMMA3 = _GROUPED | {"num_hidden_layers": 4, "sliding_window": 10, "sliding_window_pattern": 3}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
     "roberta": Tiny(transformers.RobertaConfig, transformers.RobertaModel, _SHAPE | {"max_position_embeddings": 130}),
@@ -81,6 +83,14 @@ TINY = {
     "gte_ntk": Tiny(gte_reference.NewConfig, gte_reference.NewModel, _GTE | _NTK),
     "jina_bert": Tiny(jina_bert_reference.JinaConfig, jina_bert_reference.JinaBertModel, _JINA),
     "jina_bert_code": Tiny(jina_bert_reference.JinaConfig, jina_bert_reference.JinaBertModel, _JINA | _JINA_CODE),
+    "qwen2": Tiny(transformers.Qwen2Config, transformers.Qwen2Model, _NARROW, encoder=False),
+    "qwen2_lm": Tiny(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _NARROW, encoder=False),
+    "mistral": Tiny(transformers.MistralConfig, transformers.MistralModel, _GROUPED, encoder=False),
+    "mistral_lm": Tiny(transformers.MistralConfig, transformers.MistralForCausalLM, _GROUPED, encoder=False),
+    "llama": Tiny(transformers.LlamaConfig, transformers.LlamaModel, _GROUPED, encoder=False),
+    "gemma3": Tiny(transformers.Gemma3TextConfig, transformers.Gemma3TextModel, _GEMMA3, encoder=False),
+    "gemma3_lm": Tiny(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _GEMMA3, encoder=False),
+    "llama_lm": Tiny(transformers.LlamaConfig, transformers.LlamaForCausalLM, _GROUPED, encoder=False),
 }
 
 

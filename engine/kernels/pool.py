@@ -33,7 +33,7 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
     Returns: [B, C] fp32 with zeros past a row's dimensions; a row that would hold a value not finite is NaN altogether,
         so that one look at its first column tells.
     """
-    if not pooled.is_cuda:
+    if not pooled.is_cuda or pooled.shape[1] % 8:  # a dense layer may give any width
         return reference.pool_finish(pooled, dimensions, normalize)
     num_seqs, width = pooled.shape
     out = torch.empty(num_seqs, width, device=pooled.device)

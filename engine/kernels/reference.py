@@ -138,6 +138,17 @@ def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(hidden.float(), "mean", offsets=cu_seqlens.long(), unsafe=True)
 
 
+def pool_max(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Source: `Pooling(pooling_mode="max")` of sentence-transformers."""
+    return torch.segment_reduce(hidden.float(), "max", offsets=cu_seqlens.long(), unsafe=True)
+
+
+def pool_weighted_mean(hidden: Tensor, cu_seqlens: Tensor, bounds: Tensor) -> Tensor:
+    """A token weighs as much as its place, from 1. Source: `Pooling(pooling_mode="weightedmean")` of sentence-transformers."""
+    mean = pool_mean(hidden.float() * (places(bounds) + 1).unsqueeze(1), cu_seqlens)
+    return mean * (2 / (cu_seqlens.diff() + 1)).unsqueeze(1)  # n tokens weigh n (n + 1) / 2, not n
+
+
 def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
     columns = torch.arange(pooled.shape[1], device=pooled.device)
     kept = columns < dimensions.unsqueeze(1)

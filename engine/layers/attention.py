@@ -38,6 +38,7 @@ class Attention:
             bias: [H, 2 R + 1] fp32, what is added to a scaled score by the distance from query to key, -R to R.
         """
         self._batch, self._causal, self._window, self._bias = batch, causal, window, bias
+        self._unscaled_bias: Tensor | None = None
         self._split = (heads[0], heads[1], heads[1])
         encoder = not causal and heads[0] == heads[1] and not batch.token_ids.is_cuda
         self._groups = _group(batch.lengths, window, bias) if encoder and max(batch.lengths) > _SHORT else []
@@ -51,7 +52,9 @@ class Attention:
         if batch.tile_shape is None:
             return reference.attention(q, k, v, batch.lengths, self._causal, self._window, self._bias)
         tiles = batch.pooled_tiles if pooled_only else batch.tiles
-        bias = None if self._bias is None else self._bias * math.sqrt(qkv.shape[2])
+        if self._bias is not None and self._unscaled_bias is None:  # the kernel scales it with the scores
+            self._unscaled_bias = self._bias * math.sqrt(qkv.shape[2])
+        bias = self._unscaled_bias
         return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal, self._window, bias)
 
     def _encoder(self, qkv: Tensor) -> Tensor:

@@ -30,6 +30,6 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, C] -> [T, C], dtype kept."""
-        return kernels.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, C] -> [T, C], dtype kept. x is added to `residual` in place first, and the sum is what is normalised."""
+        return kernels.rms_norm(x, self.weight, self.eps, residual)

@@ -4,16 +4,22 @@ from engine.models.base import Model
 from engine.models.bert import Bert
 from engine.models.deberta import Deberta
 from engine.models.distilbert import DistilBert
+from engine.models.gemma3 import Gemma3
 from engine.models.gte import Gte
 from engine.models.jina_bert import JinaBert
+from engine.models.llama import Llama
+from engine.models.mistral import Mistral
 from engine.models.modernbert import ModernBert
 from engine.models.mpnet import MPNet
 from engine.models.nomic_bert import NomicBert
+from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
 from engine.models.roberta import Roberta
 
 # By architecture.
-FAMILIES: tuple[type[Model], ...] = (Bert, Roberta, DistilBert, MPNet, Deberta, ModernBert, NomicBert, Gte, JinaBert, Qwen3)
+FAMILIES: tuple[type[Model], ...] = (
+    Bert, Roberta, DistilBert, MPNet, Deberta, ModernBert, NomicBert, Gte, JinaBert, Qwen3, Qwen2, Mistral, Llama, Gemma3,
+)  # fmt: skip
 MODELS: dict[str, type[Model]] = {name: family for family in FAMILIES for name in family.architectures}
 
 __all__ = ["MODELS", "Model"]

@@ -39,6 +39,20 @@ FAMILIES = {
     "jina_bert_code": {"hidden_size": 256},
     "modernbert": {"hidden_size": 128},
     "modernbert biases": {"hidden_size": 256, "norm_bias": True, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"hidden_size": 128},
+    "qwen2 bidirectional": {"head_dim": 128, "num_attention_heads": 6, "num_key_value_heads": 1, "is_causal": False},
+    "qwen2 local": {"head_dim": 64, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "mistral": {"head_dim": 64, "sliding_window": 9},
+    "mistral window, bidirectional": {"sliding_window": 9, "is_causal": False},
+    "llama": {},
+    "gemma3": {"head_dim": 64},
+    "gemma3 as embeddinggemma": {
+        "use_bidirectional_attention": True,
+        "hidden_size": 192,
+        "head_dim": 256,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
 }
 RAGGED = [33, 1, 90, 5, 5, 64, 2, 128, 17]
 

@@ -1,13 +1,19 @@
-"""all-MiniLM-L6-v2, real weights, against sentence-transformers."""
+"""Against sentence-transformers: all-MiniLM-L6-v2 with its real weights, and tiny models with Dense layers."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from torch import nn
 
-from engine import Engine
+from engine import Engine, InvalidInput
 
 SCRIPTS = [
     "The quick brown fox jumps over the lazy dog",
@@ -77,3 +83,88 @@ def test_dimensions_are_cut_then_normalised(minilm: Path, device: str) -> None:
     full, cut = engine.embed(["test"], normalize=False), engine.embed(["test"], dimensions=128)
     expected = full[:, :128] / np.linalg.norm(full[:, :128])
     np.testing.assert_allclose(cut, expected, atol=1e-6)
+
+
+# Widths and activations of the Dense layers after the hidden size of 128; a width of no multiple of eight takes another path.
+DENSE: dict[str, list[tuple[int, bool, nn.Module]]] = {
+    "as embeddinggemma": [(192, False, nn.Identity()), (48, False, nn.Identity())],
+    "as LaBSE": [(64, True, nn.Tanh())],
+    "odd": [(21, True, nn.GELU())],
+    "others": [(32, True, nn.ReLU()), (40, True, nn.SiLU()), (16, False, nn.Sigmoid())],
+}
+WORDS = ["w1 w2 w3", "w9", "w200 w5 w77 " * 20, "w17 w4 nothing w8", "w30 " * 7]
+
+
+def _transformer(folder: Path, tmp_path: Path) -> Transformer:
+    body = shutil.copytree(folder, tmp_path / "body")
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # kept as it is, not rebuilt
+    (body / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return Transformer(str(body))
+
+
+@pytest.fixture(params=DENSE)
+def with_dense(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path: Path) -> Callable[[str, str], Path]:
+    def save(kind: str, pooling: str) -> Path:
+        torch.manual_seed(0)
+        modules: list[Any] = [_transformer(tiny(kind, hidden_size=128), tmp_path), Pooling(128, pooling_mode=pooling)]
+        width = 128  # four heads of 32, which our attention takes on a GPU
+        for out, bias, activation in DENSE[request.param]:
+            modules.append(Dense(width, out, bias, activation))
+            width = out
+        SentenceTransformer(modules=[*modules, Normalize()], device="cpu").save(str(tmp_path / "model"))
+        return tmp_path / "model"
+
+    return save
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("bert", "mean"), ("bert", "cls"), ("qwen3", "lasttoken")])
+def test_dense_layers_equal_sentence_transformers(with_dense: Callable[[str, str], Path], kind: str, pooling: str) -> None:
+    folder = with_dense(kind, pooling)
+    theirs = SentenceTransformer(str(folder), device="cpu", model_kwargs={"attn_implementation": "eager"})
+    engine = Engine.load(folder, dtype="float32", device="cpu")
+    width = theirs.get_embedding_dimension()
+    assert engine.config.embedding_size == width
+    ids = [np.array(each, dtype=np.int32) for each in theirs.tokenizer(WORDS)["input_ids"]]
+    np.testing.assert_allclose(engine.embed([each.tolist() for each in ids]), theirs.encode(WORDS), rtol=1e-4, atol=1e-5)
+    cut = engine.embed([each.tolist() for each in ids], dimensions=width // 2)
+    np.testing.assert_allclose(
+        cut, theirs.encode(WORDS, truncate_dim=width // 2, normalize_embeddings=True), rtol=1e-4, atol=1e-5
+    )
+    with pytest.raises(InvalidInput, match="dimensions"):
+        engine.embed(["w1"], dimensions=width + 1)
+    hidden = engine.launch(ids, want_hidden=True).wait().hidden
+    assert hidden is not None
+    for ours, expected in zip(
+        np.split(hidden, np.cumsum([len(each) for each in ids])[:-1]),
+        theirs.encode(WORDS, output_value="token_embeddings"),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, expected.numpy(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean"])
+def test_poolings_equal_sentence_transformers(tiny: Callable[..., Path], tmp_path: Path, kind: str, pooling: str) -> None:
+    theirs = SentenceTransformer(modules=[_transformer(tiny(kind), tmp_path), Pooling(64, pooling_mode=pooling)], device="cpu")
+    theirs.save(str(tmp_path / "model"))
+    engine = Engine.load(tmp_path / "model", dtype="float32", device="cpu")
+    ids = theirs.tokenizer(WORDS)["input_ids"]
+    np.testing.assert_allclose(engine.embed(ids, normalize=False), theirs.encode(WORDS), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean_sqrt_len_tokens", "weightedmean"])
+def test_poolings_in_bf16(tiny: Callable[..., Path], tmp_path: Path, pooling: str, device: str) -> None:
+    folder = shutil.copytree(tiny("qwen3"), tmp_path / "model")
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}))
+    texts = [["w1 w2 w3"], WORDS, ["w7"] * 20]
+    exact = Engine.load(folder, dtype="float32", device="cpu")
+    ours = Engine.load(folder, dtype="bfloat16", device=device)
+    for batch in texts:
+        assert (ours.embed(batch) * exact.embed(batch)).sum(axis=1).min() > 0.999
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("bert", "mean"), ("qwen3", "lasttoken")])
+def test_dense_layers_in_bf16(with_dense: Callable[[str, str], Path], kind: str, pooling: str, device: str) -> None:
+    folder = with_dense(kind, pooling)
+    exact = Engine.load(folder, dtype="float32", device="cpu").embed(WORDS)
+    assert (Engine.load(folder, dtype="bfloat16", device=device).embed(WORDS) * exact).sum(axis=1).min() > 0.999

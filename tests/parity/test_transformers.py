@@ -72,6 +72,55 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
         False,
         {"local_attention": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
+    "qwen3 upper layers local": ("qwen3", False, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2 base model": ("qwen2", False, {}),
+    "qwen2 tied": ("qwen2_lm", False, {"tie_word_embeddings": True}),
+    "qwen2 sharded": ("qwen2_lm", True, {"tie_word_embeddings": False}),
+    "qwen2 no grouping": ("qwen2", False, {"num_key_value_heads": 4}),
+    "qwen2 wide heads": ("qwen2", False, {"head_dim": 32}),
+    "qwen2 bidirectional": ("qwen2", False, {"is_causal": False}),
+    "qwen2 bidirectional, no grouping": ("qwen2", False, {"is_causal": False, "num_key_value_heads": 4}),
+    "qwen2 local": (
+        "qwen2",
+        False,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_hidden_layers": 4,
+        },
+    ),
+    "qwen2 local, bidirectional": (
+        "qwen2",
+        False,
+        {"is_causal": False, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "mistral whole": ("mistral", False, {"sliding_window": None}),
+    "mistral tied": ("mistral_lm", False, {"sliding_window": None, "tie_word_embeddings": True}),
+    "mistral sharded": ("mistral_lm", True, {"tie_word_embeddings": False}),
+    "mistral window": ("mistral", False, {"sliding_window": 9}),
+    "mistral window of one": ("mistral", False, {"sliding_window": 1}),
+    "mistral window, bidirectional": ("mistral", False, {"sliding_window": 9, "is_causal": False}),
+    "gemma3": ("gemma3", False, {}),
+    "gemma3 sharded": ("gemma3_lm", True, {}),
+    "gemma3 untied": ("gemma3_lm", False, {"tie_word_embeddings": False}),
+    "gemma3 bidirectional": ("gemma3", False, {"use_bidirectional_attention": True}),
+    "gemma3 bidirectional, odd window": ("gemma3", False, {"use_bidirectional_attention": True, "sliding_window": 7}),
+    "gemma3 bidirectional, no grouping": ("gemma3", False, {"use_bidirectional_attention": True, "num_key_value_heads": 4}),
+    "gemma3 all layers whole": ("gemma3", False, {"layer_types": ["full_attention"] * 4}),
+    "gemma3 other bases": (
+        "gemma3",
+        False,
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            }
+        },
+    ),
+    "gemma3 other scale": ("gemma3", False, {"query_pre_attn_scalar": 7}),
+    "llama": ("llama", False, {}),
+    "llama no grouping": ("llama_lm", True, {"num_key_value_heads": None, "head_dim": None}),
 }
 LENGTHS = [1, 7, 64, 2, 33, 7, 128, 15]
 

@@ -1,6 +1,7 @@
 """Layers against their specification: the fused CPU paths equal plain torch, whatever the lengths and strides."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -120,13 +121,32 @@ def test_rotary_angles_keep_far_positions_apart() -> None:
     assert angles[0].tolist() == [[1, 0]] * 4
 
 
-@pytest.mark.parametrize(("pooling", "expected"), [("mean", [2, 3]), ("cls", [1, 2]), ("last_token", [3, 4])])
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ("mean", [2, 3]), ("cls", [1, 2]), ("last_token", [3, 4]), ("max", [3, 4]),
+        ("mean_sqrt_len", [4 / 2**0.5, 6 / 2**0.5]), ("weighted_mean", [7 / 3, 10 / 3]),
+    ],
+)  # fmt: skip
 def test_pool(pooling: Pooling, expected: list[float]) -> None:
     hidden = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
     sequences = [np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)]
     packed = BatchPacker(pooling, 2, None).pack(sequences, [EmbedOptions(normalize=False)] * 2)
     vectors = pool(hidden, packed, pooling)
-    assert vectors.tolist() == [expected, [10, 20]]
+    torch.testing.assert_close(vectors, torch.tensor([expected, [10.0, 20.0]]))
+
+
+@pytest.mark.parametrize("pooling", get_args(Pooling))
+def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling) -> None:
+    """As in a CUDA graph: tokens of no sequence, sequences of no token."""
+    packer = BatchPacker(pooling, 8, None)
+    sequences = [np.zeros(length, dtype=np.int32) for length in (3, 1, 5)]
+    shape, tiles = packer.shape([3, 1, 5], room=16)
+    buffer = np.full(shape.size, 99, dtype=np.int32)
+    packer.fill(buffer, shape, sequences, tiles)
+    hidden = torch.randn(16, 8)
+    roomy = pool(hidden, shape.view(torch.from_numpy(buffer), ()), pooling)
+    assert torch.equal(roomy[:3], pool(hidden[:9], packer.pack(sequences), pooling))
 
 
 def test_vectors_are_cut_before_they_are_normalised() -> None:

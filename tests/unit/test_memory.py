@@ -17,6 +17,7 @@ from safetensors import safe_open
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
+from engine.model_config import DenseConfig
 from engine.model_folder import load_model_config
 from engine.models import MODELS
 from engine.weights import Checkpoint
@@ -42,6 +43,13 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("jinaai/jina-embeddings-v2-base-en", 137_368_320 - (768 * 768 + 768)),
         ("nomic-ai/modernbert-embed-base", 149_014_272),
         ("lightonai/modernbert-embed-large", 394_781_696),
+        # Qwen2-1.5B (1,543,714,304) and Qwen2.5-7B (7,615,616,512) without lm_head, and of a smaller vocabulary.
+        ("Alibaba-NLP/gte-Qwen2-1.5B-instruct", 1_543_714_304 - (151_936 - 151_646) * 1536),
+        ("Alibaba-NLP/gte-Qwen2-7B-instruct", 7_615_616_512 - (152_064 + 152_064 - 151_646) * 3584),
+        ("google/embeddinggemma-300m", 302_863_104 + 2 * 768 * 3072),  # the body, and two Dense layers
+        ("sentence-transformers/LaBSE", 470_926_848),  # its Dense layer is as large as the pooler that is not loaded
+        # Mistral-7B-v0.1 without lm_head.
+        ("intfloat/e5-mistral-7b-instruct", 7_241_732_096 - 32_000 * 4096),
     ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model: str, published: int) -> None:
@@ -79,6 +87,12 @@ HAS_NEEDLESS = {
     "deberta_lm": True,
     "qwen3": False,
     "qwen3_lm": True,
+    "qwen2": False,
+    "qwen2_lm": True,
+    "mistral_lm": True,
+    "llama_lm": True,
+    "gemma3": False,
+    "gemma3_lm": True,
     "modernbert": False,
     "modernbert_lm": True,
     "nomic_bert": False,
@@ -97,7 +111,9 @@ NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.", "vocab_")
 @pytest.mark.parametrize("kind", HAS_NEEDLESS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
-    folder = tiny(kind, sharded, **({"tie_word_embeddings": False} if kind.startswith("qwen3") else {}))
+    folder = tiny(
+        kind, sharded, **({"tie_word_embeddings": False} if kind.startswith(("qwen", "mistral", "llama", "gemma")) else {})
+    )
     config = load_model_config(folder)
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
         model = MODELS[config.architecture](config, checkpoint)
@@ -117,6 +133,7 @@ def header_sizes(folder: Path) -> list[tuple[str, int]]:
 
 
 BODIES = ["bert", "roberta", "distilbert", "mpnet", "deberta", "qwen3"]
+BODIES += ["qwen2", "mistral", "llama", "gemma3"]
 BODIES += ["modernbert", "nomic_bert", "nomic_bert_moe", "gte", "jina_bert"]
 
 
@@ -168,6 +185,18 @@ def test_float32_weighs_twice_and_headers_win_over_the_shape() -> None:
     low, high = (footprint(config, dtype, "gpu") for dtype in (torch.bfloat16, torch.float32))
     assert high.weights == 2 * low.weights
     assert footprint(config, torch.bfloat16, "gpu", weight_bytes=5).weights == 5
+
+
+def test_dense_layers_after_pooling_are_counted_once_a_vector() -> None:
+    config = CATALOGUE["sentence-transformers/LaBSE"]
+    bare = replace(config, dense=())
+    assert num_parameters(config) - num_parameters(bare) == 768 * 769
+    assert body_parameters(config) == body_parameters(bare)
+    wide = replace(config, dense=(DenseConfig("2_Dense", 768, 8192, True, "Identity"),))
+    assert config.embedding_size == 768
+    assert wide.embedding_size == 8192
+    rows = [footprint(each, torch.float32, "gpu", 1024).workspace_per_token for each in (bare, config, wide)]
+    assert rows[0] == rows[1] < rows[2]
 
 
 def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:

@@ -273,7 +273,7 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}]\nsettings: {dtype: fp32}", ["settings.dtype", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
     ("models: [{name: a, model: x, dtype: int8}]", ["models.0.dtype", "'int8'", "auto", "float32", "bfloat16"]),
-    ("models: [{name: a, model: x, pooling: max}]", ["models.0.pooling", "'max'", "mean"]),
+    ("models: [{name: a, model: x, pooling: splade}]", ["models.0.pooling", "'splade'", "mean"]),
     (
         "models: [{name: a, model: x, min_replicas: 3, max_replicas: 2}]",
         ["models.0", "max_replicas is 2, less than min_replicas, 3"],

@@ -4,11 +4,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
-from engine import EmptyInput, InvalidInput
+from engine import EmptyInput, InvalidInput, ModelError
 from engine.model_folder import load_model_config
 from engine.tokenizer import EncodeOptions, Tokenizer
 
@@ -40,6 +41,35 @@ def test_special_tokens_of_both_families(tiny: Callable[..., Path]) -> None:
         long = tokenizer.encode(["w0 " * 1000], EncodeOptions())[0].tolist()
         assert len(long) == tokenizer.max_input_length
         assert long[-1] == expected[-1]  # the pooled token survives truncation
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("bert", {"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}, [2, 5, 3, 4]),
+        ("bert", {"tokenizer_class": "LlamaTokenizer", "eos_token": {"content": "[SEP]"}}, [2, 5, 3]),  # it is there already
+        ("qwen3", {"auto_map": {"AutoTokenizer": []}, "eos_token": "[SEP]"}, [5, 4, 3]),
+        ("qwen3", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "[SEP]"}, [5, 4]),  # it does not heed the key
+        ("qwen3", {"auto_map": {"AutoTokenizer": []}, "eos_token": "[SEP]", "add_eos_token": False}, [5, 4]),
+    ],
+)
+def test_the_end_of_text_is_put_where_the_config_has_it(
+    tiny: Callable[..., Path], tmp_path: Path, kind: str, config: dict[str, Any], expected: list[int]
+) -> None:
+    """As gte-Qwen2's tokenizer does: it is not in tokenizer.json, and the model pools it."""
+    folder = shutil.copytree(tiny(kind), tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True} | config))
+    tokenizer = Tokenizer.load(folder, load_model_config(folder))
+    assert tokenizer.encode(["w0"], EncodeOptions())[0].tolist() == expected
+    assert [token.id for token in tokenizer.tokens(["w0"], True, None)[0]] == expected
+    assert [token.id for token in tokenizer.tokens(["w0"], False, None)[0]] == [5]
+
+
+def test_an_end_of_text_of_no_vocabulary_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("qwen3"), tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"add_eos_token": true, "auto_map": {}, "eos_token": "</s>"}')
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: add_eos_token is true, eos_token '</s>'"):
+        Tokenizer.load(folder, load_model_config(folder))
 
 
 def test_truncation_of_one_request_does_not_touch_another(ours: Tokenizer) -> None:
