@@ -46,7 +46,7 @@ def test_truncation_of_one_request_does_not_touch_another(ours: Tokenizer) -> No
     with pytest.raises(InvalidInput, match="Given: 402"):
         ours.encode(["word " * 400], EncodeOptions(truncate=False))
     assert len(ours.encode(["word " * 400], EncodeOptions())[0]) == 256
-    assert len(ours.tokens(["word " * 400], True, None)[0]) == 402
+    assert len(ours.tokens(["word " * 400], True, EncodeOptions())[0]) == 402
 
 
 def test_a_huge_string_is_cut_before_it_is_tokenised(ours: Tokenizer) -> None:
@@ -93,6 +93,6 @@ def test_empty_inputs(ours: Tokenizer, tiny: Callable[..., Path]) -> None:
 
 def test_byte_offsets(ours: Tokenizer) -> None:
     text = "é 今 hello"
-    for token in ours.tokens([text], False, None)[0]:
+    for token in ours.tokens([text], False, EncodeOptions())[0]:
         assert token.start is not None
         assert text.encode()[token.start : token.stop].decode() == token.text
