@@ -150,7 +150,8 @@ def test_headers_tell_what_the_request_cost(client: httpx.Client) -> None:
 
 def test_openapi_names_every_schema_it_uses(client: httpx.Client) -> None:
     document = client.get("openapi.json").json()
-    assert {"/embed", "/v1/embeddings", "/similarity", "/tokenize", "/decode"} <= set(document["paths"])
+    assert {"/embed", "/v1/embeddings", "/similarity", "/tokenize", "/decode", "/v2/embed", "/vertex"} <= set(document["paths"])
+    assert {"output_dtype", "prompt", "input_type"} <= set(document["components"]["schemas"]["EmbedRequest"]["properties"])
     used = set(re.findall(r"#/components/schemas/(\w+)", client.get("openapi.json").text))
     assert used <= set(document["components"]["schemas"])
     page = client.get("docs")
