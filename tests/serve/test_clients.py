@@ -38,17 +38,18 @@ def test_openai_models_and_errors(sdk: openai.OpenAI) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_cohere(client: httpx.Client, expected: np.ndarray) -> None:
     cohere = pytest.importorskip("cohere")
-    known = {"api_key": "unused", "base_url": str(client.base_url).rstrip("/")}
-    new = cohere.ClientV2(**known)
     asked = {"model": "all-MiniLM-L6-v2", "texts": ["hello world", "x"], "input_type": "search_document"}
-    typed = new.embed(**asked, embedding_types=["float", "int8", "binary"]).embeddings
-    np.testing.assert_allclose(typed.float_, expected, atol=1e-6)
-    int8 = np.asarray(typed.int8, dtype=np.float32)
-    assert ((int8 * expected).sum(axis=1) / np.linalg.norm(int8, axis=1)).min() > 0.999
-    assert np.shape(typed.binary) == (2, 48)
-    np.testing.assert_allclose(cohere.Client(**known).embed(**asked).embeddings, expected, atol=1e-6)
-    with pytest.raises(cohere.BadRequestError, match="dimensions"):
-        new.embed(**asked, output_dimension=1000)
+    with httpx.Client() as http:
+        known = {"api_key": "unused", "base_url": str(client.base_url).rstrip("/"), "httpx_client": http}
+        new, old = cohere.ClientV2(**known), cohere.Client(**known)
+        typed = new.embed(**asked, embedding_types=["float", "int8", "binary"]).embeddings
+        np.testing.assert_allclose(typed.float_, expected, atol=1e-6)
+        int8 = np.asarray(typed.int8, dtype=np.float32)
+        assert ((int8 * expected).sum(axis=1) / np.linalg.norm(int8, axis=1)).min() > 0.999
+        assert np.shape(typed.binary) == (2, 48)
+        np.testing.assert_allclose(old.embed(**asked).embeddings, expected, atol=1e-6)
+        with pytest.raises(cohere.BadRequestError, match="dimensions"):
+            new.embed(**asked, output_dimension=1000)
 
 
 def test_huggingface_hub(client: httpx.Client, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
