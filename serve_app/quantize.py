@@ -6,6 +6,7 @@ in recall, stands in docs/decisions/012.
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +85,7 @@ def _entry(path: Path, key: str, value: Any, hidden_size: int) -> tuple[int, Vec
     return dimensions, ranges
 
 
+@lru_cache(maxsize=16)
 def _default_ranges(dimensions: int) -> Vectors:
     """Ranges that make int8 the value times 127 / r, rounded and saturating: zero stays zero, a sign stays that sign."""
     step = min(1.0, _DEFAULT_RANGE / dimensions**0.5) / 127
