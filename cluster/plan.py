@@ -32,7 +32,10 @@ _CORES_A_REPLICA = 4
 _TRY_STEPS = 5_000
 _TRY_REPLICAS = 100_000
 # Settings that the plan gives each pool from its model's entry.
-_PER_MODEL = ("models", "served_model_name", "dtype", "pooling", "max_batch_tokens", "max_input_tokens", "num_threads")
+_PER_MODEL = (
+    "models", "served_model_name", "dtype", "pooling", "default_prompt_name", "default_prompt", "max_batch_tokens",
+    "max_input_tokens", "num_threads",
+)  # fmt: skip
 
 
 class ModelEntry(BaseModel):
@@ -49,6 +52,8 @@ class ModelEntry(BaseModel):
     pooling: Pooling | None = None
     max_batch_tokens: PositiveInt | None = None
     max_input_tokens: PositiveInt | None = None
+    default_prompt_name: str | None = None
+    default_prompt: str | None = None
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
     tokens_per_s: dict[str, PositiveFloat] = {}  # measured, by node class
@@ -57,6 +62,8 @@ class ModelEntry(BaseModel):
     def _limits_agree(self) -> "ModelEntry":
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}")
+        if self.default_prompt_name is not None and self.default_prompt is not None:
+            raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
         return self
 
     @property
@@ -408,10 +415,11 @@ class Plan:
                 if pool.model == name
             ]
             if pools:
-                given = {"pooling": entry.pooling, "max_input_tokens": entry.max_input_tokens}
+                given: dict[str, Any] = {"pooling": entry.pooling, "max_input_tokens": entry.max_input_tokens}
+                given |= {"default_prompt_name": entry.default_prompt_name, "default_prompt": entry.default_prompt}
                 models.append(
                     {"name": name, "model": source_of(entry), "aliases": list(entry.aliases)}
-                    | {key: value for key, value in given.items() if value}
+                    | {key: value for key, value in given.items() if value is not None}
                     | {"pools": pools}
                 )
         default = self.file.default or self.file.models[0].name

@@ -60,6 +60,8 @@ class Engine:
         dtype: DtypeName | Literal["auto"] = "auto",
         device: str = "auto",
         pooling: Pooling | None = None,
+        default_prompt_name: str | None = None,
+        default_prompt: str | None = None,
         max_batch_tokens: int | None = None,
         max_input_tokens: int | None = None,
         num_threads: int | None = None,
@@ -71,6 +73,8 @@ class Engine:
             dtype: "auto" takes bfloat16 where the device computes it natively, else float32.
             device: "auto" takes the first GPU if there is one.
             pooling: for folders that do not name theirs.
+            default_prompt_name: the model's prompt for texts whose request asks for none; overrides its authors' choice.
+            default_prompt: the same, as a text.
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
@@ -79,7 +83,7 @@ class Engine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         folder = resolve_model(str(model))
-        config = load_model_config(folder, pooling)
+        config = load_model_config(folder, pooling, default_prompt_name=default_prompt_name, default_prompt=default_prompt)
         family = MODELS[config.architecture]
         if max_input_tokens is not None:
             config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))

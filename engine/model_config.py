@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.errors import ModelError
+from engine.errors import InvalidInput, ModelError
 
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
@@ -34,7 +34,8 @@ class DenseConfig:
 class ModelConfig:
     """What the forward pass and the tokenizer need to know of every model; a family adds what is its own.
 
-    `max_input_length` counts tokens, special ones included. `prompts` maps a name to the text put in front.
+    `max_input_length` counts tokens, special ones included. `prompts` maps a name to the text put in front;
+    `default_prompt` is put in front where a request asks for none, None where nobody has chosen one.
     """
 
     architecture: str
@@ -53,13 +54,36 @@ class ModelConfig:
     max_input_length: int
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
-    default_prompt_name: str | None = None
+    default_prompt: str | None = None
     stored_dtype: str = "float32"
 
     @property
     def embedding_size(self) -> int:
         """Dimensions of a vector; `hidden_size` are those of a token."""
         return self.dense[-1].out_features if self.dense else self.hidden_size
+
+    @property
+    def idle_prompts(self) -> tuple[str, ...]:
+        """The prompts that no request gets unless it asks for one, because nobody has chosen a default."""
+        return tuple(name for name, text in self.prompts.items() if text) if self.default_prompt is None else ()
+
+
+def named_prompt(prompts: dict[str, str], name: str) -> str:
+    """The text of a prompt. TEI's wording, `default-prompt-name` included: tei-client reads the list of prompts out of it.
+
+    Raises: InvalidInput with the names there are.
+    """
+    if not prompts:
+        raise InvalidInput(
+            f"`default-prompt-name` is set to `{name}` but no prompts were found in the Sentence Transformers configuration"
+        )
+    if name not in prompts:
+        names = ", ".join(f'"{known}"' for known in prompts)
+        raise InvalidInput(
+            f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
+            f"Available prompts: [{names}]"
+        )
+    return prompts[name]
 
 
 class Keys:

@@ -4,17 +4,25 @@ import json
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from engine.errors import ModelError
-from engine.model_config import DenseActivation, DenseConfig, Keys, ModelConfig, Pooling
+from engine.errors import InvalidInput, ModelError
+from engine.model_config import DenseActivation, DenseConfig, Keys, ModelConfig, Pooling, named_prompt
 from engine.models import MODELS
 
 
-def load_model_config(folder: Path, pooling: Pooling | None = None) -> ModelConfig:
+def load_model_config(
+    folder: Path,
+    pooling: Pooling | None = None,
+    *,
+    default_prompt_name: str | None = None,
+    default_prompt: str | None = None,
+) -> ModelConfig:
     """Read `config.json` and the sentence-transformers files beside it.
 
     Args:
         folder: a model folder as the Hub has it.
         pooling: overrides the folder's own pooling; needed where the folder names none.
+        default_prompt_name: the prompt of texts whose request asks for none; overrides the folder's own choice.
+        default_prompt: the same, as a text.
     Raises: ModelError naming the file, the key and what would help.
     """
     hf = _read_json(folder / "config.json")
@@ -29,7 +37,12 @@ def load_model_config(folder: Path, pooling: Pooling | None = None) -> ModelConf
     keys = Keys(folder / "config.json", hf)
     family = MODELS[architecture]
     fields = family.read_config(keys)
-    prompts, default_prompt_name = _read_prompts(folder)
+    prompts, own_default = _read_prompts(folder)
+    if default_prompt_name is not None:
+        try:
+            default_prompt = named_prompt(prompts, default_prompt_name)
+        except InvalidInput as error:
+            raise ModelError(f"{folder}: {error}") from None
     pooling_folder, dense = _read_modules(folder, fields["hidden_size"])
     limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
     return family.Config(
@@ -39,7 +52,7 @@ def load_model_config(folder: Path, pooling: Pooling | None = None) -> ModelConf
         max_input_length=limit,
         lower_case=lower_case,
         prompts=prompts,
-        default_prompt_name=default_prompt_name,
+        default_prompt=own_default if default_prompt is None else default_prompt,
         stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
         **fields,
     )
@@ -64,6 +77,7 @@ def _tokenizer_limit(folder: Path, positions: int) -> int:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """The model's prompts by name, and the text of the one that its authors made the default."""
     path = folder / "config_sentence_transformers.json"
     config = _read_json(path) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
@@ -71,7 +85,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
         raise ModelError(f"{path}: prompts must map names to strings")
     if default is not None and default not in prompts:
         raise ModelError(f"{path}: default_prompt_name {default!r} is not one of the prompts {sorted(prompts)}")
-    return prompts, default
+    return prompts, None if default is None else prompts[default]
 
 
 # In which order sentence-transformers' modules may follow one another; only Dense may come several times.

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
-from engine.model_config import ModelConfig
+from engine.model_config import ModelConfig, named_prompt
 
 TokenIds = NDArray[np.int32]
 TextOrIds = str | list[int]
@@ -26,15 +26,34 @@ TextOrIds = str | list[int]
 # A text longer than this many characters per allowed token is cut (or refused) before it is tokenised, so that one
 # huge string costs no more than the longest legal one. TEI's factor.
 _CHARS_PER_TOKEN = 250
+# A request's own prompt is put before each of its inputs; longer, 2048 inputs would make far more text than a body may hold.
+_MAX_PROMPT_CHARS = 8_192
+
+InputType = Literal["query", "document", "classification", "clustering"]
+# What published models call the prompt of each kind of input, the first that a model has: sentence-transformers' own names
+# (`encode_query`, `encode_document`), then those of models that have none of them.
+_PROMPT_NAMES: dict[InputType, tuple[str, ...]] = {
+    "query": ("query", "retrieval.query", "search_query", "web_search_query", "s2p_query"),
+    "document": ("document", "passage", "corpus", "retrieval.passage", "search_document"),
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """How one request wants its inputs encoded. `truncate=False` refuses what is too long."""
+    """How one request wants its inputs encoded. `truncate=False` refuses what is too long.
+
+    Put before each text is `prompt`, or the model's prompt called `prompt_name`, else the model's prompt for `input_type`
+    (nothing where it has none), else the default. `max_tokens` is a limit below the model's, special tokens included.
+    """
 
     truncate: bool = True
     truncation_direction: Literal["left", "right"] = "right"
     prompt_name: str | None = None
+    prompt: str | None = None
+    input_type: InputType | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +106,10 @@ class Tokenizer:
         Returns: one int32 array per input, at least one id each, at most `max_input_length`.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded.
         """
-        prompt = self.prompt(options.prompt_name)
+        prompt = self.prompt(options)
+        prompt = prompt.lower() if self._config.lower_case else prompt
+        if options.max_tokens is not None and options.max_tokens <= self.num_special:
+            raise InvalidInput(f"`max_tokens` should be more than {self.num_special}, the special tokens around an input")
         texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
         encodings = iter(self._encode_batch(texts, add_special_tokens=False))
         sequences = []
@@ -101,30 +123,24 @@ class Tokenizer:
             sequences.append(ids)
         return sequences
 
-    def prompt(self, name: str | None) -> str:
-        """The text of a named prompt; without a name the model's default prompt, or nothing.
+    def prompt(self, options: EncodeOptions) -> str:
+        """What a request wants put before its texts, or the default, or nothing.
 
-        TEI's wording, `default-prompt-name` included: tei-client reads the list of prompts out of it.
+        Raises: InvalidInput for a prompt that is not there or cannot be used.
         """
-        prompts = self._config.prompts
-        if name is None:
-            name = self._config.default_prompt_name
-            return prompts[name] if name is not None else ""
-        if not prompts:
-            raise InvalidInput(
-                f"`default-prompt-name` is set to `{name}` but no prompts were found in the Sentence Transformers configuration"
-            )
-        if name not in prompts:
-            names = ", ".join(f'"{known}"' for known in prompts)
-            raise InvalidInput(
-                f"`default-prompt-name` is set to `{name}` but it was not found in the Sentence Transformers prompts. "
-                f"Available prompts: [{names}]"
-            )
-        return prompts[name]
+        if options.prompt is not None:
+            return self._own_prompt(options.prompt, options.prompt_name)
+        if options.prompt_name is not None:
+            return named_prompt(self._config.prompts, options.prompt_name)
+        if options.input_type is not None:
+            prompts = self._config.prompts
+            return next((prompts[name] for name in _PROMPT_NAMES[options.input_type] if name in prompts), "")
+        return self._config.default_prompt or ""
 
-    def tokens(self, texts: Sequence[str], add_special_tokens: bool, prompt_name: str | None) -> list[list[Token]]:
-        """The tokens of each text with their byte offsets into prompt + text, never truncated."""
-        prompt = self.prompt(prompt_name) if prompt_name is not None else ""
+    def tokens(self, texts: Sequence[str], add_special_tokens: bool, options: EncodeOptions) -> list[list[Token]]:
+        """The tokens of each text with their byte offsets into prompt + text, never truncated; no prompt by default."""
+        asked = (options.prompt, options.prompt_name, options.input_type) != (None, None, None)
+        prompt = self.prompt(options) if asked else ""
         whole = [prompt + text for text in texts]
         encodings = self._encode_batch(whole, add_special_tokens, offsets=True)
         return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
@@ -136,6 +152,15 @@ class Tokenizer:
                 raise EmptyInput("`input_ids` cannot be empty")
             self._check_ids(index, ids)
         return [str(text) for text in self._tokenizer.decode_batch(list(map(list, sequences)), skip_special_tokens)]
+
+    def _own_prompt(self, prompt: str, name: str | None) -> str:
+        if name is not None:
+            raise InvalidInput("`prompt` and `prompt_name` cannot be set together; leave one out")
+        if len(prompt) > _MAX_PROMPT_CHARS:
+            raise InvalidInput(f"`prompt` must have at most {_MAX_PROMPT_CHARS} characters. Given: {len(prompt)}")
+        if "\0" in prompt:
+            raise InvalidInput("`prompt` cannot contain NUL characters; remove them")
+        return prompt
 
     def _checked_text(self, index: int, text: str, options: EncodeOptions) -> str:
         if not text:
@@ -158,7 +183,7 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer error {error}") from error
 
     def _with_specials(self, content: list[int], options: EncodeOptions) -> TokenIds:
-        room = self.max_input_length - self.num_special
+        room = self._limit(options) - self.num_special
         if len(content) > room:
             content = self._cut(content, room, len(content) + self.num_special, options)
         return np.array(self._prefix + content + self._suffix, dtype=np.int32)
@@ -167,13 +192,17 @@ class Tokenizer:
         if not ids:
             raise EmptyInput("`inputs` cannot be empty")
         self._check_ids(index, ids)
-        if len(ids) > self.max_input_length:
-            ids = self._cut(ids, self.max_input_length, len(ids), options)
+        if len(ids) > self._limit(options):
+            ids = self._cut(ids, self._limit(options), len(ids), options)
         return np.array(ids, dtype=np.int32)
+
+    def _limit(self, options: EncodeOptions) -> int:
+        """Tokens that an input of the request may have, special ones included."""
+        return min(self.max_input_length, options.max_tokens or self.max_input_length)
 
     def _cut(self, ids: list[int], room: int, given: int, options: EncodeOptions) -> list[int]:
         if not options.truncate:
-            raise InvalidInput(f"`inputs` must have less than {self.max_input_length} tokens. Given: {given}")
+            raise InvalidInput(f"`inputs` must have less than {self._limit(options)} tokens. Given: {given}")
         return ids[-room:] if options.truncation_direction == "left" else ids[:room]
 
     def _check_ids(self, index: int, ids: Sequence[int]) -> None:

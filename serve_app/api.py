@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -27,9 +27,12 @@ from engine.pooling import EmbedOptions, check_dimensions
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds
 from serve_app import encode, openapi
 from serve_app.backend import Backend, ServedModel
-from serve_app.errors import BadBody, BatchTooLarge, DeadlineExceeded, EmptyBatch, Overloaded, UnknownRoute, error_response
+from serve_app.errors import BadBody, BatchTooLarge, DeadlineExceeded, EmptyBatch, Form, Overloaded, UnknownRoute, error_response
 from serve_app.metrics import Metrics
+from serve_app.quantize import OutputDtype, check_dtype, quantize
 from serve_app.schemas import (
+    CohereEmbedRequest,
+    CohereType,
     DecodeRequest,
     EmbedAllRequest,
     EmbedRequest,
@@ -37,7 +40,9 @@ from serve_app.schemas import (
     OpenAIEmbeddingsRequest,
     SimilarityRequest,
     TokenizeRequest,
+    VertexRequest,
     parse_body,
+    parse_instance,
 )
 from serve_app.settings import Settings
 from serve_app.version import VERSION
@@ -60,18 +65,21 @@ class Api:
         self.app = self._build()
 
     def _build(self) -> ASGIApp:
-        def route(method: str, path: str, handler: Callable[[Request], Awaitable[Response]], openai: bool = False) -> Route:
-            return Route(path, self._guarded(path, handler, openai), methods=[method])
+        def route(method: str, path: str, handler: Callable[[Request], Awaitable[Response]], form: Form = "tei") -> Route:
+            return Route(path, self._guarded(path, handler, form), methods=[method])
 
         get, post = partial(route, "GET"), partial(route, "POST")
         routes = [
-            post("/v1/embeddings", self.openai_embeddings, openai=True),
-            post("/embeddings", self.openai_embeddings, openai=True),
+            post("/v1/embeddings", self.openai_embeddings, form="openai"),
+            post("/embeddings", self.openai_embeddings, form="openai"),
+            post("/v1/embed", partial(self.cohere_embed, version="1"), form="cohere"),
+            post("/v2/embed", partial(self.cohere_embed, version="2"), form="cohere"),
             post("/embed", self.embed),
             post("/", self.dispatch),
             post("/invocations", self.dispatch),
             post("/embed_all", self.embed_all),
             post("/similarity", self.similarity),
+            post("/vertex", self.vertex),
             post("/tokenize", self.tokenize),
             post("/decode", self.decode),
             get("/", self.health),
@@ -79,7 +87,7 @@ class Api:
             get("/ping", self.health),
             get("/info", self.info),
             get("/metrics", self.metrics),
-            get("/v1/models", self.models, openai=True),
+            get("/v1/models", self.models, form="openai"),
             get("/docs", self.docs),
             get("/openapi.json", self.openapi),
             get("/api-doc/openapi.json", self.openapi),
@@ -91,14 +99,34 @@ class Api:
     async def openai_embeddings(self, request: Request) -> Response:
         body = await self._read(request, OpenAIEmbeddingsRequest)
         model = self._backend.get(body.model)
-        options = EncodeOptions(truncate=self._settings.auto_truncate)
+        dtype = body.output_dtype or "float"
         with self._admit(len(body.input)):
             timings = Timings(body.input)
-            result = await self._embed(model, body.input, options, EmbedOptions(dimensions=body.dimensions), timings)
+            encoding, options = body.encode_options(self._settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
+            result = await self._embed(model, body.input, encoding, options, timings, (dtype,))
+        vectors = _as_dtype(result, dtype, model)
         content = encode.openai_embeddings(
-            np.asarray(result.vectors), body.encoding_format or "float", model.info.served_model_name, timings.num_tokens
+            vectors, body.encoding_format or "float", model.info.served_model_name, timings.num_tokens
         )
         return _json(content, timings.headers())
+
+    async def cohere_embed(self, request: Request, version: Literal["1", "2"]) -> Response:
+        body = await self._read(request, CohereEmbedRequest)
+        model = self._backend.get(body.model)
+        texts = body.all_texts()
+        types = body.embedding_types or ["float"]
+        dtypes: dict[CohereType, OutputDtype] = {each: "float" if each == "base64" else each for each in types}
+        with self._admit(len(texts)):
+            timings = Timings(texts)
+            options = EmbedOptions(dimensions=body.output_dimension)
+            result = await self._embed(model, texts, body.encode_options(), options, timings, list(dtypes.values()))
+        embeddings: Any = {
+            each: list(vectors) if each != "base64" else encode.base64_rows(vectors)
+            for each, vectors in ((each, _as_dtype(result, dtype, model)) for each, dtype in dtypes.items())
+        }
+        if version == "1" and not body.embedding_types:
+            embeddings = embeddings["float"]
+        return _json(encode.cohere_embeddings(embeddings, version, body.texts, timings.num_tokens), timings.headers())
 
     async def embed(self, request: Request) -> Response:
         return await self._embed_native(await self._read(request, EmbedRequest))
@@ -122,13 +150,25 @@ class Api:
     async def similarity(self, request: Request) -> Response:
         return await self._similarity_native(await self._read(request, SimilarityRequest))
 
+    async def vertex(self, request: Request) -> Response:
+        """Bodies of `/embed`, computed at the same time; the first that fails ends the others and is the answer."""
+        body = await self._read(request, VertexRequest)
+        instances = [parse_instance(EmbedRequest, index, each) for index, each in enumerate(body.instances)]
+        with self._admit(sum(len(each.inputs) for each in instances)):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._embed_one(each, Timings(each.inputs))) for each in instances]
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+        return _json(encode.to_json({"predictions": [task.result() for task in tasks]}))
+
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
         if not body.inputs:
             raise EmptyBatch("`inputs` cannot be empty")
         tokenizer = self._backend.get(body.model).tokenizer
         with self._admit(len(body.inputs)):
-            args = body.inputs, body.add_special_tokens, body.prompt_name
+            args = body.inputs, body.add_special_tokens, body.encode_options(self._settings.auto_truncate)
             tokens = await self._off_loop(sum(map(len, body.inputs)), tokenizer.tokens, *args)
         return _json(encode.tokens(tokens))
 
@@ -182,12 +222,17 @@ class Api:
     # What the routes share.
 
     async def _embed_native(self, body: EmbedRequest) -> Response:
-        model = self._backend.get(body.model)
         with self._admit(len(body.inputs)):
             timings = Timings(body.inputs)
-            options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
-            result = await self._embed(model, body.inputs, body.encode_options(self._settings.auto_truncate), options, timings)
-        return _json(encode.to_json(result.vectors), timings.headers())
+            vectors = await self._embed_one(body, timings)
+        return _json(encode.to_json(vectors), timings.headers())
+
+    async def _embed_one(self, body: EmbedRequest, timings: "Timings") -> Any:
+        model = self._backend.get(body.model)
+        encoding = body.encode_options(self._settings.auto_truncate)
+        options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
+        dtype = body.output_dtype or "float"
+        return _as_dtype(await self._embed(model, body.inputs, encoding, options, timings, (dtype,)), dtype, model)
 
     async def _similarity_native(self, body: SimilarityRequest) -> Response:
         sentences = body.inputs.sentences
@@ -203,13 +248,23 @@ class Api:
         return _json(encode.to_json(vectors[1:] @ vectors[0]), timings.headers())
 
     async def _embed(
-        self, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions, options: EmbedOptions, timings: "Timings"
+        self,
+        model: ServedModel,
+        inputs: Sequence[TextOrIds],
+        encoding: EncodeOptions,
+        options: EmbedOptions,
+        timings: "Timings",
+        dtypes: Sequence[OutputDtype] = (),
     ) -> Embeddings:
-        """Tokenise and compute within the request's deadline. Raises: what the tokenizer, the engine or the clock says."""
+        """Tokenise and compute within the request's deadline. Raises: what the tokenizer, the engine or the clock says, and
+        InvalidInput where the vectors could not become one of `dtypes`."""
         check_dimensions(options.dimensions, model.info.embedding_size)
+        for dtype in dtypes:
+            check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)
+        size = timings.num_chars + len(encoding.prompt or "") * len(inputs)
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                sequences: list[TokenIds] = await self._off_loop(timings.num_chars, model.tokenizer.encode, inputs, encoding)
+                sequences: list[TokenIds] = await self._off_loop(size, model.tokenizer.encode, inputs, encoding)
                 timings.tokenized(sequences)
                 self._metrics.tokenize_seconds.observe(timings.tokenization_s)
                 result = await model.embed(sequences, options)
@@ -266,7 +321,7 @@ class Api:
         return b"".join(chunks)
 
     def _guarded(
-        self, route: str, handler: Callable[[Request], Awaitable[Response]], openai: bool
+        self, route: str, handler: Callable[[Request], Awaitable[Response]], form: Form
     ) -> Callable[[Request], Awaitable[Response]]:
         """Every way out of a handler: an answer, an error in the route's own form, or a client that left."""
 
@@ -275,13 +330,13 @@ class Api:
             try:
                 response = await handler(request)
             except EmberError as error:
-                response = error_response(error, openai)
+                response = error_response(error, form)
             except (asyncio.CancelledError, ClientDisconnect):
                 self._metrics.cancelled.inc()
                 raise
             except Exception:
                 log.exception("%s failed", route)
-                response = error_response(EmberError("internal error; the server's log has the details"), openai)
+                response = error_response(EmberError("internal error; the server's log has the details"), form)
             self._metrics.observe_request(route, response.status_code, perf_counter() - start)
             return response
 
@@ -327,6 +382,11 @@ def _is_similarity(content: bytes) -> bool:
     return isinstance(parsed, dict) and isinstance(parsed.get("inputs"), dict)
 
 
+def _as_dtype(result: Embeddings, dtype: OutputDtype, model: ServedModel) -> Any:
+    vectors = np.asarray(result.vectors)
+    return vectors if dtype == "float" else quantize(vectors, dtype, model.info.int8_ranges)
+
+
 def _json(content: bytes, headers: dict[str, str] | None = None) -> Response:
     return Response(content, headers=headers, media_type="application/json")
 
@@ -338,4 +398,4 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         message = f"{path} does not take {request.method}"
     else:
         message = f"there is no route {path}; GET /docs lists them"
-    return error_response(UnknownRoute(message, error.status_code), openai="/v1/" in path)
+    return error_response(UnknownRoute(message, error.status_code), "openai" if "/v1/" in path else "tei")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
@@ -10,6 +10,7 @@ from engine.packer import Job
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
 from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.quantize import Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ModelInfo:
     max_input_length: int
     max_batch_tokens: int
     created: int
+    int8_ranges: Ranges = field(default_factory=dict, compare=False)
 
     def openai_entry(self) -> dict[str, Any]:
         return {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}

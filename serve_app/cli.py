@@ -33,7 +33,7 @@ from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
 from engine.model_folder import load_model_config
-from serve_app.settings import Settings, SettingsError, load_settings
+from serve_app.settings import IDLE_PROMPTS, Settings, SettingsError, load_settings
 
 cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)
 console = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -87,10 +87,18 @@ def serve(settings: Settings) -> None:
     for model in settings.models:
         console.print(f"model {model}")
         folder = resolve_model(model)
-        config = load_model_config(folder, settings.pooling)
+        config = load_model_config(
+            folder,
+            settings.pooling,
+            default_prompt_name=settings.default_prompt_name,
+            default_prompt=settings.default_prompt,
+        )
         console.print(
             f"  {folder}\n  {config.architecture}, {config.embedding_size} dimensions, up to {config.max_input_length} tokens"
         )
+        if config.idle_prompts:
+            warning = IDLE_PROMPTS.format(model=model, names=", ".join(config.idle_prompts))
+            console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:

@@ -1,6 +1,7 @@
 """Vectors -> response bytes, straight from numpy: no Python float is ever made."""
 
 import binascii
+import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,24 +11,20 @@ from numpy.typing import NDArray
 
 from engine.tokenizer import Token
 
-Vectors = NDArray[np.float32]
+# float32, or what `quantize` made of it
+Vectors = NDArray[np.float32] | NDArray[np.int8] | NDArray[np.uint8]
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of plain data and of C-contiguous float32 arrays, shortest decimals that give the same float32 back."""
+    """JSON of plain data and of C-contiguous arrays, for float32 the shortest decimals that give the same number back."""
     return orjson.dumps(value, option=_NUMPY)
 
 
 def openai_embeddings(vectors: Vectors, encoding_format: Literal["float", "base64"], model: str, num_tokens: int) -> bytes:
-    """OpenAI's list of embeddings; base64 is of little-endian float32."""
-    if encoding_format == "base64":
-        rows: Sequence[Any] = [
-            binascii.b2a_base64(row, newline=False).decode("ascii") for row in vectors.astype("<f4", copy=False)
-        ]
-    else:
-        rows = list(vectors)
+    """OpenAI's list of embeddings."""
+    rows: Sequence[Any] = base64_rows(vectors) if encoding_format == "base64" else list(vectors)
     return to_json(
         {
             "object": "list",
@@ -36,6 +33,27 @@ def openai_embeddings(vectors: Vectors, encoding_format: Literal["float", "base6
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
     )
+
+
+def cohere_embeddings(
+    embeddings: Vectors | dict[str, Any], version: Literal["1", "2"], texts: list[str] | None, num_tokens: int
+) -> bytes:
+    """Cohere's answer: the vectors by type, or, without types in version 1, the vectors alone."""
+    by_type = isinstance(embeddings, dict)
+    echo = {} if texts is None else {"texts": texts}
+    meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": num_tokens}}
+    return to_json(
+        {"response_type": "embeddings_by_type" if by_type else "embeddings_floats", "id": str(uuid.uuid4())}
+        | {"embeddings": embeddings}
+        | echo
+        | {"meta": meta}
+    )
+
+
+def base64_rows(vectors: Vectors) -> list[str]:
+    """Base64 of each vector's bytes, little-endian."""
+    rows = vectors.astype(vectors.dtype.newbyteorder("<"), copy=False)
+    return [binascii.b2a_base64(row, newline=False).decode("ascii") for row in rows]
 
 
 def tokens(batches: Sequence[Sequence[Token]]) -> bytes:

@@ -1,10 +1,11 @@
 """The one place where an error becomes a status and a body.
 
 Native routes answer TEI's `{"error", "error_type"}`; OpenAI routes answer OpenAI's envelope and TEI's flat fields in
-one object, so that the openai SDK and TEI's own scripts both find what they look for.
+one object, so that the openai SDK and TEI's own scripts both find what they look for; Cohere's answer `{"message"}`.
 """
 
 import math
+from typing import Literal
 
 import orjson
 from starlette.responses import Response
@@ -13,6 +14,10 @@ from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, I
 
 _PREFIX = "Input validation error: "
 
+Form = Literal["tei", "openai", "cohere"]
+# Cohere answers 400 to whatever is wrong with a request, and knows no 424.
+_COHERE_STATUS = {422: 400, 424: 500}
+
 
 class ApiError(EmberError):
     """A request the HTTP layer itself answers with an error. `error_type` is what the body calls it."""
@@ -20,6 +25,12 @@ class ApiError(EmberError):
     status = 500
     error_type = "Backend"
     headers: dict[str, str] = {}
+
+
+class BadInstance(ApiError):
+    """An instance of `/vertex` is not the JSON of any route."""
+
+    status, error_type = 422, "Validation"
 
 
 class EmptyBatch(ApiError):
@@ -92,11 +103,13 @@ class BadBody(ApiError):
         self.status = status
 
 
-def error_response(error: EmberError, openai: bool) -> Response:
+def error_response(error: EmberError, form: Form) -> Response:
     """The answer to a request that failed, in the form of its route."""
     status, error_type, message = _describe(error)
     headers = error.headers if isinstance(error, ApiError) else {}
-    if openai:
+    if form == "cohere":
+        return _json({"message": message}, _COHERE_STATUS.get(status, status), headers)
+    if form == "openai":
         flat = {"message": message, "type": error_type, "code": status}
         return _json({"error": flat | {"param": None}} | flat, status, headers)
     if isinstance(error, BadBody):

@@ -31,7 +31,8 @@ from serve_app.app import deployment_options
 from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.metrics import Metrics
-from serve_app.settings import Settings
+from serve_app.quantize import read_ranges
+from serve_app.settings import IDLE_PROMPTS, Settings
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class GatewayModel(BaseModel):
     aliases: tuple[str, ...] = ()
     pooling: Pooling | None = None
     max_input_tokens: int | None = None
+    default_prompt_name: str | None = None
+    default_prompt: str | None = None
     pools: tuple[PoolRef, ...] = Field(min_length=1)
 
 
@@ -181,7 +184,11 @@ class PooledModel:
     def __init__(self, given: GatewayModel, settings: Settings, asleep: Literal["wait", "refuse"]) -> None:
         """Reads the model's configuration and tokenizer; never its weights."""
         folder = resolve_model(given.model, weights=False)
-        config = load_model_config(folder, given.pooling)
+        config = load_model_config(
+            folder, given.pooling, default_prompt_name=given.default_prompt_name, default_prompt=given.default_prompt
+        )
+        if config.idle_prompts:
+            log.warning(IDLE_PROMPTS.format(model=given.name, names=", ".join(config.idle_prompts)))
         if given.max_input_tokens is not None:
             config = replace(config, max_input_length=min(config.max_input_length, given.max_input_tokens))
         self.given, self._asleep = given, asleep
@@ -198,6 +205,7 @@ class PooledModel:
             max_input_length=self.tokenizer.max_input_length,
             max_batch_tokens=MOST_BATCH_TOKENS,  # at most: each pool finds its own
             created=int(time()),
+            int8_ranges=read_ranges(folder, config.embedding_size),
         )
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:

@@ -2,6 +2,7 @@
 gateway it is `pool.py`'s."""
 
 import asyncio
+import logging
 import sys
 from collections.abc import Mapping
 from time import time
@@ -11,13 +12,17 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from engine.engine import Engine
+from engine.hub import resolve_model
 from engine.loop import EngineLoop
 from engine.packer import Job
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo
 from serve_app.errors import Unhealthy
 from serve_app.metrics import Metrics
-from serve_app.settings import Settings
+from serve_app.quantize import read_ranges
+from serve_app.settings import IDLE_PROMPTS, Settings
+
+log = logging.getLogger(__name__)
 
 
 class EngineServer:
@@ -46,6 +51,7 @@ class EngineServer:
             max_input_length=self._engine.tokenizer.max_input_length,
             max_batch_tokens=self._engine.max_batch_tokens,
             created=int(time()),
+            int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
         )
         self._model = LocalModel(info, self._engine.tokenizer, self._collect)
 
@@ -55,6 +61,8 @@ class EngineServer:
             model,
             dtype=settings.dtype,
             pooling=settings.pooling,
+            default_prompt_name=settings.default_prompt_name,
+            default_prompt=settings.default_prompt,
             max_batch_tokens=settings.max_batch_tokens,
             max_input_tokens=settings.max_input_tokens,
             num_threads=num_threads,
@@ -84,6 +92,8 @@ class ModelServer(EngineServer):
     def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
         super().__init__(model, name, settings)
         self._backend = LocalBackend(self._model, self._loop, elsewhere)
+        if idle := self._engine.config.idle_prompts:
+            log.warning(IDLE_PROMPTS.format(model=name, names=", ".join(idle)))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return Api(self._backend, self._settings, self._metrics).app

@@ -32,14 +32,33 @@ _OPENAI_LIST = {
     "type": "object",
     "properties": {"object": {"type": "string"}, "data": {"type": "array", "items": {"type": "object"}}},
 }
+_COHERE_ERROR = {"type": "object", "required": ["message"], "properties": {"message": {"type": "string"}}}
+_COHERE_ANSWER = {
+    "type": "object",
+    "properties": {
+        "response_type": {"type": "string", "enum": ["embeddings_floats", "embeddings_by_type"]},
+        "id": {"type": "string"},
+        "embeddings": {"anyOf": [_VECTORS, {"type": "object"}]},
+        "texts": {"type": "array", "items": {"type": "string"}},
+        "meta": {"type": "object"},
+    },
+}
 
 # path, body, schema of the answer, summary
 _POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
     ("/v1/embeddings", schemas.OpenAIEmbeddingsRequest, _OPENAI_LIST, "Embeddings, OpenAI's form"),
+    ("/v1/embed", schemas.CohereEmbedRequest, _COHERE_ANSWER, "Embeddings, the form of Cohere's version 1"),
+    ("/v2/embed", schemas.CohereEmbedRequest, _COHERE_ANSWER, "Embeddings, the form of Cohere's version 2"),
     ("/embed", schemas.EmbedRequest, _VECTORS, "Embeddings, TEI's form"),
     ("/", schemas.EmbedRequest, _VECTORS, "Embeddings or similarity, by the shape of the body"),
     ("/embed_all", schemas.EmbedAllRequest, {"type": "array", "items": _VECTORS}, "One vector per token"),
     ("/similarity", schemas.SimilarityRequest, _FLOATS, "Cosine of one sentence with others"),
+    (
+        "/vertex",
+        schemas.VertexRequest,
+        {"type": "object", "properties": {"predictions": {"type": "array", "items": _VECTORS}}},
+        "Bodies of /embed in Vertex AI's wrapper",
+    ),
     (
         "/tokenize",
         schemas.TokenizeRequest,
@@ -76,6 +95,10 @@ def document(root_path: str) -> dict[str, Any]:
     for path, body, answer, summary in _POSTS:
         errors = _ERRORS | ({"404": "Unknown model"} if path.startswith("/v1/") else {})
         error_schema = _OPENAI_ERROR if path.startswith("/v1/") else _ERROR
+        if body is schemas.CohereEmbedRequest:
+            errors = {"404": "Unknown model"} | {code: text for code, text in _ERRORS.items() if code not in ("422", "424")}
+            errors |= {"400": "A body, input or field that the model cannot take", "500": "The forward pass failed"}
+            error_schema = _COHERE_ERROR
         responses = {code: _response(text, error_schema) for code, text in errors.items()}
         paths.setdefault(path, {})["post"] = _operation(summary, body.__name__, answer, responses)
     return {

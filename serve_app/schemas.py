@@ -6,10 +6,20 @@ and an error that names the item, where a generic union would report every item 
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
-from engine.tokenizer import EncodeOptions, TextOrIds
-from serve_app.errors import BadBody
+from engine.tokenizer import EncodeOptions, InputType, TextOrIds
+from serve_app.errors import BadBody, BadInstance
+from serve_app.quantize import OutputDtype
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -113,22 +123,33 @@ class _ModelBody(_Body):
     model: str | None = None
 
 
-class Encoding(_ModelBody):
+class Prompted(_ModelBody):
+    """What is put before each text: see `EncodeOptions`."""
+
+    prompt_name: str | None = None
+    prompt: str | None = None
+    input_type: Literal["query", "document"] | None = None
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        return EncodeOptions(auto_truncate, "right", self.prompt_name, self.prompt, self.input_type)
+
+
+class Encoding(Prompted):
     """How the inputs are encoded. `truncate` null means the server's `auto_truncate`."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
-    prompt_name: str | None = None
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
         truncate = auto_truncate if self.truncate is None else self.truncate
-        return EncodeOptions(truncate, self.truncation_direction, self.prompt_name)
+        return EncodeOptions(truncate, self.truncation_direction, self.prompt_name, self.prompt, self.input_type)
 
 
 class EmbedRequest(Encoding):
     inputs: Inputs
     normalize: bool = True
     dimensions: Dimensions | None = None
+    output_dtype: OutputDtype | None = None
 
 
 class EmbedAllRequest(Encoding):
@@ -145,17 +166,76 @@ class SimilarityRequest(_ModelBody):
     parameters: Encoding | None = None
 
 
-class OpenAIEmbeddingsRequest(_ModelBody):
+class OpenAIEmbeddingsRequest(Prompted):
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Dimensions | None = None
+    output_dtype: OutputDtype | None = None
     user: str | None = None
 
 
-class TokenizeRequest(_ModelBody):
+class CohereContent(_Body):
+    type: Literal["text"]  # of Cohere's other kind, `image_url`, nothing can be embedded here
+    text: str
+
+
+class CohereInput(_Body):
+    content: Annotated[list[CohereContent], Field(min_length=1)]
+
+
+CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+_COHERE_INPUT_TYPES: dict[str | None, InputType] = {
+    "search_query": "query",
+    "search_document": "document",
+    "classification": "classification",
+    "clustering": "clustering",
+}
+
+
+class CohereEmbedRequest(_ModelBody):
+    """Cohere's `/v1/embed` and `/v2/embed`: one of `texts` and `inputs`, in version 1 too."""
+
+    texts: Annotated[list[str], PlainValidator(_parse_texts), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})] | None = (
+        None
+    )
+    inputs: list[CohereInput] | None = None
+    images: list[str] | None = None
+    input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | None = None
+    embedding_types: list[CohereType] | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    output_dimension: Dimensions | None = None
+    max_tokens: Dimensions | None = None
+
+    @model_validator(mode="after")
+    def _has_texts(self) -> "CohereEmbedRequest":
+        if self.images or self.input_type == "image":
+            raise ValueError("images cannot be embedded here; send `texts`, and another `input_type` than image")
+        if bool(self.texts) == bool(self.inputs):
+            raise ValueError("either `texts` or `inputs` must be given, and hold at least one item")
+        return self
+
+    def all_texts(self) -> list[str]:
+        """The texts to embed; the parts of an input are lines of one text."""
+        return self.texts or ["\n".join(part.text for part in each.content) for each in self.inputs or ()]
+
+    def encode_options(self) -> EncodeOptions:
+        return EncodeOptions(
+            truncate=self.truncate != "NONE",
+            truncation_direction="left" if self.truncate == "START" else "right",
+            input_type=_COHERE_INPUT_TYPES.get(self.input_type),
+            max_tokens=self.max_tokens,
+        )
+
+
+class VertexRequest(_Body):
+    """Each instance is a body of `/embed`; see `parse_instance`."""
+
+    instances: list[Any]
+
+
+class TokenizeRequest(Prompted):
     inputs: Texts
     add_special_tokens: bool = True
-    prompt_name: str | None = None
 
 
 class DecodeRequest(_ModelBody):
@@ -171,6 +251,18 @@ def parse_body(schema: type[T], body: bytes) -> T:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
             raise BadBody(f"Failed to parse the request body as JSON: {first['msg']}", 400) from None
-        where = ".".join(map(str, first["loc"])) or "body"
-        reason = first["msg"].removeprefix("Value error, ")
-        raise BadBody(f"Failed to deserialize the JSON body into the target type: {where}: {reason}", 422) from None
+        raise BadBody(f"Failed to deserialize the JSON body into the target type: {_fault(error, 'body')}", 422) from None
+
+
+def parse_instance(schema: type[T], index: int, instance: Any) -> T:
+    """One instance of `/vertex`. Raises: BadInstance naming it and the first field at fault."""
+    try:
+        return schema.model_validate(instance)
+    except ValidationError as error:
+        raise BadInstance(f"instances.{index}: {_fault(error, 'instance')}") from None
+
+
+def _fault(error: ValidationError, whole: str) -> str:
+    """The first field at fault and what is wrong with it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg'].removeprefix('Value error, ')}"

@@ -15,6 +15,10 @@ from engine.model_config import Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
 _NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_KERNEL_CACHE")  # read elsewhere, and for all commands
+IDLE_PROMPTS = (
+    "{model} has prompts ({names}) that a text gets only where its request says so, with prompt_name or input_type; "
+    "choose one for all other texts with default_prompt_name, or none with an empty default_prompt"
+)
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -53,6 +57,12 @@ class Settings(BaseModel):
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
         None, description=f"{', '.join(get_args(Pooling))} [default: what the model's folder says]"
     )
+    default_prompt_name: str | None = Field(
+        None, description="The model's prompt for texts whose request asks for none [default: what the model's folder says]"
+    )
+    default_prompt: str | None = Field(
+        None, description="The same, as a text; empty for none [default: what the model's folder says]"
+    )
     max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
     max_input_tokens: int | None = Field(None, ge=1, description="Tokens of the longest input [default: the model's own limit]")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
@@ -72,6 +82,12 @@ class Settings(BaseModel):
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):
             raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_agree(self) -> "Settings":
+        if self.default_prompt_name is not None and self.default_prompt is not None:
+            raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
         return self
 
     @property

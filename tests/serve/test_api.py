@@ -3,6 +3,7 @@
 import base64
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -65,6 +66,17 @@ def test_openai_float_and_base64(client: httpx.Client, engine: Engine, path: str
     assert {item["object"] for item in floats["data"]} == {"embedding"}
     close([item["embedding"] for item in floats["data"]], expected)
     close([np.frombuffer(base64.b64decode(item["embedding"]), dtype="<f4") for item in coded["data"]], expected)
+
+
+def test_an_operators_default_prompt_and_quantised_vectors(deployed: Any, engine: Engine) -> None:
+    with deployed("/prompted", default_prompt="query: ") as prompted:
+        expected = engine.embed(["query: one"])
+        close(prompted.post("embed", json={"inputs": "one"}).json(), expected)
+        close(prompted.post("embed", json={"inputs": "query: one", "prompt": ""}).json(), expected)
+        int8 = np.asarray(prompted.post("embed", json={"inputs": "one", "output_dtype": "int8"}).json())
+        assert np.abs(int8 - np.rint(expected * 127 / (8 / 384**0.5))).max() <= 1
+        vertex = prompted.post("vertex", json={"instances": [{"inputs": "one"}]}).json()["predictions"]
+        close(vertex[0], expected)
 
 
 def test_root_embeds_or_compares_by_the_shape_of_the_body(client: httpx.Client, engine: Engine) -> None:
@@ -138,7 +150,8 @@ def test_headers_tell_what_the_request_cost(client: httpx.Client) -> None:
 
 def test_openapi_names_every_schema_it_uses(client: httpx.Client) -> None:
     document = client.get("openapi.json").json()
-    assert {"/embed", "/v1/embeddings", "/similarity", "/tokenize", "/decode"} <= set(document["paths"])
+    assert {"/embed", "/v1/embeddings", "/similarity", "/tokenize", "/decode", "/v2/embed", "/vertex"} <= set(document["paths"])
+    assert {"output_dtype", "prompt", "input_type"} <= set(document["components"]["schemas"]["EmbedRequest"]["properties"])
     used = set(re.findall(r"#/components/schemas/(\w+)", client.get("openapi.json").text))
     assert used <= set(document["components"]["schemas"])
     page = client.get("docs")

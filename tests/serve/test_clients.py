@@ -35,6 +35,23 @@ def test_openai_models_and_errors(sdk: openai.OpenAI) -> None:
     assert "dimensions" in caught.value.message
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_cohere(client: httpx.Client, expected: np.ndarray) -> None:
+    cohere = pytest.importorskip("cohere")
+    asked = {"model": "all-MiniLM-L6-v2", "texts": ["hello world", "x"], "input_type": "search_document"}
+    with httpx.Client() as http:
+        known = {"api_key": "unused", "base_url": str(client.base_url).rstrip("/"), "httpx_client": http}
+        new, old = cohere.ClientV2(**known), cohere.Client(**known)
+        typed = new.embed(**asked, embedding_types=["float", "int8", "binary"]).embeddings
+        np.testing.assert_allclose(typed.float_, expected, atol=1e-6)
+        int8 = np.asarray(typed.int8, dtype=np.float32)
+        assert ((int8 * expected).sum(axis=1) / np.linalg.norm(int8, axis=1)).min() > 0.999
+        assert np.shape(typed.binary) == (2, 48)
+        np.testing.assert_allclose(old.embed(**asked).embeddings, expected, atol=1e-6)
+        with pytest.raises(cohere.BadRequestError, match="dimensions"):
+            new.embed(**asked, output_dimension=1000)
+
+
 def test_huggingface_hub(client: httpx.Client, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # or its client refuses loopback too
     hub = InferenceClient(model=str(client.base_url))

@@ -94,6 +94,7 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
         (["no/such-model"], "neither a folder here nor"),
         (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
         (["a/x", "b/x"], "share a name"),
+        (["--default-prompt-name", "query"], "`query` but no prompts were found"),
     ],
 )
 def test_bad_arguments_end_in_one_line_that_names_them(arguments: list[str], message: str) -> None:

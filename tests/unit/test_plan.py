@@ -23,6 +23,7 @@ from cluster.nodes import GIB, Card, Node, load_nodes
 from cluster.plan import ModelEntry, ModelsFile, Plan, load_models
 from engine.errors import EmberError
 from serve_app.cli import cli
+from serve_app.gateway import GatewayArgs
 
 NODES = """\
 nodes:
@@ -111,7 +112,8 @@ def test_a_key_that_ray_does_not_know_would_be_noticed(example: Plan) -> None:
 def test_every_option_reaches_the_config() -> None:
     limits = {"max_batch_tokens": 2048, "max_input_tokens": 1024, "pooling": "mean", "dtype": "fp32"}
     plan = planned(
-        MIXED, entry("a/x", "qwen3-embedding-0.6b", nodes=["pc1", "pc2"], **limits), entry("b", not_nodes=["pc1", "big"]),
+        MIXED, entry("a/x", "qwen3-embedding-0.6b", nodes=["pc1", "pc2"], default_prompt_name="query", **limits),
+        entry("b", not_nodes=["pc1", "big"], default_prompt=""),
         default="b", gateways=3, asleep="refuse", settings={"port": 9000, "max_client_batch_size": 7},
     )  # fmt: skip
     config = plan.serve_config()
@@ -128,6 +130,9 @@ def test_every_option_reaches_the_config() -> None:
     gateway = by_name["gateway"]
     assert (gateway["args"]["default"], gateway["args"]["asleep"], config["http_options"]["port"]) == ("b", "refuse", 9000)
     assert gateway["deployments"][0]["num_replicas"] == 3
+    first, second = GatewayArgs.model_validate(gateway["args"]).models
+    assert (first.default_prompt_name, first.default_prompt, first.max_input_tokens) == ("query", None, 1024)
+    assert (second.default_prompt_name, second.default_prompt) == (None, "")
 
 
 def test_a_folder_is_named_by_its_whole_path(minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +277,8 @@ BAD_MODELS = [
     ("models: [{name: a, model: qwen3-embedding-4b}]\nsettings: {prt: 1}", ["settings.prt is not a key", "port"]),
     ("models: [{name: a, model: x}]\nsettings: {dtype: fp32}", ["settings.dtype", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
+    ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),
+    ("models: [{name: a, model: x, default_prompt: q, default_prompt_name: q}]", ["models.0", "both set", "leave one out"]),
     ("models: [{name: a, model: x, dtype: int8}]", ["models.0.dtype", "'int8'", "auto", "float32", "bfloat16"]),
     ("models: [{name: a, model: x, pooling: splade}]", ["models.0.pooling", "'splade'", "mean"]),
     (

@@ -36,6 +36,11 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),
         ({"models": ["org/a", "other/a"]}, {}, ["share a name", "served_model_name"]),
         ({"request_timeout_s": "0"}, {}, ["--request-timeout-s = '0'", "greater than 0"]),
+        (
+            {"default_prompt": "a"},
+            {"EMBERFORGE_DEFAULT_PROMPT_NAME": "b"},
+            ["default_prompt_name and default_prompt", "leave one"],
+        ),
     ],
 )
 def test_a_bad_value_is_named_with_the_way_out(flags: dict[str, object], env: dict[str, str], parts: list[str]) -> None:

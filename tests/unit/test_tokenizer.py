@@ -76,7 +76,7 @@ def test_truncation_of_one_request_does_not_touch_another(ours: Tokenizer) -> No
     with pytest.raises(InvalidInput, match="Given: 402"):
         ours.encode(["word " * 400], EncodeOptions(truncate=False))
     assert len(ours.encode(["word " * 400], EncodeOptions())[0]) == 256
-    assert len(ours.tokens(["word " * 400], True, None)[0]) == 402
+    assert len(ours.tokens(["word " * 400], True, EncodeOptions())[0]) == 402
 
 
 def test_a_huge_string_is_cut_before_it_is_tokenised(ours: Tokenizer) -> None:
@@ -107,6 +107,75 @@ def test_prompts(minilm: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.fixture
+def prompted(minilm: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the model whose config_sentence_transformers.json has these prompts, and no weights."""
+
+    def make(prompts: dict[str, str], **config: str) -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(minilm, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts} | config))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("input_type", "names", "taken"),
+    [
+        ("query", ("document", "query", "web_search_query"), "query"),
+        ("query", ("sts_query", "web_search_query"), "web_search_query"),
+        ("query", ("passage",), None),
+        ("document", ("query", "passage", "corpus"), "passage"),
+        ("document", ("passage", "document"), "document"),
+        ("document", ("query",), None),
+        ("classification", ("Classification", "STS"), "Classification"),
+        ("clustering", ("query",), None),
+    ],
+)
+def test_an_input_type_takes_the_models_prompt_for_it(
+    prompted: Callable[..., Path], input_type: Any, names: tuple[str, ...], taken: str | None
+) -> None:
+    folder = prompted({name: f"{name}> " for name in names}, default_prompt_name=names[0])
+    tokenizer = Tokenizer.load(folder, load_model_config(folder))
+    assert tokenizer.prompt(EncodeOptions(input_type=input_type)) == ("" if taken is None else f"{taken}> ")
+
+
+def test_the_operators_default_prompt_overrides_the_authors(prompted: Callable[..., Path]) -> None:
+    folder = prompted({"query": "query: ", "passage": "passage: "}, default_prompt_name="passage")
+
+    def default(**given: str) -> str:
+        return Tokenizer.load(folder, load_model_config(folder, **given)).prompt(EncodeOptions())  # type: ignore[arg-type]
+
+    assert default() == "passage: "
+    assert default(default_prompt_name="query") == "query: "
+    assert default(default_prompt="say: ") == "say: "
+    assert default(default_prompt="") == ""
+    with pytest.raises(ModelError, match=r'`nope` but it was not found.*\["query", "passage"\]'):
+        default(default_prompt_name="nope")
+    with pytest.raises(ModelError, match="no prompts were found"):
+        load_model_config(prompted({}), default_prompt_name="query")
+
+
+def test_prompts_that_nobody_chose_are_named(prompted: Callable[..., Path], minilm: Path) -> None:
+    folder = prompted({"query": "query: ", "document": ""})
+    assert load_model_config(folder).idle_prompts == ("query",)
+    assert load_model_config(folder, default_prompt_name="query").idle_prompts == ()
+    assert load_model_config(folder, default_prompt="").idle_prompts == ()
+    assert load_model_config(minilm).idle_prompts == ()
+    by_authors = prompted({"query": "query: ", "document": ""}, default_prompt_name="document")
+    assert load_model_config(by_authors).idle_prompts == ()
+
+
+def test_max_tokens_is_a_limit_below_the_models(ours: Tokenizer) -> None:
+    whole = ours.encode(["one two three four"], EncodeOptions())[0].tolist()
+    assert ours.encode(["one two three four"], EncodeOptions(max_tokens=4))[0].tolist() == whole[:3] + whole[-1:]
+    assert ours.encode([[5, 6, 7, 8]], EncodeOptions(max_tokens=3))[0].tolist() == [5, 6, 7]
+    assert len(ours.encode(["word " * 400], EncodeOptions(max_tokens=1000))[0]) == 256
+    with pytest.raises(InvalidInput, match="more than 2"):
+        ours.encode(["one"], EncodeOptions(max_tokens=0))
+
+
 def test_token_ids_are_used_as_they_are(ours: Tokenizer) -> None:
     mixed = ours.encode([[5, 6, 7], "a"], EncodeOptions())
     assert mixed[0].tolist() == [5, 6, 7]
@@ -123,6 +192,6 @@ def test_empty_inputs(ours: Tokenizer, tiny: Callable[..., Path]) -> None:
 
 def test_byte_offsets(ours: Tokenizer) -> None:
     text = "é 今 hello"
-    for token in ours.tokens([text], False, None)[0]:
+    for token in ours.tokens([text], False, EncodeOptions())[0]:
         assert token.start is not None
         assert text.encode()[token.start : token.stop].decode() == token.text

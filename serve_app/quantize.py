@@ -1,0 +1,94 @@
+"""Float32 vectors -> int8, uint8 or bits, as sentence-transformers' `quantize_embeddings` defines them.
+
+A vector is cut to its dimensions and normalised before; why the default ranges are what they are, and what each type costs
+in recall, stands in docs/decisions/012.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import InvalidInput, ModelError
+
+Quantized = Literal["int8", "uint8", "binary", "ubinary"]
+OutputDtype = Literal["float", Quantized]
+Vectors = NDArray[np.float32]
+# Dimensions -> [2, dimensions] float32, the least and the greatest value of each.
+Ranges = Mapping[int, Vectors]
+
+RANGES_FILE = "int8_ranges.json"
+
+# A component of a normalised vector of D dimensions is 1 / sqrt(D) in the root mean square; the default range holds so many.
+_DEFAULT_RANGE = 8.0
+
+
+def quantize(vectors: Vectors, dtype: Quantized, ranges: Ranges) -> NDArray[np.int8] | NDArray[np.uint8]:
+    """[B, D] float32 -> [B, D] (int8, uint8), or [B, D / 8] with the first dimension in the highest bit (binary, ubinary).
+
+    Of the two of a pair the signed one is the unsigned less 128. What `check_dtype` refuses must not come here.
+    """
+    if dtype in ("binary", "ubinary"):
+        unsigned = np.packbits(vectors > 0, axis=-1)
+    else:
+        starts, ends = ranges.get(vectors.shape[-1], _default_ranges(vectors.shape[-1]))
+        steps = (ends - starts) / 255
+        steps = np.where(steps == 0, 1, steps)  # a dimension that never varies
+        unsigned = np.clip(np.floor((vectors - starts) / steps), 0, 255).astype(np.uint8)
+    return unsigned if dtype in ("uint8", "ubinary") else (unsigned ^ 0x80).view(np.int8)
+
+
+def check_dtype(dtype: OutputDtype, dimensions: int, normalized: bool, ranges: Ranges) -> None:
+    """Raises: InvalidInput where vectors of so many dimensions cannot be quantised so, before anything is computed."""
+    if dtype in ("binary", "ubinary") and dimensions % 8:
+        raise InvalidInput(
+            f"`{dtype}` packs 8 dimensions into a byte, and {dimensions} is not a multiple of 8; choose other dimensions"
+        )
+    if dtype in ("int8", "uint8") and not normalized and dimensions not in ranges:
+        raise InvalidInput(
+            f"`{dtype}` of vectors that are not normalised needs their ranges: leave `normalize` true, or put "
+            f"ranges for {dimensions} dimensions into the model's {RANGES_FILE}"
+        )
+
+
+def read_ranges(folder: Path, embedding_size: int) -> dict[int, Vectors]:
+    """The calibrated ranges of a model: `{"384": [[384 minima], [384 maxima]], ...}` in its folder; none without the file.
+
+    Raises: ModelError naming the file and what is wrong with it.
+    """
+    path = folder / RANGES_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f'{path} must hold {{"<dimensions>": [[minima], [maxima]]}}')
+    return dict(_entry(path, key, value, embedding_size) for key, value in content.items())
+
+
+def _entry(path: Path, key: str, value: Any, embedding_size: int) -> tuple[int, Vectors]:
+    if not key.isdecimal() or not 0 < int(key) <= embedding_size:
+        raise ModelError(f"{path}: {key!r} is not a number of dimensions from 1 to {embedding_size}")
+    dimensions = int(key)
+    try:
+        ranges = np.asarray(value, dtype=np.float32)
+    except (ValueError, TypeError):
+        ranges = np.empty(0, dtype=np.float32)
+    if ranges.shape != (2, dimensions) or not np.isfinite(ranges).all() or (ranges[0] > ranges[1]).any():
+        raise ModelError(f"{path}: {key} must hold {dimensions} minima and as many maxima, [[...], [...]], finite and in order")
+    return dimensions, ranges
+
+
+@lru_cache(maxsize=16)
+def _default_ranges(dimensions: int) -> Vectors:
+    """Ranges that make int8 the value times 127 / r, rounded and saturating: zero stays zero, a sign stays that sign."""
+    step = min(1.0, _DEFAULT_RANGE / dimensions**0.5) / 127
+    ranges = np.empty((2, dimensions), dtype=np.float32)
+    ranges[0], ranges[1] = -128.5 * step, 126.5 * step
+    return ranges
