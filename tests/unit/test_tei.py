@@ -127,6 +127,14 @@ def test_auto_truncate_is_taken_with_a_value_and_without(given: list[str], spell
     assert tei.with_values(given) == spelled
 
 
+def test_secrets_leave_the_command_line() -> None:
+    line = ["python", "emberforge", "serve", "--api-key", "s1", "--port", "1", "--hf-token=s2=", "--json-output"]
+    kept, secrets = tei.without_secrets(line)
+    assert kept == ["python", "emberforge", "serve", "--port", "1", "--json-output"]
+    assert secrets == {"EMBERFORGE_API_KEY": "s1", "HF_TOKEN": "s2="}
+    assert tei.without_secrets(["serve", "--api-key"]) == (["serve", "--api-key"], {})  # the parser complains
+
+
 def test_the_command_line_takes_every_option_of_teis() -> None:
     command = [str(Path(sys.executable).parent / "emberforge"), "config"]
     for option in tei.OPTIONS:
