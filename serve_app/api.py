@@ -309,7 +309,8 @@ class Api:
                     raise Unauthorized
                 response = await handler(request)
             except EmberError as error:
-                self._metrics.tei.failed(error)
+                if request.method == "POST":  # a check of health is no request that failed
+                    self._metrics.tei.failed(error)
                 response = error_response(error, openai)
             except (asyncio.CancelledError, ClientDisconnect):
                 self._metrics.cancelled.inc()

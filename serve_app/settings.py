@@ -43,7 +43,7 @@ def _api_key(value: Any) -> Any:
         return value
     if not value.strip():
         raise ValueError("it is empty, which would lock everyone out; leave it away to serve everyone")
-    return hash_key(value)
+    return hash_key(value.strip())  # of a file or a variable, often with its line end
 
 
 def hash_key(key: str) -> str:

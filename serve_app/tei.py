@@ -99,7 +99,7 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
     """
     given = Given()
     named = {option.name: value for option in OPTIONS if (value := flags.get(parameter_name(option))) and not is_setting(option)}
-    as_tei = "model-id" in named or "MODEL_ID" in env
+    as_tei = "model-id" in named or bool(env.get("MODEL_ID"))
     for option in OPTIONS:
         if option.name in named:
             _take(given, option, f"--{option.name}", named[option.name])

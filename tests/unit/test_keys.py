@@ -131,6 +131,7 @@ def test_a_key_in_clear_goes_no_further_than_the_settings() -> None:
     assert known is not None
     assert known.admit(bearer(SECRET))
     assert not known.admit(bearer(settings.api_key or ""))  # its hash is no key
+    assert load_settings({}, {"EMBERFORGE_API_KEY": SECRET + "\n"}).api_key == settings.api_key
     assert Keys.of(Settings()) is None
 
 

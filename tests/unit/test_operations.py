@@ -131,6 +131,7 @@ def test_health_is_what_the_backend_says(tokenizer: Tokenizer) -> None:
     fake.healthy = False
     answer = client.get("/health")
     assert (answer.status_code, answer.json()) == (503, {"error": "unhealthy", "error_type": "Unhealthy"})
+    assert te_series(client)['te_request_failure{err="inference"}'] == 0
 
 
 def test_teis_counters_count_as_teis(tokenizer: Tokenizer) -> None:

@@ -49,6 +49,7 @@ def test_a_containers_environment_is_enough() -> None:
 def test_others_variables_mean_nothing_unless_the_model_is_named_teis_way() -> None:
     env = {"PORT": "80", "API_KEY": "somebody else's", "DTYPE": "int3", "HF_API_TOKEN": "t"}
     assert settings_of({"models": ["org/x"]}, env) == Settings(models=("org/x",))
+    assert settings_of({"models": ["org/x"]}, env | {"MODEL_ID": ""}) == Settings(models=("org/x",))
     given = tei.translate({"models": ["org/x"]}, env)
     assert given.environment == {}
     assert [note.partition(" ")[0] for note in given.notes] == ["API_KEY"]  # a server meant to be locked must not open silently
