@@ -26,6 +26,8 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
     # How long a stopping replica waits for HAProxy to forget it. HAProxy hears within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # A replica that failed three checks computes nothing any more: waiting a minute for its requests would only keep its card.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Autoscaling hears of a burst this often; it is ten seconds otherwise.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",

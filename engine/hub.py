@@ -2,10 +2,17 @@
 
 import hashlib
 import importlib.util
+import os
+import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from engine.errors import ModelError
 
@@ -18,12 +25,20 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sent
               "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
               "int8_ranges.json"]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
+# A Hub id cannot hold an @, and cannot begin like a path.
+_AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
+    """`org/name@revision` -> (`org/name`, `revision`); the revision is a branch, a tag or a commit. None where none is named."""
+    match = _AT_REVISION.fullmatch(model)
+    return (match[1], match[2]) if match and not Path(model).is_dir() else (model, None)
 
 
 def resolve_model(model: str, weights: bool = True) -> Path:
     """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); its weights only if asked for.
 
-    Honours `HF_HUB_OFFLINE`, `HF_HOME` and `HF_TOKEN`, as huggingface_hub does.
+    Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, as huggingface_hub does.
     Raises: ModelError naming the model and the way out.
     """
     if model == EMBEDDED_MODEL:
@@ -33,9 +48,15 @@ def resolve_model(model: str, weights: bool = True) -> Path:
         return folder.resolve()
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ModelError(f"{model} is not a folder")
+    name, revision = split_revision(model)
+    if revision is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
+        raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
     try:
         skip = _HUB_SKIP if weights else [*_HUB_SKIP, "*.safetensors"]
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=skip))
+        cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_HUB_FILES, ignore_patterns=skip))
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ModelError(f"{model!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
     except (LocalEntryNotFoundError, OSError) as error:

@@ -9,6 +9,7 @@ of 0 times NaN is NaN). So whatever comes out not finite in company runs once mo
 """
 
 import logging
+import math
 import queue
 import threading
 from collections import deque
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -37,6 +38,9 @@ _MARGIN_S = 0.0005
 # half as fast, which made a single query of 1.3 ms one of 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
 
+
+# The rate before any was measured.
+_TOKENS_PER_S = 1_000.0
 
 # A pass of fewer than 512 tokens is bound by its launch or by reading the weights, and says little of a full one.
 _LARGE_BITS = 10
@@ -99,6 +103,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._in_flight = 0
+        self._running_tokens = 0
+        self.computed_at = -math.inf  # by `monotonic`, when a pass last gave a vector
         self._clock = _Clock()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -115,6 +121,12 @@ class EngineLoop:
         return len(self._packer)
 
     @property
+    def queued_inputs(self) -> int:
+        """Inputs that no pass has taken yet, of all jobs."""
+        with self._wake:
+            return self._packer.queued_inputs
+
+    @property
     def queued_tokens(self) -> int:
         return self._packer.queued_tokens
 
@@ -122,6 +134,11 @@ class EngineLoop:
     def backlog_s(self) -> float:
         """Seconds the queue would take at the rate measured so far; 0 before anything was measured."""
         return self.queued_tokens / self._clock.tokens_per_s if self._clock.tokens_per_s else 0.0
+
+    @property
+    def running_s(self) -> float:
+        """Seconds that the passes under way take as a whole, at the best rate measured so far."""
+        return self._running_tokens / (self._clock.tokens_per_s or _TOKENS_PER_S)
 
     @property
     def tokens_per_s(self) -> float:
@@ -207,9 +224,11 @@ class EngineLoop:
         sequences = [ids for part in batch for ids in part.sequences]
         options = [part.job.options for part in batch for _ in range(part.start, part.stop)]
         num_tokens = sum(map(len, sequences))
+        self._run(num_tokens)
         try:
             flight = self._engine.launch(sequences, options, any(part.job.options.per_token for part in batch))
         except OutOfMemory as error:
+            self._run(-num_tokens)
             if len(sequences) == 1:
                 _fail_all(batch, error)
                 return
@@ -220,6 +239,7 @@ class EngineLoop:
                 self._launch(half)
             return
         except Exception as error:
+            self._run(-num_tokens)
             self._broken(batch, error)
             return
         launched = _Launched(batch, flight, num_tokens, len(sequences), start)
@@ -230,6 +250,10 @@ class EngineLoop:
             self._deliver(launched)
         else:
             self._launched.put(launched)
+
+    def _run(self, num_tokens: int) -> None:
+        with self._wake:
+            self._running_tokens += num_tokens
 
     def _deliver_all(self) -> None:
         while (launched := self._launched.get()) is not None:
@@ -243,6 +267,8 @@ class EngineLoop:
                 self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
             tokens = _tokens(launched.batch, output)
             finite = output.finite & [bool(np.isfinite(each).all()) for each in tokens] if tokens else output.finite
+            if finite.any():
+                self.computed_at = monotonic()
             batch = _apart(launched.batch, finite)
             for part, result in zip(batch, _results(batch, output.vectors, tokens, finite), strict=True):
                 if result is not None:
@@ -261,6 +287,7 @@ class EngineLoop:
         finally:
             with self._wake:
                 self._in_flight -= 1
+                self._running_tokens -= launched.num_tokens
                 seconds = self._clock.landed(launched.num_tokens, launched.started_at)
                 if len(self._packer):  # else there is nothing to wake the engine for: it would only hold up what follows
                     self._wake.notify()

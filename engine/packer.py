@@ -65,6 +65,10 @@ class Packer:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def queued_inputs(self) -> int:
+        return sum(len(job.sequences) - job.num_cut for job in self._jobs)
+
     def add(self, job: Job) -> None:
         self._jobs.append(job)
         self.queued_tokens += job.num_tokens

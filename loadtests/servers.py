@@ -128,6 +128,7 @@ def _uvicorn(port: int) -> None:
     from engine.packer import Job
     from serve_app.api import Api
     from serve_app.backend import LocalBackend, LocalModel, ModelInfo
+    from serve_app.health import Health
     from serve_app.metrics import Metrics
     from serve_app.settings import Settings
 
@@ -138,7 +139,8 @@ def _uvicorn(port: int) -> None:
     async def collect(job: Job) -> None:
         loop.submit([job])
 
-    backend = LocalBackend(LocalModel(info, engine.tokenizer, collect), loop, {})
+    health = Health(loop, engine.tokenizer.encode(["health"])[0])
+    backend = LocalBackend(LocalModel(info, engine.tokenizer, collect), loop, health, {})
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
 

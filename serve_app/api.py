@@ -5,29 +5,43 @@ One module builds the HTTP API of an engine replica and of the gateway alike, ov
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EmberError
+from engine.hub import split_revision
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions, check_dimensions
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds
 from serve_app import encode, openapi
 from serve_app.backend import Backend, ServedModel
-from serve_app.errors import BadBody, BatchTooLarge, DeadlineExceeded, EmptyBatch, Form, Overloaded, UnknownRoute, error_response
+from serve_app.errors import (
+    BadBody,
+    BatchTooLarge,
+    DeadlineExceeded,
+    EmptyBatch,
+    Form,
+    Overloaded,
+    Unauthorized,
+    UnknownRoute,
+    error_response,
+)
+from serve_app.keys import Keys
 from serve_app.metrics import Metrics
 from serve_app.quantize import OutputDtype, check_dtype, quantize
 from serve_app.schemas import (
@@ -39,6 +53,7 @@ from serve_app.schemas import (
     Encoding,
     OpenAIEmbeddingsRequest,
     SimilarityRequest,
+    Single,
     TokenizeRequest,
     VertexRequest,
     parse_body,
@@ -60,13 +75,17 @@ class Api:
 
     def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
         self._backend, self._settings, self._metrics = backend, settings, metrics
+        self._keys = Keys.of(settings)
         self._in_flight = 0
         self._tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self.app = self._build()
 
     def _build(self) -> ASGIApp:
-        def route(method: str, path: str, handler: Callable[[Request], Awaitable[Response]], form: Form = "tei") -> Route:
-            return Route(path, self._guarded(path, handler, form), methods=[method])
+        def route(
+            method: str, path: str, handler: Callable[[Request], Awaitable[Response]], form: Form = "tei", public: bool = False
+        ) -> Route:
+            keys = None if public else self._keys
+            return Route(path, self._guarded(path, handler, form, keys), methods=[method])
 
         get, post = partial(route, "GET"), partial(route, "POST")
         routes = [
@@ -82,17 +101,24 @@ class Api:
             post("/vertex", self.vertex),
             post("/tokenize", self.tokenize),
             post("/decode", self.decode),
-            get("/", self.health),
-            get("/health", self.health),
-            get("/ping", self.health),
+            get("/", self.health, public=True),
+            get("/health", self.health, public=True),
+            get("/ping", self.health, public=True),
             get("/info", self.info),
-            get("/metrics", self.metrics),
+            get("/metrics", self.metrics, public=True),
             get("/v1/models", self.models, form="openai"),
-            get("/docs", self.docs),
-            get("/openapi.json", self.openapi),
-            get("/api-doc/openapi.json", self.openapi),
+            get("/docs", self.docs, public=True),
+            get("/openapi.json", self.openapi, public=True),
+            get("/api-doc/openapi.json", self.openapi, public=True),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
+        # A browser's preflight carries no key: CORS answers it first.
+        cors = Middleware(
+            _Cors,
+            allow_origins=self._settings.cors_allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+        return Starlette(routes=routes, middleware=[cors], exception_handlers={HTTPException: _no_such_route})
 
     # The routes, each in the order of the README's table.
 
@@ -180,16 +206,17 @@ class Api:
         return _json(encode.to_json(texts))
 
     async def health(self, request: Request) -> Response:
-        self._backend.check_health()
+        await self._backend.check_health()
         return Response()
 
     async def info(self, request: Request) -> Response:
         info, settings = self._backend.get(None).info, self._settings
+        model_id, revision = split_revision(info.model_id)
         return _json(
             encode.to_json(
                 {
-                    "model_id": info.model_id,
-                    "model_sha": None,
+                    "model_id": model_id,
+                    "model_sha": revision,
                     "model_dtype": info.dtype,
                     "served_model_name": info.served_model_name,
                     "model_type": {"embedding": {"pooling": info.pooling}},
@@ -258,6 +285,8 @@ class Api:
     ) -> Embeddings:
         """Tokenise and compute within the request's deadline. Raises: what the tokenizer, the engine or the clock says, and
         InvalidInput where the vectors could not become one of `dtypes`."""
+        method = "single" if isinstance(inputs, Single) else "batch"
+        self._metrics.tei.started(method, len(inputs))
         check_dimensions(options.dimensions, model.info.embedding_size)
         for dtype in dtypes:
             check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)
@@ -267,12 +296,14 @@ class Api:
                 sequences: list[TokenIds] = await self._off_loop(size, model.tokenizer.encode, inputs, encoding)
                 timings.tokenized(sequences)
                 self._metrics.tokenize_seconds.observe(timings.tokenization_s)
+                self._metrics.tei.tokenized(map(len, sequences))
                 result = await model.embed(sequences, options)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request was not finished within {self._settings.request_timeout_s:g} s; send fewer inputs or retry later"
             ) from None
         timings.computed(result)
+        self._metrics.tei.succeeded(method, len(sequences), timings.seconds())
         self._metrics.inputs.inc(len(sequences))
         self._metrics.queue_seconds.observe(result.queue_s)
         return result
@@ -287,9 +318,11 @@ class Api:
         """Take one of the replica's places. Raises: BatchTooLarge, Overloaded."""
         limit = self._settings.max_client_batch_size
         if num_inputs > limit:
+            self._metrics.tei.refused(num_inputs)
             raise BatchTooLarge(f"batch size {num_inputs} > maximum allowed batch size {limit}")
         if self._in_flight >= self._settings.max_concurrent_requests:
             self._metrics.rejected.inc()
+            self._metrics.tei.refused(num_inputs)
             raise Overloaded(self._backend.backlog_s())
         self._in_flight += 1
         self._metrics.in_flight.inc()
@@ -321,18 +354,23 @@ class Api:
         return b"".join(chunks)
 
     def _guarded(
-        self, route: str, handler: Callable[[Request], Awaitable[Response]], form: Form
+        self, route: str, handler: Callable[[Request], Awaitable[Response]], form: Form, keys: Keys | None
     ) -> Callable[[Request], Awaitable[Response]]:
         """Every way out of a handler: an answer, an error in the route's own form, or a client that left."""
 
         async def endpoint(request: Request) -> Response:
             start = perf_counter()
             try:
+                if keys is not None and not keys.admit(request.scope["headers"]):
+                    raise Unauthorized
                 response = await handler(request)
             except EmberError as error:
+                if request.method == "POST":  # a check of health is no request that failed
+                    self._metrics.tei.failed(error)
                 response = error_response(error, form)
             except (asyncio.CancelledError, ClientDisconnect):
                 self._metrics.cancelled.inc()
+                self._metrics.tei.dropped()
                 raise
             except Exception:
                 log.exception("%s failed", route)
@@ -341,6 +379,16 @@ class Api:
             return response
 
         return endpoint
+
+
+class _Cors(CORSMiddleware):
+    """Starlette's, at 10 us less for a request that comes from no page."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        for name, _ in scope.get("headers", ()):
+            if name == b"origin":
+                return super().__call__(scope, receive, send)
+        return cast(Coroutine[Any, Any, None], self.app(scope, receive, send))
 
 
 class Timings:
@@ -358,6 +406,10 @@ class Timings:
 
     def computed(self, result: Embeddings) -> None:
         self._queue_s, self._inference_s = result.queue_s, result.inference_s
+
+    def seconds(self) -> tuple[float, float, float, float]:
+        """The whole request so far, its tokenisation, its wait, its passes."""
+        return perf_counter() - self._start, self.tokenization_s, self._queue_s, self._inference_s
 
     def headers(self) -> dict[str, str]:
         total = str(int((perf_counter() - self._start) * 1000))

@@ -9,7 +9,8 @@ from engine.loop import Embeddings, EngineLoop
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
-from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.errors import UnknownModel
+from serve_app.health import Health
 from serve_app.quantize import Ranges
 
 
@@ -57,8 +58,8 @@ class Backend(Protocol):
         """The entries of `GET /v1/models`."""
         ...
 
-    def check_health(self) -> None:
-        """Raises: Unhealthy."""
+    async def check_health(self) -> None:
+        """Raises: Unhealthy, within a second or so."""
         ...
 
     def backlog_s(self) -> float:
@@ -86,8 +87,8 @@ class LocalModel:
 class LocalBackend:
     """One model in this process. `elsewhere` maps the names of the server's other models to their paths."""
 
-    def __init__(self, model: LocalModel, loop: EngineLoop, elsewhere: Mapping[str, str]) -> None:
-        self._model, self._loop, self._elsewhere = model, loop, elsewhere
+    def __init__(self, model: LocalModel, loop: EngineLoop, health: Health, elsewhere: Mapping[str, str]) -> None:
+        self._model, self._loop, self._health, self._elsewhere = model, loop, health, elsewhere
 
     def get(self, name: str | None) -> ServedModel:
         """With one model on the server any name means it, as in TEI; with several, a name must be right."""
@@ -101,9 +102,8 @@ class LocalBackend:
     def models(self) -> list[dict[str, Any]]:
         return [self._model.info.openai_entry()]
 
-    def check_health(self) -> None:
-        if not self._loop.alive:
-            raise Unhealthy("unhealthy")
+    async def check_health(self) -> None:
+        await self._health.check()
 
     def backlog_s(self) -> float:
         return self._loop.backlog_s

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import shlex
 import signal
 import socket
@@ -33,6 +34,7 @@ from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
 from engine.model_folder import load_model_config
+from serve_app import keys, tei
 from serve_app.settings import IDLE_PROMPTS, Settings, SettingsError, load_settings
 
 cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)
@@ -43,34 +45,53 @@ _READY_TIMEOUT_S = 60.0
 
 def main() -> None:
     """Entry point: an error meant for the user is one line on stderr and exit status 1."""
+    arguments, secrets = tei.without_secrets(sys.orig_argv)
+    if secrets:  # `ps` shows a command line to everybody, and Ray keeps it with the job
+        os.execve(sys.executable, arguments, os.environ | secrets)  # noqa: S606
     try:
-        cli()
+        cli(tei.with_values(sys.argv[1:]))
     except EmberError as error:
         console.print(f"[red]error:[/] {escape(str(error))}", markup=True)
         sys.exit(1)
 
 
-def _with_settings(command: Callable[..., None], **own: Any) -> Callable[..., None]:
-    """Give `command(settings, ...)` an option for every setting, so that a setting is described in one place."""
+def _with_settings(command: Callable[..., None], as_tei: bool = False, **own: Any) -> Callable[..., None]:
+    """Give `command(settings, ...)` an option for every setting, so that a setting is described in one place.
+
+    With `as_tei` TEI's options and its environment are taken too.
+    """
 
     def run(config: Path | None, **values: Any) -> None:
         arguments = {name: values.pop(name) for name in own}
-        command(load_settings(values, config=config), **arguments)
+        given = tei.translate(values, os.environ) if as_tei else tei.Given()
+        for note in given.notes:
+            _say(note)
+        os.environ.update(given.environment)
+        ours = {name: value for name, value in values.items() if name in Settings.model_fields}
+        command(load_settings(ours | given.flags, config=config, tei=given.variables), **arguments)
 
     def parameter(name: str, annotation: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=None)
 
+    aliases = {option.key: [f"--{option.name}"] for option in tei.OPTIONS if as_tei and option.setting and tei.is_setting(option)}
+    if as_tei:
+        aliases["port"] = ["-p"]
     parameters = []
     for name, field in Settings.model_fields.items():
         default = "" if "[default" in (field.description or "") else f" [default: {field.default}]"
         text = f"{field.description}{default} (env EMBERFORGE_{name.upper()})"
         if name == "models":
             kind: Any = Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=text, show_default=False)]
-        elif name == "served_model_name":
-            kind = Annotated[list[str] | None, typer.Option(help=text, show_default=False)]
         else:
-            kind = Annotated[str | None, typer.Option(help=text, show_default=False)]
+            one_or_more: Any = list[str] if field.annotation == tuple[str, ...] else str
+            spellings = [_flag(name), *aliases.get(name, [])]
+            kind = Annotated[one_or_more | None, typer.Option(*spellings, help=text, show_default=False)]
         parameters.append(parameter(name, kind))
+    parameters += [
+        parameter(tei.parameter_name(option), _tei_option(option))
+        for option in tei.OPTIONS
+        if as_tei and not tei.is_setting(option)
+    ]
     help_text = "YAML file of settings (env EMBERFORGE_CONFIG)"
     parameters.append(parameter("config", Annotated[Path | None, typer.Option(envvar="EMBERFORGE_CONFIG", help=help_text)]))
     parameters += [parameter(name, annotation) for name, annotation in own.items()]
@@ -80,10 +101,26 @@ def _with_settings(command: Callable[..., None], **own: Any) -> Callable[..., No
     return run
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _tei_option(option: tei.Option) -> Any:
+    """The command line's option for one of TEI's that is none of our settings."""
+    text = f"no effect: {option.no_effect}" if option.no_effect else option.differs or option.refused or f"sets {option.variable}"
+    help_panel = "Options of text-embeddings-router"
+    if not option.takes_value:
+        return Annotated[bool | None, typer.Option(f"--{option.name}", help=text, rich_help_panel=help_panel)]
+    return Annotated[str | None, typer.Option(f"--{option.name}", help=text, rich_help_panel=help_panel, show_default=False)]
+
+
 def serve(settings: Settings) -> None:
     """Start Ray and the server on this machine, until Ctrl-C."""
     _end_on_signal()
     _check_port(settings)
+    keys.Keys.of(settings)  # a keys file that is none stops the start here, not in a replica
+    for name in ("API_KEY", "EMBERFORGE_API_KEY"):
+        os.environ.pop(name, None)  # Ray's processes have no business with it
     for model in settings.models:
         console.print(f"model {model}")
         folder = resolve_model(model)
@@ -249,9 +286,36 @@ def cluster_status(
             status.show(watcher.look(), output)
 
 
-cli.command()(_with_settings(serve))
+KeysFile = Annotated[
+    Path, typer.Option("--file", "-f", envvar="EMBERFORGE_API_KEYS_FILE", help="The keys file, as given to --api-keys-file")
+]
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called: who has it, or for what")]
+
+
+def add_key(name: KeyName, file: KeysFile) -> None:
+    """Make a key and print it, this once: the file has only its hash. Servers take it within a second or two."""
+    key = keys.add_key(file, name)
+    console.print(f"{file}: {name} added; this is the key, which is kept nowhere:", markup=False)
+    sys.stdout.write(key + "\n")
+
+
+def list_keys(file: KeysFile) -> None:
+    """Print the names of the keys."""
+    for name in keys.read_keys(file):
+        sys.stdout.write(name + "\n")
+
+
+def remove_key(name: KeyName, file: KeysFile) -> None:
+    """Take a key back. Servers refuse it within a second or two."""
+    keys.remove_key(file, name)
+    console.print(f"{file}: {name} removed", markup=False)
+
+
+cli.command()(_with_settings(serve, as_tei=True))
 cli.command()(
-    _with_settings(config, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")])
+    _with_settings(
+        config, as_tei=True, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")]
+    )
 )
 cli.command()(_with_settings(doctor))
 cli.command()(kernels)
@@ -265,6 +329,12 @@ cli.add_typer(node_commands, name="node")
 cluster_commands = typer.Typer(help="Look at the running cluster.", no_args_is_help=True)
 cluster_commands.command("status")(cluster_status)
 cli.add_typer(cluster_commands, name="cluster")
+
+keys_commands = typer.Typer(help="Make and take back the API keys of a keys file.", no_args_is_help=True)
+keys_commands.command("add")(add_key)
+keys_commands.command("list")(list_keys)
+keys_commands.command("remove")(remove_key)
+cli.add_typer(keys_commands, name="keys")
 
 
 def _say(line: str) -> None:
@@ -326,8 +396,9 @@ def _announce(settings: Settings) -> None:
     console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
     for name in settings.names[1:]:
         console.print(f"      {address}{app.route_prefix(settings, name)}  {name}")
+    key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""
     console.print(
-        f"\ncurl {address}/v1/embeddings -H 'Content-Type: application/json' "
+        f"\ncurl {address}/v1/embeddings -H 'Content-Type: application/json' {key}"
         f"""-d '{{"model": "{settings.names[0]}", "input": "Hello, world"}}'\n""",
     )
 

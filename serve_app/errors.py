@@ -45,6 +45,16 @@ class BatchTooLarge(ApiError):
     status, error_type = 422, "Validation"
 
 
+class Unauthorized(ApiError):
+    """No API key, or one that is not among the server's. Native routes answer it with no body, as TEI does."""
+
+    status, error_type = 401, "Unauthorized"
+    headers = {"www-authenticate": "Bearer"}
+
+    def __init__(self) -> None:
+        super().__init__("no valid API key; send it as `Authorization: Bearer KEY`")
+
+
 class UnknownModel(ApiError):
     """`model` names something this address does not serve."""
 
@@ -112,6 +122,8 @@ def error_response(error: EmberError, form: Form) -> Response:
     if form == "openai":
         flat = {"message": message, "type": error_type, "code": status}
         return _json({"error": flat | {"param": None}} | flat, status, headers)
+    if isinstance(error, Unauthorized):
+        return Response(None, status, headers)
     if isinstance(error, BadBody):
         return Response(message, status, headers, media_type="text/plain; charset=utf-8")
     return _json({"error": message, "error_type": error_type}, status, headers)

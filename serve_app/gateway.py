@@ -290,8 +290,10 @@ class PooledBackend:
     def models(self) -> list[dict[str, Any]]:
         return [model.entry() for model in self._models]
 
-    def check_health(self) -> None:
-        """A gateway that answers is healthy: models come and go behind it."""
+    async def check_health(self) -> None:
+        """Healthy while some model can be answered: models come and go behind a gateway, and one that sleeps is woken."""
+        if not any(pool.state in ("ready", "asleep") for model in self._models for pool in model.pools):
+            raise Unhealthy("unhealthy")
 
     def backlog_s(self) -> float:
         return self._default.finish_s(0)
@@ -310,7 +312,8 @@ class Gateway:
         return Api(self._backend, self._args.settings, metrics).app
 
     async def check_health(self) -> None:
-        """Ray Serve calls this every few seconds: pools deployed meanwhile are found."""
+        """Ray Serve calls this every few seconds: pools deployed meanwhile are found. Where there are none, a new gateway
+        would find none either, so it is not replaced; its `/health` says so."""
         await self._backend.connect()
 
 

@@ -3,14 +3,19 @@
 Served at `/metrics` by each replica that answers HTTP, labelled with its model, and by each gateway, labelled "gateway".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.loop import BatchReport
+from serve_app import tei_metrics
+from serve_app.tei_metrics import TeiMetrics
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_POWERS_OF_2 = tuple(float(2**k) for k in range(0, 21, 2))
+# As TEI's te_batch_next_tokens and te_batch_next_size, which are read out of ours.
+_TOKENS = tuple(float(2**k) for k in range(21))
+_SEQUENCES = tuple(float(2**k) for k in range(13))
 
 
 class Metrics:
@@ -23,8 +28,8 @@ class Metrics:
         self.tokenize_seconds = self._histogram("tokenize_seconds", "Tokenisation of a request", _SECONDS).labels(model)
         self.queue_seconds = self._histogram("queue_seconds", "Wait for the first batch of a request", _SECONDS).labels(model)
         self.batch_seconds = self._histogram("batch_seconds", "One forward pass", _SECONDS).labels(model)
-        self.batch_tokens = self._histogram("batch_tokens", "Tokens in a forward pass", _POWERS_OF_2).labels(model)
-        self.batch_seqs = self._histogram("batch_sequences", "Sequences in a forward pass", _POWERS_OF_2).labels(model)
+        self.batch_tokens = self._histogram("batch_tokens", "Tokens in a forward pass", _TOKENS).labels(model)
+        self.batch_seqs = self._histogram("batch_sequences", "Sequences in a forward pass", _SEQUENCES).labels(model)
         self.tokens = self._counter("tokens", "Tokens computed").labels(model)
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
         self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
@@ -33,10 +38,18 @@ class Metrics:
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
+        self.tei = TeiMetrics()
+        self._queued_inputs: Callable[[], int] | None = None
         self._model = model
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
         self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
+
+    def watch_queue(self, tokens: Callable[[], int], requests: Callable[[], int], inputs: Callable[[], int]) -> None:
+        """Gauges of this process's engine, read when they are asked for."""
+        self.queued_tokens.set_function(tokens)
+        self.queued_requests.set_function(requests)
+        self._queued_inputs = inputs
 
     def watch_pool(
         self, model: str, pool: str, replicas: Callable[[], float], queued: Callable[[], float], rate: Callable[[], float]
@@ -57,8 +70,24 @@ class Metrics:
         self.tokens.inc(report.num_tokens)
 
     def exposition(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self._registry)
+        """The Prometheus text format, ours and then TEI's."""
+        lines = [*self.tei.exposition(), *self._tei_engine()]
+        return generate_latest(self._registry) + "\n".join([*lines, ""]).encode()
+
+    def _tei_engine(self) -> Iterator[str]:
+        """TEI's series of the queue and the batches, where this process has an engine."""
+        if self._queued_inputs is None:
+            return
+        yield from tei_metrics.sample("te_queue_size", "gauge", self._queued_inputs())
+        for name, ours, bounds in (
+            ("te_batch_next_tokens", self.batch_tokens, _TOKENS),
+            ("te_batch_next_size", self.batch_seqs, _SEQUENCES),
+        ):
+            samples = next(iter(ours.collect())).samples
+            so_far = [int(each.value) for each in samples if each.name.endswith("_bucket")]
+            total = next(each.value for each in samples if each.name.endswith("_sum"))
+            counts = [after - before for before, after in pairwise([0, *so_far])]
+            yield from tei_metrics.histogram(name, bounds, counts, total)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"emberforge_{name}", text, ("model", *labels), registry=self._registry)

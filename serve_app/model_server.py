@@ -15,9 +15,10 @@ from engine.engine import Engine
 from engine.hub import resolve_model
 from engine.loop import EngineLoop
 from engine.packer import Job
+from engine.tokenizer import EncodeOptions
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo
-from serve_app.errors import Unhealthy
+from serve_app.health import Health
 from serve_app.metrics import Metrics
 from serve_app.quantize import read_ranges
 from serve_app.settings import IDLE_PROMPTS, Settings
@@ -39,8 +40,8 @@ class EngineServer:
         self._loop = EngineLoop(
             self._engine, self._engine.max_batch_tokens, num_threads, self._metrics.observe_batch, self._metrics.splits.inc
         )
-        self._metrics.queued_tokens.set_function(lambda: self._loop.queued_tokens)
-        self._metrics.queued_requests.set_function(lambda: self._loop.queued_jobs)
+        loop = self._loop
+        self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_jobs, lambda: loop.queued_inputs)
         info = ModelInfo(
             model_id=model,
             served_model_name=name,
@@ -54,6 +55,7 @@ class EngineServer:
             int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
         )
         self._model = LocalModel(info, self._engine.tokenizer, self._collect)
+        self._health = Health(self._loop, self._engine.tokenizer.encode(["health"], EncodeOptions())[0])
 
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
         """The one thing that benchmarks and tests replace."""
@@ -78,9 +80,8 @@ class EngineServer:
         return [None] * len(jobs)
 
     async def check_health(self) -> None:
-        """Ray Serve asks this every few seconds and replaces the replica when it raises."""
-        if not self._loop.alive:
-            raise Unhealthy("the engine thread has ended")
+        """Ray Serve asks this every few seconds and replaces the replica when it has raised three times."""
+        await self._health.check()
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._loop.stop)
@@ -91,7 +92,7 @@ class ModelServer(EngineServer):
 
     def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
         super().__init__(model, name, settings)
-        self._backend = LocalBackend(self._model, self._loop, elsewhere)
+        self._backend = LocalBackend(self._model, self._loop, self._health, elsewhere)
         if idle := self._engine.config.idle_prompts:
             log.warning(IDLE_PROMPTS.format(model=name, names=", ".join(idle)))
 

@@ -68,7 +68,7 @@ _POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
     ("/decode", schemas.DecodeRequest, {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
 ]
 _GETS = [
-    ("/health", "200 while the engine can answer, else 503"),
+    ("/health", "200 while the engine computes, else 503"),
     ("/ping", "As /health"),
     ("/info", "The model and its limits"),
     ("/v1/models", "The models served, OpenAI's form"),
@@ -76,12 +76,13 @@ _GETS = [
 ]
 _ERRORS = {
     "400": "Broken JSON, or an empty input",
+    "401": "No valid API key, where the server wants one; without a body on TEI's routes",
     "413": "Body too large",
     "415": "Not application/json",
     "422": "An input or field the model cannot take",
     "424": "The forward pass failed",
     "429": "Too many requests in flight; Retry-After says when to come back",
-    "503": "The engine has stopped",
+    "503": "The engine does not answer",
     "504": "The request took longer than request_timeout_s",
 }
 
@@ -106,7 +107,11 @@ def document(root_path: str) -> dict[str, Any]:
         "info": {"title": "emberforge", "version": VERSION},
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
-        "components": {"schemas": _without_null(definitions["$defs"])},
+        "components": {
+            "schemas": _without_null(definitions["$defs"]),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
     }
 
 

@@ -28,14 +28,18 @@ _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maxi
 _TEXT_SCHEMA = {"type": "string"}
 
 
+class Single(list[TextOrIds]):
+    """The one input of a request that sent it without a list; TEI's metrics tell the two apart."""
+
+
 def _parse_inputs(value: Any) -> list[TextOrIds]:
     """A string, one list of token ids (`[]` included, as in TEI), or a list of either -> a list."""
     if isinstance(value, str):
-        return [value]
+        return Single([value])
     if not isinstance(value, list):
         raise ValueError(f"expected a string, a list of token ids, or a list of these, got {_name(value)}")
     if not value or type(value[0]) is int:
-        return [_parse_ids(value, "")]
+        return Single([_parse_ids(value, "")])
     for index, item in enumerate(value):
         if isinstance(item, list):
             _parse_ids(item, f"[{index}]")

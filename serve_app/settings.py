@@ -1,6 +1,8 @@
 """Every setting, read once from file, environment and command line (later wins) into one frozen model."""
 
+import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -10,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from engine.devices import DtypeName
 from engine.errors import EmberError
-from engine.hub import EMBEDDED_MODEL
+from engine.hub import EMBEDDED_MODEL, split_revision
 from engine.model_config import Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
@@ -19,6 +21,7 @@ IDLE_PROMPTS = (
     "{model} has prompts ({names}) that a text gets only where its request says so, with prompt_name or input_type; "
     "choose one for all other texts with default_prompt_name, or none with an empty default_prompt"
 )
+_HASHED = re.compile(r"sha256:[0-9a-f]{64}")
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -36,6 +39,24 @@ def _dtype(value: Any) -> Any:
 
 def _pooling(value: Any) -> Any:
     return value.replace("-", "_") if isinstance(value, str) else value
+
+
+def _api_key(value: Any) -> Any:
+    """A key in clear -> the line a keys file would have of it: settings travel through Serve's configuration and dashboard."""
+    if not isinstance(value, str) or _HASHED.fullmatch(value):
+        return value
+    if not value.strip():
+        raise ValueError("it is empty, which would lock everyone out; leave it away to serve everyone")
+    return hash_key(value.strip())  # of a file or a variable, often with its line end
+
+
+def hash_key(key: str) -> str:
+    """What is kept of an API key."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def _path(value: Any) -> Any:
+    return str(Path(value).expanduser().absolute()) if isinstance(value, str | Path) else value
 
 
 Dtype = Annotated[Literal["auto", DtypeName], BeforeValidator(_dtype)]
@@ -71,6 +92,13 @@ class Settings(BaseModel):
     payload_limit: int = Field(8_000_000, ge=1, description="Bytes of a request body; more get 413")
     auto_truncate: bool = Field(True, description="Cut inputs over the model's limit, where the request does not say")
     request_timeout_s: float = Field(60.0, gt=0, description="Seconds a request may take; then it is dropped with 504")
+    api_key: Annotated[str | None, BeforeValidator(_api_key)] = Field(
+        None, description="A key that requests must then carry; kept as its SHA-256 [default: requests need none]"
+    )
+    api_keys_file: Annotated[str | None, BeforeValidator(_path)] = Field(
+        None, description="File of such keys, made by `emberforge keys`, read again when it changes [default: none]"
+    )
+    cors_allow_origin: Names = Field(("*",), description="Origins whose pages a browser lets call this server; * is any")
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> "Settings":
@@ -93,7 +121,7 @@ class Settings(BaseModel):
     @property
     def names(self) -> tuple[str, ...]:
         """The name clients use for each model."""
-        return self.served_model_name or self.models
+        return self.served_model_name or tuple(split_revision(model)[0] for model in self.models)
 
 
 def pool_name(name: str) -> str:
@@ -102,14 +130,23 @@ def pool_name(name: str) -> str:
     return "".join(char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in last) or "model"
 
 
-def load_settings(flags: Mapping[str, Any], env: Mapping[str, str] = os.environ, config: Path | None = None) -> Settings:
-    """Merge `config` (YAML), `EMBERFORGE_*` variables and `flags`; a flag that is None was not given.
+def load_settings(
+    flags: Mapping[str, Any],
+    env: Mapping[str, str] = os.environ,
+    config: Path | None = None,
+    tei: Mapping[str, tuple[str, Any]] | None = None,
+) -> Settings:
+    """Merge TEI's variables, `config` (YAML), `EMBERFORGE_*` variables and `flags`; a flag that is None was not given.
 
+    Args:
+        tei: by setting, the variable of TEI's and its value (`tei.py`); whatever is ours wins over it.
     Raises: SettingsError naming where the value stands, the value, and what is allowed.
     """
     known = Settings.model_fields
     sources: dict[str, str] = {}
     values: dict[str, Any] = {}
+    for key, (source, value) in (tei or {}).items():
+        sources[key], values[key] = source, value
     for key, value in _read_file(config).items():
         sources[key], values[key] = f"{key} in {config}", value
     for name, text in env.items():
@@ -151,4 +188,6 @@ def _explain(error: ValidationError, sources: dict[str, str]) -> str:
         return reason
     key = str(first["loc"][0])
     hint = Settings.model_fields[key].description
+    if key == "api_key":
+        return f"{sources.get(key, key)}: {reason}. {key}: {hint}"
     return f"{sources.get(key, key)} = {first['input']!r}: {reason}. {key}: {hint}"

@@ -18,7 +18,7 @@ from serve_app.model_server import ModelServer
 from serve_app.pool import PoolServer
 from serve_app.settings import Settings
 
-MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool`
+MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool` or `HangingServer`
 
 
 class SlowEngine(Engine):
@@ -28,6 +28,17 @@ class SlowEngine(Engine):
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
     ) -> Flight:
         time.sleep(0.25)
+        return super().launch(sequences, options, want_hidden)
+
+
+class HangingEngine(Engine):
+    """A sequence that holds id 14 never comes back, the first time that any replica gets it."""
+
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Flight:
+        if any(14 in ids for ids in sequences) and _first(os.environ[MARKER]):
+            time.sleep(3600)
         return super().launch(sequences, options, want_hidden)
 
 
@@ -47,6 +58,11 @@ class PoisonEngine(Engine):
 class SlowServer(ModelServer):
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
         return SlowEngine.load(model, dtype="float32", max_batch_tokens=64, num_threads=num_threads)
+
+
+class HangingServer(ModelServer):
+    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
+        return HangingEngine.load(model, dtype="float32", num_threads=num_threads)
 
 
 class PoisonServer(ModelServer):

@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from ray import serve
-from servers import PoisonServer, SlowServer
+from servers import MARKER, HangingServer, PoisonServer, SlowServer
 
 from engine.hub import EMBEDDED_MODEL
 from serve_app.app import PoolArgs, bind
@@ -135,6 +136,31 @@ def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
         for worker in workers:
             worker.result()
     assert set(statuses) == {200}
+
+
+def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, tmp_path: Path) -> None:
+    environment = {"num_cpus": 0.1, "runtime_env": {"env_vars": {MARKER: str(tmp_path / "hung")}}}
+    with deployed("/hang", HangingServer, options={"ray_actor_options": environment}) as client, ThreadPoolExecutor(1) as pool:
+
+        def health() -> int:
+            try:
+                return client.get("health").status_code
+            except httpx.HTTPError:  # the moment in which its process is killed
+                return 0
+
+        def hang() -> bool:
+            try:
+                return client.post("embed", json={"inputs": [[101, 14, 102]]}, timeout=90).status_code >= 500
+            except httpx.RemoteProtocolError:
+                return True
+
+        hanging = pool.submit(hang)
+        wait_for((tmp_path / "hung").exists)
+        assert health() == 200  # so far it may just be long
+        wait_for(lambda: health() == 503, 30)
+        wait_for(lambda: health() == 200, 60)
+        assert client.post("embed", json={"inputs": [[101, 14, 102]]}).status_code == 200
+        assert hanging.result()  # it heard the end
 
 
 @pytest.mark.parametrize("model", ["nowhere", "all-MiniLM-L6-v2", None])

@@ -4,18 +4,21 @@ import fcntl
 import os
 import pty
 import re
+import secrets
 import shlex
 import subprocess
 import sys
 import termios
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from cluster.local_ray import free_port
+from engine.hub import EMBEDDED_MODEL
 
 EMBERFORGE = str(Path(sys.executable).parent / "emberforge")
 
@@ -60,8 +63,10 @@ class Terminal:
 
 
 def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
+    """As one would start TEI, with a key that nobody finds on the machine."""
     port = free_port()
-    terminal = Terminal(EMBERFORGE, "serve", "--port", str(port))
+    key = "ef-" + secrets.token_hex(16)
+    terminal = Terminal(EMBERFORGE, "serve", "--model-id", EMBEDDED_MODEL, "-p", str(port), "--api-key", key, "--auto-truncate")
     try:
         terminal.wait_for("curl ", 90)
         terminal.wait_for("}'", 5)
@@ -69,7 +74,14 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
         started = psutil.Process(terminal.process.pid).children(recursive=True)
         assert any("haproxy" in process.name() for process in started)
         curl = next(line for line in terminal.text.splitlines() if line.startswith("curl "))
+        assert '"object":"embedding"' not in subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True).stdout
+        curl = curl.replace("Bearer KEY", f"Bearer {key}")
         answer = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True).stdout
+        for process in [psutil.Process(terminal.process.pid), *started]:
+            with suppress(psutil.NoSuchProcess):
+                assert key not in " ".join(process.cmdline())
+                assert process.pid == terminal.process.pid or key not in process.environ().values()
+        assert key not in terminal.text
         assert '"object":"embedding"' in answer
         start = time.monotonic()
         os.write(terminal.master, b"\x03")

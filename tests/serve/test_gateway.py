@@ -148,11 +148,13 @@ def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
     args = {"models": [{"name": "mini", "model": EMBEDDED_MODEL, "pools": pools}], "default": "mini"}
     serve.run(gateway.build(gateway.GatewayArgs.model_validate(args)), name="gatewaylate", route_prefix="/late")
     with httpx.Client(base_url=address + "/late", timeout=40) as gate:
-        wait_until_routed(gate)
+        wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # it answers, and has nobody to ask
+        assert gate.get("v1/models").status_code == 200
         assert gate.post("embed", json={"inputs": "too early"}).status_code == 503
         late = pool.PoolArgs(pool="late", model=EMBEDDED_MODEL, name="mini", tokens_per_s=3000, settings=SETTINGS)
         serve.run(pool.bind(late, ray_actor_options={"num_cpus": 0.1}), name="late", route_prefix=None)
         wait_for(lambda: gate.post("embed", json={"inputs": "in time"}).status_code == 200)
+        assert gate.get("health").status_code == 200
     for name in ("gatewaylate", "late"):
         serve.delete(name)
 

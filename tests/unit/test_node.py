@@ -79,7 +79,7 @@ def test_a_command_that_is_told_too_little_or_too_much_says_what_to_say(home: Pa
 
 
 def test_an_error_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
+    def fail(_arguments: list[str]) -> None:
         raise ClusterError("pip install 'ray[serve]' at [fd00::1]:6379")
 
     monkeypatch.setattr(command, "cli", fail)

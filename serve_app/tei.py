@@ -1,0 +1,202 @@
+"""TEI's command line and environment, as `emberforge serve` and `config` take them: one table says what becomes of each.
+
+A variable of TEI's is its flag in upper case (`--model-id`, `MODEL_ID`). Names like PORT and API_KEY belong to others too, so
+variables are read only where the model is named TEI's way (docs/decisions/011).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any
+
+from serve_app.settings import Settings, SettingsError
+
+# TEI listens here where nobody says otherwise.
+_DEFAULT_PORT = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One of TEI's options: a setting of ours, a variable of huggingface_hub, something without effect, or refused."""
+
+    name: str
+    tei_default: str
+    differs: str = ""  # what is not as in TEI, for the README
+    setting: str = ""  # ours, where it is called otherwise
+    variable: str = ""  # of huggingface_hub, which is set instead
+    no_effect: str = ""  # why it is accepted and does nothing
+    refused: str = ""  # why it cannot be accepted
+    takes_value: bool = True
+
+    @property
+    def env(self) -> str:
+        return self.name.replace("-", "_").upper()
+
+    @property
+    def key(self) -> str:
+        """Of the setting it stands for, if any."""
+        return self.setting or self.name.replace("-", "_")
+
+
+OPTIONS = (
+    Option("model-id", "required", "one model; several are named as `emberforge serve A B`", setting="models"),
+    Option("revision", "none", "becomes `MODEL@REVISION`, which can be written wherever a model is named", setting="models"),
+    Option("tokenization-workers", "cores", no_effect="short texts are tokenised in place, long ones by all cores"),
+    Option("dtype", "float16 on a GPU", "auto: bfloat16 where the chip has it; bfloat16 can be asked for"),
+    Option("served-model-name", "the model id"),
+    Option("pooling", "the model's own", "not splade"),
+    Option("max-concurrent-requests", "512", "counts requests, not inputs"),
+    Option("max-batch-tokens", "16384", "measured on a GPU, 2048 on a CPU; a longer input gets a pass of its own"),
+    Option("max-batch-requests", "none", no_effect="batches are cut by their tokens alone"),
+    Option("max-client-batch-size", "32", "2048"),
+    Option("auto-truncate", "true"),
+    Option("default-prompt-name", "none"),
+    Option("default-prompt", "none", "empty turns the model's own default off"),
+    Option("dense-path", "2_Dense", refused="the Dense modules that the model's modules.json names are applied, and no others"),
+    Option("hf-token", "none", variable="HF_TOKEN"),
+    Option("hf-api-token", "none", variable="HF_TOKEN"),
+    Option("hostname", "0.0.0.0", "HOSTNAME counts only where it is an IP address", setting="host"),  # noqa: S104
+    Option("port", "3000", "so too here, if the model is named with `--model-id` or MODEL_ID"),
+    Option("uds-path", "a temporary file", no_effect="the engine is in the server's own process"),
+    Option("huggingface-hub-cache", "none", variable="HF_HUB_CACHE"),
+    Option("payload-limit", "2000000", "8000000"),
+    Option("api-key", "none", "further keys in `--api-keys-file`"),
+    Option("json-output", "off", no_effect="logs are Ray Serve's; its logging config has JSON", takes_value=False),
+    Option("disable-spans", "off", no_effect="logs have no spans", takes_value=False),
+    Option("otlp-endpoint", "none", no_effect="no traces are exported, OpenTelemetry is not built in"),
+    Option("otlp-service-name", "text-embeddings-inference.server", no_effect="no traces are exported"),
+    Option("prometheus-port", "9000", no_effect="metrics are at /metrics of the server's own port, as in TEI's HTTP build"),
+    Option("cors-allow-origin", "any", "pages may send Authorization too"),
+)
+
+
+@dataclass(slots=True)
+class Given:
+    """What TEI's options come to."""
+
+    flags: dict[str, Any] = field(default_factory=dict)  # by setting
+    variables: dict[str, tuple[str, str]] = field(default_factory=dict)  # by setting: the variable's name and value
+    environment: dict[str, str] = field(default_factory=dict)  # to be set for this process and those it starts
+    notes: list[str] = field(default_factory=list)  # for the operator
+
+
+def is_setting(option: Option) -> bool:
+    """Whether the flag is there as one of our settings, under this or another name."""
+    return option.key in Settings.model_fields and option.name not in ("model-id", "revision")
+
+
+def parameter_name(option: Option) -> str:
+    """Of the command line's function, where the option is none of our settings."""
+    return option.name.replace("-", "_")
+
+
+def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
+    """Take TEI's options out of the command line and the environment.
+
+    Args:
+        flags: every flag's value by parameter, ours too; None, False or [] where it was not given.
+    Raises: SettingsError for an option that cannot be honoured, and where the model is named twice.
+    """
+    given = Given()
+    named = {option.name: value for option in OPTIONS if (value := flags.get(parameter_name(option))) and not is_setting(option)}
+    as_tei = "model-id" in named or bool(env.get("MODEL_ID"))
+    for option in OPTIONS:
+        if option.name in named:
+            _take(given, option, f"--{option.name}", named[option.name])
+        elif as_tei and _counts(option, env):
+            _take(given, option, option.env, env[option.env])
+    _name_model(given, named, flags, env if as_tei else {})
+    if as_tei:
+        given.variables.setdefault("port", ("TEI's default port", str(_DEFAULT_PORT)))
+        read = [option.env for option in OPTIONS if _counts(option, env)]
+        if read:
+            given.notes.append(f"from the environment, as TEI: {', '.join(read)}")
+    elif "API_KEY" in env:
+        given.notes.append("API_KEY is not read, because no model is named with --model-id; give --api-key or EMBERFORGE_API_KEY")
+    return given
+
+
+def with_values(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--auto-truncate` spelled out: TEI takes it with a value and without."""
+    spelled: list[str] = []
+    for index, argument in enumerate(arguments):
+        spelled.append(argument)
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if argument == "--auto-truncate" and following.lower() not in _BOOLEANS:
+            spelled.append("true")
+    return spelled
+
+
+def without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A command line without the values that must not be seen in it, and the variables that say the same."""
+    kept: list[str] = []
+    secrets: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        following = next(rest, None) if flag in _SECRETS and not equals else value
+        if flag in _SECRETS and following is not None:
+            secrets[_SECRETS[flag]] = following
+        else:
+            kept.append(argument)
+    return kept, secrets
+
+
+_SECRETS = {"--api-key": "EMBERFORGE_API_KEY", "--hf-token": "HF_TOKEN", "--hf-api-token": "HF_TOKEN"}
+_BOOLEANS = ("true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n")
+
+
+def _take(given: Given, option: Option, source: str, value: Any) -> None:
+    if is_setting(option):
+        given.variables[option.key] = (source, value)
+    elif option.variable:
+        given.environment.setdefault(option.variable, value)
+    elif option.refused:
+        raise SettingsError(f"{source} = {value!r}: {option.refused}")
+    elif option.no_effect:
+        given.notes.append(f"{source} has no effect here: {option.no_effect}")
+
+
+def _counts(option: Option, env: Mapping[str, str]) -> bool:
+    """Whether TEI's variable is there to be read."""
+    value = env.get(option.env)
+    if value is None:
+        return False
+    if option.variable:  # huggingface_hub reads its own, of which this one is not
+        return option.name == "hf-api-token" and bool(value) and "HF_TOKEN" not in env
+    if option.name == "hostname":  # in a container it is the container's id, which TEI passes over too
+        return _is_address(value)
+    if not option.takes_value:
+        return value.lower() not in ("", "false", "0", "no", "off", "f", "n")
+    return bool(value) or option.name == "api-key"  # an empty key is a mistake to be named, everything else was not given
+
+
+def _name_model(given: Given, named: Mapping[str, Any], flags: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    """`--model-id` and `--revision` -> the models, as ours has them."""
+    models = list(flags.get("models") or ())
+    if "model-id" in named and models:
+        raise SettingsError(f"the model is named twice: {', '.join(models)} and --model-id {named['model-id']}; name it once")
+    if "model-id" in named:
+        models = [named["model-id"]]
+    revision = named.get("revision")
+    if models:
+        revision = revision or (env.get("REVISION") if "model-id" in named else None)
+    elif env.get("MODEL_ID"):
+        given.variables["models"] = ("MODEL_ID", _at(env["MODEL_ID"], revision or env.get("REVISION")))
+        return
+    if revision and len(models) != 1:
+        raise SettingsError(f"--revision {revision} needs one model; write MODEL@{revision} in the list of several")
+    if models:
+        given.flags["models"] = [_at(models[0], revision)] if revision else models
+
+
+def _at(model: str, revision: str | None) -> str:
+    return f"{model}@{revision}" if revision else model
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""Which revision of a model is asked for, and what is said where there is none."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub.errors import RevisionNotFoundError
+
+from engine import hub
+from engine.errors import ModelError
+from engine.hub import EMBEDDED_MODEL, resolve_model, split_revision
+from serve_app.settings import load_settings
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ("org/x", ("org/x", None)),
+        ("org/x@v1.0", ("org/x", "v1.0")),
+        ("org/x@refs/pr/2", ("org/x", "refs/pr/2")),
+        ("bert@main", ("bert", "main")),
+        ("/models/x@1", ("/models/x@1", None)),
+        ("./x@1", ("./x@1", None)),
+        ("~/x@1", ("~/x@1", None)),
+    ],
+)
+def test_a_revision_follows_an_at(model: str, parts: tuple[str, str | None]) -> None:
+    assert split_revision(model) == parts
+
+
+def test_a_folder_may_have_an_at_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my@folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert split_revision("my@folder") == ("my@folder", None)
+    assert resolve_model("my@folder") == tmp_path / "my@folder"
+    assert load_settings({"models": ["my@folder"]}, {}).names == ("my@folder",)
+
+
+def test_the_hub_is_asked_for_that_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **arguments: Any) -> str:
+        asked.update(arguments, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert resolve_model("org/x@v1") == tmp_path
+    assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("org/x", "v1", None)
+    monkeypatch.setenv("HF_HUB_CACHE", "/cache")
+    resolve_model("org/x")
+    assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("org/x", None, "/cache")
+
+
+def test_a_revision_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **arguments: Any) -> str:
+        raise RevisionNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    with pytest.raises(ModelError, match="'org/x' has no revision 'v9'"):
+        resolve_model("org/x@v9")
+
+
+def test_a_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/x", EMBEDDED_MODEL):
+        with pytest.raises(ModelError, match="leave out 'v1'"):
+            resolve_model(f"{name}@v1")
