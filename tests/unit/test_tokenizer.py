@@ -61,8 +61,8 @@ def test_the_end_of_text_is_put_where_the_config_has_it(
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True} | config))
     tokenizer = Tokenizer.load(folder, load_model_config(folder))
     assert tokenizer.encode(["w0"], EncodeOptions())[0].tolist() == expected
-    assert [token.id for token in tokenizer.tokens(["w0"], True, None)[0]] == expected
-    assert [token.id for token in tokenizer.tokens(["w0"], False, None)[0]] == [5]
+    assert [token.id for token in tokenizer.tokens(["w0"], True, EncodeOptions())[0]] == expected
+    assert [token.id for token in tokenizer.tokens(["w0"], False, EncodeOptions())[0]] == [5]
 
 
 def test_an_end_of_text_of_no_vocabulary_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
