@@ -78,8 +78,10 @@ def start(
     )
     started, member = _launch(home, Started(uuid.uuid4().hex, node.name, head), arguments, environ, cluster_address, labels)
     say(f"started; this node is {'the head' if head else 'part'} of the cluster at {started.address}")
-    for line in how_to_join(member.ip, port, token, os.environ.get("USER", "USER")) if head else []:
-        say(line)
+    if head:
+        joining = how_to_join(member.ip, port, token, os.environ.get("USER", "USER"))
+        for line in (*joining, *how_to_deploy(token, dashboard_port)):
+            say(line)
     return started
 
 
@@ -111,6 +113,15 @@ def describe(node: Node) -> list[str]:
         free = "" if card.free_bytes is None else f", {card.free_bytes / GIB:.1f} free"
         lines.append(f"  {card.name}: {card.total_bytes / GIB:.1f} GiB{shared}{free} ({card.source})")
     return [*lines, f"  for models: {node.usable_bytes / GIB:.1f} GiB{' of each card' if node.cards else ', no GPU'}"]
+
+
+def how_to_deploy(token: Token, dashboard_port: int) -> list[str]:
+    """What `serve deploy` needs in its environment on the head."""
+    variables = token.variables
+    if dashboard_port != DEFAULT_DASHBOARD_PORT:
+        variables["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard_port}"
+    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    return ["to deploy from here:", f"  export {exports}", "  serve deploy serve.yaml  # as emberforge plan -o writes it"]
 
 
 def how_to_join(ip: str, port: int, token: Token, user: str) -> list[str]:

@@ -235,7 +235,9 @@ def plan(
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ClusterError(f"{output} cannot be written: {error.strerror}") from error
-        console.print(f"written to {output}; deploy it with: serve deploy {shlex.quote(str(output))}")
+        console.print(
+            f"written to {output}; on the head, in the environment that node start said: serve deploy {shlex.quote(str(output))}"
+        )
     if made.unplaced:
         raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has the rest'}")
 

@@ -19,7 +19,7 @@ from cluster import node as node_module
 from cluster import node_head, node_processes
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
-from cluster.node import describe, how_to_join, running, start, stop
+from cluster.node import describe, how_to_deploy, how_to_join, running, start, stop
 from cluster.node_head import Cluster, Member
 from cluster.node_processes import Recorded, Started, find_processes, read_record, write_record
 from cluster.node_token import Token
@@ -51,6 +51,11 @@ def test_other_nodes_are_told_what_to_type_without_the_token() -> None:
     assert by_file[2].strip() == "emberforge node start --address 10.0.0.1:7000"
     assert "RAY_AUTH_TOKEN=..." in how_to_join("10.0.0.1", 7000, Token(), "me")[1]
     assert how_to_join("fd00::1", 6379, TOKEN, "me")[2].endswith("--address [fd00::1]:6379")
+
+
+def test_the_head_says_what_deploying_takes() -> None:
+    assert how_to_deploy(TOKEN, 8265)[1] == "  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=/home/me/token"
+    assert how_to_deploy(Token(), 8300)[1] == "  export RAY_AUTH_MODE=token RAY_DASHBOARD_ADDRESS=http://127.0.0.1:8300"
 
 
 def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
