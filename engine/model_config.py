@@ -113,6 +113,24 @@ class Keys:
             raise ModelError(f"{self.path}: {total} = {self.get(total)} is not a multiple of {parts} = {self.get(parts)}")
 
 
+def encoder_shape(keys: Keys, eps_key: str = "layer_norm_eps", eps: float = 1e-12) -> dict[str, Any]:
+    """What most encoders' config.json say in the same words; `eps` where it does not say."""
+    keys.divides("hidden_size", "num_attention_heads")
+    hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+    return {
+        "vocab_size": keys.number("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.number("intermediate_size"),
+        "n_layers": keys.number("num_hidden_layers"),
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "head_dim": hidden_size // heads,
+        "norm_eps": keys.number(eps_key, eps),
+        "max_position_embeddings": keys.number("max_position_embeddings"),
+        "causal": False,
+    }
+
+
 def rope_theta(keys: Keys) -> float:
     """Plain RoPE's base, from transformers 5's `rope_parameters` or the Hub's flat keys."""
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}

@@ -10,7 +10,7 @@ from engine.batch import PackedBatch
 from engine.layers.attention import Attention
 from engine.layers.norm import LayerNorm
 from engine.layers.post_norm import PostNormLayer, PostNormNames
-from engine.model_config import Keys, ModelConfig
+from engine.model_config import Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -73,20 +73,7 @@ class Bert(Model):
 def read_encoder(keys: Keys) -> dict[str, Any]:
     """The fields that BERT shares with those of its cousins who name them alike."""
     keys.refuse("hidden_act", ("gelu",), "only exact GeLU")
-    keys.divides("hidden_size", "num_attention_heads")
-    hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-    return {
-        "vocab_size": keys.number("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.number("intermediate_size"),
-        "n_layers": keys.number("num_hidden_layers"),
-        "n_heads": heads,
-        "n_kv_heads": heads,
-        "head_dim": hidden_size // heads,
-        "norm_eps": keys.number("layer_norm_eps", 1e-12),
-        "max_position_embeddings": keys.number("max_position_embeddings"),
-        "causal": False,
-    }
+    return encoder_shape(keys)
 
 
 def _positions(config: BertConfig, checkpoint: Tensors) -> Tensor:

@@ -1,7 +1,7 @@
 """DeBERTa v2 and v3: BERT's layers with disentangled attention, in which scores see words and distances apart."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from engine.layers.norm import LayerNorm
 from engine.layers.post_norm import PostNormLayer, PostNormNames
 from engine.model_config import Keys, ModelConfig
 from engine.models.base import Model
-from engine.models.bert import read_encoder
+from engine.models.bert import Bert, read_encoder
 from engine.weights import Tensors
 
 
@@ -41,16 +41,8 @@ class Deberta(Model):
         "embeddings.position_ids", "embeddings.position_embeddings.weight", "cls.*", "lm_predictions.*", "mask_predictions.*",
     )  # fmt: skip
     walks_lengths = True
-    names: ClassVar[PostNormNames] = PostNormNames(
-        layer="encoder.layer.{}.",
-        query="attention.self.query_proj",
-        key="attention.self.key_proj",
-        value="attention.self.value_proj",
-        out="attention.output.dense",
-        attention_norm="attention.output.LayerNorm",
-        up="intermediate.dense",
-        down="output.dense",
-        output_norm="output.LayerNorm",
+    names: ClassVar[PostNormNames] = replace(
+        Bert.names, query="attention.self.query_proj", key="attention.self.key_proj", value="attention.self.value_proj"
     )
 
     @staticmethod

@@ -13,7 +13,7 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.layers.post_norm import SelfAttention, add_norm
-from engine.model_config import Keys, ModelConfig
+from engine.model_config import Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -46,20 +46,9 @@ class Gte(Model):
         keys.refuse("layer_norm_type", ("layer_norm", None), "only LayerNorm")
         keys.refuse("logn_attention_scale", (False, None), "scores are not scaled by a text's length")
         keys.refuse("pack_qkv", (True, None), "only Q, K and V in one tensor")
-        keys.divides("hidden_size", "num_attention_heads")
-        hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-        theta, scale = _rope(keys, hidden_size // heads)
-        return {
-            "vocab_size": keys.number("vocab_size"),
-            "hidden_size": hidden_size,
-            "intermediate_size": keys.number("intermediate_size"),
-            "n_layers": keys.number("num_hidden_layers"),
-            "n_heads": heads,
-            "n_kv_heads": heads,
-            "head_dim": hidden_size // heads,
-            "norm_eps": keys.number("layer_norm_eps", 1e-12),
-            "max_position_embeddings": keys.number("max_position_embeddings"),
-            "causal": False,
+        shape = encoder_shape(keys)
+        theta, scale = _rope(keys, shape["head_dim"])
+        return shape | {
             "rope_theta": theta,
             "rope_scale": scale,
             "type_vocab_size": keys.get("type_vocab_size", 1),

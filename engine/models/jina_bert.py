@@ -13,7 +13,7 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.layers.post_norm import SelfAttention, add_norm
-from engine.model_config import Keys, ModelConfig
+from engine.model_config import Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -45,22 +45,7 @@ class JinaBert(Model):
         _demand(keys, "feed_forward_type", "geglu", default="geglu" if qk_post_norm else "original")
         keys.refuse("is_decoder", (False, None), "only encoders")
         keys.refuse("add_cross_attention", (False, None), "only encoders")
-        keys.divides("hidden_size", "num_attention_heads")
-        hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-        return {
-            "vocab_size": keys.number("vocab_size"),
-            "hidden_size": hidden_size,
-            "intermediate_size": keys.number("intermediate_size"),
-            "n_layers": keys.number("num_hidden_layers"),
-            "n_heads": heads,
-            "n_kv_heads": heads,
-            "head_dim": hidden_size // heads,
-            "norm_eps": keys.number("layer_norm_eps", 1e-12),
-            "max_position_embeddings": keys.number("max_position_embeddings"),
-            "causal": False,
-            "type_vocab_size": keys.number("type_vocab_size", 2),
-            "qk_post_norm": qk_post_norm,
-        }
+        return encoder_shape(keys) | {"type_vocab_size": keys.number("type_vocab_size", 2), "qk_post_norm": qk_post_norm}
 
     @staticmethod
     def peak_values(config: JinaBertConfig) -> int:

@@ -12,7 +12,7 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.model_config import Keys, ModelConfig, rope_theta
+from engine.model_config import Keys, ModelConfig, encoder_shape, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -44,21 +44,9 @@ class ModernBert(Model):
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:
         keys.refuse("hidden_activation", ("gelu",), "only exact GeLU")
-        keys.divides("hidden_size", "num_attention_heads")
-        hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
         global_theta = _theta(keys, "full_attention", keys.get("global_rope_theta", 160_000.0))
         local_theta = keys.get("local_rope_theta", 10_000.0)
-        return {
-            "vocab_size": keys.number("vocab_size"),
-            "hidden_size": hidden_size,
-            "intermediate_size": keys.number("intermediate_size"),
-            "n_layers": keys.number("num_hidden_layers"),
-            "n_heads": heads,
-            "n_kv_heads": heads,
-            "head_dim": hidden_size // heads,
-            "norm_eps": keys.number("norm_eps", 1e-5),
-            "max_position_embeddings": keys.number("max_position_embeddings"),
-            "causal": False,
+        return encoder_shape(keys, "norm_eps", 1e-5) | {
             "window": keys.number("local_attention", 128) // 2,
             "is_local": _is_local(keys),
             "global_theta": global_theta,
