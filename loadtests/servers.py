@@ -126,6 +126,7 @@ def _uvicorn(port: int) -> None:
 
     from engine.loop import EngineLoop
     from engine.packer import Job
+    from engine.tokenizer import EncodeOptions
     from serve_app.api import Api
     from serve_app.backend import LocalBackend, LocalModel, ModelInfo
     from serve_app.health import Health
@@ -139,7 +140,7 @@ def _uvicorn(port: int) -> None:
     async def collect(job: Job) -> None:
         loop.submit([job])
 
-    health = Health(loop, engine.tokenizer.encode(["health"])[0])
+    health = Health(loop, engine.tokenizer.encode(["health"], EncodeOptions())[0])
     backend = LocalBackend(LocalModel(info, engine.tokenizer, collect), loop, health, {})
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
