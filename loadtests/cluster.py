@@ -148,9 +148,6 @@ def site_with_balancer(folder: Path) -> Iterator[Site]:
 def faults(folder: Path) -> list[dict[str, Any]]:
     """Each under 30 % load, 10 s after its start."""
 
-    def member(name: str) -> Callable[[Site], Any]:
-        return lambda site: site.laboratory.members[name]
-
     def kill_process(what: str, names: Sequence[str]) -> Callable[[Site], None]:
         def kill(site: Site) -> None:
             everyone = [each for name in names for each in site.laboratory.members[name].processes()]
@@ -168,8 +165,8 @@ def faults(folder: Path) -> list[dict[str, Any]]:
         ("a gateway is killed", kill_process("ServeReplica:gateway", [*INGRESS, "pc2"]), 25),
         ("the gateways are redeployed", lambda site: redeploy(site, folder), 30),
         ("an ingress node is killed; 10 s later another joins", lose_and_replace, 50),
-        ("an ingress node is unplugged (packets vanish)", lambda site: member("gb10")(site).unplug(), 40),
-        ("the head is killed", lambda site: member("head")(site).kill(), 40),
+        ("an ingress node is unplugged (packets vanish)", lambda site: site.laboratory.members["gb10"].unplug(), 40),
+        ("the head is killed", lambda site: site.laboratory.members["head"].kill(), 40),
     ]
     rows = []
     for name, fault, seconds in scenarios:

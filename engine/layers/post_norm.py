@@ -39,6 +39,15 @@ class SelfAttention:
         return qkv
 
 
+def take_typed_words(config: ModelConfig, checkpoint: Tensors, type_vocab_size: int) -> Tensor:
+    """The words' table, [vocab_size, C], with the first type's row added where there are types: a single text is all of it."""
+    c = config.hidden_size
+    words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
+    if not type_vocab_size:
+        return words
+    return words + checkpoint.take_table("embeddings.token_type_embeddings.weight", type_vocab_size, c)[0]
+
+
 def add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
     """norm(linear(x) + residual); `residual` may be overwritten. On a GPU the norm adds the bias: it reads the row anyway."""
     if x.is_cuda:

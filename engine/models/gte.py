@@ -12,7 +12,7 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import SelfAttention, add_norm
+from engine.layers.post_norm import SelfAttention, add_norm, take_typed_words
 from engine.model_config import Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -66,11 +66,7 @@ class Gte(Model):
     def __init__(self, config: GteConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "new.", "gte."), probe="embeddings.word_embeddings.weight")
         c, positions = config.hidden_size, config.max_position_embeddings
-        self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
-        if config.type_vocab_size:  # a single text is all of type 0
-            self.words = (
-                self.words + checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)[0]
-            )
+        self.words = take_typed_words(config, checkpoint, config.type_vocab_size)
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", c, config.norm_eps)
         angles = rope_table(config.head_dim, config.rope_theta, positions, checkpoint.device, config.rope_scale)
         self.layers = [_Layer(config, checkpoint, index, angles) for index in range(config.n_layers)]

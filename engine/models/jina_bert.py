@@ -12,7 +12,7 @@ from engine.errors import ModelError
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import SelfAttention, add_norm
+from engine.layers.post_norm import SelfAttention, add_norm, take_typed_words
 from engine.model_config import Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -61,9 +61,7 @@ class JinaBert(Model):
     def __init__(self, config: JinaBertConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
         c = config.hidden_size
-        words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
-        # A single text is all of type 0.
-        self.words = words + checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)[0]
+        self.words = take_typed_words(config, checkpoint, config.type_vocab_size)
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", c, config.norm_eps)
         self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
         self.heads = (config.n_heads, config.n_heads)

@@ -14,7 +14,7 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.moe import Experts
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import SelfAttention, add_norm
+from engine.layers.post_norm import SelfAttention, add_norm, take_typed_words
 from engine.model_config import Keys, ModelConfig, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -67,11 +67,7 @@ class NomicBert(Model):
     def __init__(self, config: NomicBertConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "bert.", "nomic_bert."), probe="embeddings.word_embeddings.weight")
         c = config.hidden_size
-        self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
-        if config.type_vocab_size:  # a single text is all of type 0
-            self.words = (
-                self.words + checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)[0]
-            )
+        self.words = take_typed_words(config, checkpoint, config.type_vocab_size)
         self.norm = LayerNorm.load(checkpoint, "emb_ln", c, config.norm_eps)
         angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
         self.layers = [_Layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
