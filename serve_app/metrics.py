@@ -26,6 +26,9 @@ class Metrics:
         self.batch_tokens = self._histogram("batch_tokens", "Tokens in a forward pass", _POWERS_OF_2).labels(model)
         self.batch_seqs = self._histogram("batch_sequences", "Sequences in a forward pass", _POWERS_OF_2).labels(model)
         self.tokens = self._counter("tokens", "Tokens computed").labels(model)
+        self.duplicates = self._counter("duplicate_inputs", "Inputs that the same one in their forward pass stood for").labels(
+            model
+        )
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
         self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
         self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
@@ -55,6 +58,7 @@ class Metrics:
         self.batch_tokens.observe(report.num_tokens)
         self.batch_seqs.observe(report.num_seqs)
         self.tokens.inc(report.num_tokens)
+        self.duplicates.inc(report.num_duplicates)
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""
