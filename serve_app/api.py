@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from engine.errors import EmberError
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, EmberError
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions, check_dimensions
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds
@@ -40,6 +40,7 @@ from serve_app.schemas import (
     parse_body,
 )
 from serve_app.settings import Settings
+from serve_app.terms import read_terms
 from serve_app.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -94,21 +95,21 @@ class Api:
         options = EncodeOptions(truncate=self._settings.auto_truncate)
         with self._admit(len(body.input)):
             timings = Timings(body.input)
-            result = await self._embed(model, body.input, options, EmbedOptions(dimensions=body.dimensions), timings)
+            result = await self._embed(request, model, body.input, options, EmbedOptions(dimensions=body.dimensions), timings)
         content = encode.openai_embeddings(
             np.asarray(result.vectors), body.encoding_format or "float", model.info.served_model_name, timings.num_tokens
         )
         return _json(content, timings.headers())
 
     async def embed(self, request: Request) -> Response:
-        return await self._embed_native(await self._read(request, EmbedRequest))
+        return await self._embed_native(request, await self._read(request, EmbedRequest))
 
     async def dispatch(self, request: Request) -> Response:
         """`POST /`: what huggingface_hub sends to the bare address. The shape of `inputs` tells the task."""
         content = await self._body(request)
         if b'"source_sentence"' in content and _is_similarity(content):
-            return await self._similarity_native(parse_body(SimilarityRequest, content))
-        return await self._embed_native(parse_body(EmbedRequest, content))
+            return await self._similarity_native(request, parse_body(SimilarityRequest, content))
+        return await self._embed_native(request, parse_body(EmbedRequest, content))
 
     async def embed_all(self, request: Request) -> Response:
         body = await self._read(request, EmbedAllRequest)
@@ -116,11 +117,11 @@ class Api:
         with self._admit(len(body.inputs)):
             timings = Timings(body.inputs)
             options = body.encode_options(self._settings.auto_truncate)
-            result = await self._embed(model, body.inputs, options, EmbedOptions(per_token=True), timings)
+            result = await self._embed(request, model, body.inputs, options, EmbedOptions(per_token=True), timings)
         return _json(encode.to_json(result.vectors), timings.headers())
 
     async def similarity(self, request: Request) -> Response:
-        return await self._similarity_native(await self._read(request, SimilarityRequest))
+        return await self._similarity_native(request, await self._read(request, SimilarityRequest))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
@@ -181,15 +182,16 @@ class Api:
 
     # What the routes share.
 
-    async def _embed_native(self, body: EmbedRequest) -> Response:
+    async def _embed_native(self, request: Request, body: EmbedRequest) -> Response:
         model = self._backend.get(body.model)
         with self._admit(len(body.inputs)):
             timings = Timings(body.inputs)
             options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
-            result = await self._embed(model, body.inputs, body.encode_options(self._settings.auto_truncate), options, timings)
+            encoding = body.encode_options(self._settings.auto_truncate)
+            result = await self._embed(request, model, body.inputs, encoding, options, timings)
         return _json(encode.to_json(result.vectors), timings.headers())
 
-    async def _similarity_native(self, body: SimilarityRequest) -> Response:
+    async def _similarity_native(self, request: Request, body: SimilarityRequest) -> Response:
         sentences = body.inputs.sentences
         if not sentences:
             raise EmptyBatch("`inputs.sentences` cannot be empty")
@@ -198,25 +200,39 @@ class Api:
         with self._admit(len(inputs)):
             timings = Timings(inputs)
             options = (body.parameters or Encoding()).encode_options(self._settings.auto_truncate)
-            result = await self._embed(model, inputs, options, EmbedOptions(), timings)
+            result = await self._embed(request, model, inputs, options, EmbedOptions(), timings)
         vectors = np.asarray(result.vectors)
         return _json(encode.to_json(vectors[1:] @ vectors[0]), timings.headers())
 
     async def _embed(
-        self, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions, options: EmbedOptions, timings: "Timings"
+        self,
+        request: Request,
+        model: ServedModel,
+        inputs: Sequence[TextOrIds],
+        encoding: EncodeOptions,
+        options: EmbedOptions,
+        timings: "Timings",
     ) -> Embeddings:
-        """Tokenise and compute within the request's deadline. Raises: what the tokenizer, the engine or the clock says."""
+        """Tokenise and compute on the terms that the request's headers ask for.
+
+        Raises: what the tokenizer, the engine or the clock says.
+        """
+        terms = read_terms(request.headers.raw, self._settings.request_timeout_s)
         check_dimensions(options.dimensions, model.info.hidden_size)
+        timeout_s = terms.deadline_s or self._settings.request_timeout_s
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 sequences: list[TokenIds] = await self._off_loop(timings.num_chars, model.tokenizer.encode, inputs, encoding)
                 timings.tokenized(sequences)
                 self._metrics.tokenize_seconds.observe(timings.tokenization_s)
-                result = await model.embed(sequences, options)
-        except TimeoutError:
+                result = await model.embed(sequences, options, terms.after(timings.tokenization_s))
+        except (TimeoutError, DeadlinePassed):
             raise DeadlineExceeded(
-                f"the request was not finished within {self._settings.request_timeout_s:g} s; send fewer inputs or retry later"
+                f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later"
             ) from None
+        except DeadlineOutOfReach as error:
+            self._metrics.rejected.inc()
+            raise Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}") from None
         timings.computed(result)
         self._metrics.inputs.inc(len(sequences))
         self._metrics.queue_seconds.observe(result.queue_s)

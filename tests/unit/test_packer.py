@@ -1,4 +1,4 @@
-"""The packer's promises, over arbitrary arrivals: order, budget, priorities, deadlines, cancellation, and that nothing starves."""
+"""The packer's promises, over arbitrary arrivals: order, budget, priority, deadlines, leaving, and that nothing starves."""
 
 from collections.abc import Sequence
 from itertools import pairwise
