@@ -14,7 +14,8 @@ from engine.engine import Engine
 from engine.loop import EngineLoop
 from engine.packer import Job
 from serve_app.api import Api
-from serve_app.backend import LocalBackend, LocalModel, ModelInfo
+from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
+from serve_app.cache import CachedModel
 from serve_app.errors import Unhealthy
 from serve_app.metrics import Metrics
 from serve_app.settings import Settings
@@ -47,7 +48,9 @@ class EngineServer:
             max_batch_tokens=self._engine.max_batch_tokens,
             created=int(time()),
         )
-        self._model = LocalModel(info, self._engine.tokenizer, self._collect)
+        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)
+        if settings.cache_bytes:
+            self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
 
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
         """The one thing that benchmarks and tests replace."""

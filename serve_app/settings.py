@@ -62,6 +62,10 @@ class Settings(BaseModel):
     auto_truncate: bool = Field(True, description="Cut inputs over the model's limit, where the request does not say")
     request_timeout_s: float = Field(60.0, gt=0, description="Seconds a request may take; then it is dropped with 504")
 
+    cache_bytes: int = Field(
+        0, ge=0, description="Bytes of vectors a replica keeps for inputs it has seen before; 0 for no cache"
+    )
+
     @model_validator(mode="after")
     def _names_are_distinct(self) -> "Settings":
         if self.served_model_name and len(self.served_model_name) != len(self.models):
