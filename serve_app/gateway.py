@@ -249,7 +249,8 @@ class PooledModel:
 
     def _choose(self, ticket: Ticket, terms: Terms) -> Pool:
         """Raises: InvalidInput for an input that no replica can hold, Asleep where the operator wants that said,
-        DeadlineOutOfReach where no replica is free and none would be done in time: an idle one may be faster than believed.
+        DeadlineOutOfReach where even the soonest pool has work before it and would be late; an idle one is always tried, since it
+        may be faster than believed.
         """
         now = monotonic()
         load = choose((pool.load for pool in self.pools), ticket, now)

@@ -2,11 +2,12 @@
 
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from engine.packer import Priority
 from serve_app import schemas
 from serve_app.version import VERSION
 
@@ -48,6 +49,27 @@ _POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
     ),
     ("/decode", schemas.DecodeRequest, {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
 ]
+# Headers of the routes that compute vectors.
+_TERMS: list[dict[str, Any]] = [
+    {
+        "name": "x-priority",
+        "in": "header",
+        "description": "Batch work gets what interactive work leaves",
+        "schema": {"type": "string", "enum": list(get_args(Priority)), "default": "interactive"},
+    },
+    {
+        "name": "x-request-deadline-ms",
+        "in": "header",
+        "description": "Milliseconds that the answer may take; 429 at once if that is out of reach, else 504 when they are over",
+        "schema": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
+    },
+    {
+        "name": "cache-control",
+        "in": "header",
+        "description": "no-store keeps the request out of the server's cache, where it has one",
+        "schema": {"type": "string"},
+    },
+]
 _GETS = [
     ("/health", "200 while the engine can answer, else 503"),
     ("/ping", "As /health"),
@@ -61,9 +83,9 @@ _ERRORS = {
     "415": "Not application/json",
     "422": "An input or field the model cannot take",
     "424": "The forward pass failed",
-    "429": "Too many requests in flight; Retry-After says when to come back",
+    "429": "Too many requests in flight, or a deadline out of reach; Retry-After says when to come back",
     "503": "The engine has stopped",
-    "504": "The request took longer than request_timeout_s",
+    "504": "The request took longer than request_timeout_s or its own deadline",
 }
 
 
@@ -77,7 +99,8 @@ def document(root_path: str) -> dict[str, Any]:
         errors = _ERRORS | ({"404": "Unknown model"} if path.startswith("/v1/") else {})
         error_schema = _OPENAI_ERROR if path.startswith("/v1/") else _ERROR
         responses = {code: _response(text, error_schema) for code, text in errors.items()}
-        paths.setdefault(path, {})["post"] = _operation(summary, body.__name__, answer, responses)
+        operation = _operation(summary, body.__name__, answer, responses)
+        paths.setdefault(path, {})["post"] = operation | ({} if path in ("/tokenize", "/decode") else {"parameters": _TERMS})
     return {
         "openapi": "3.0.3",
         "info": {"title": "emberforge", "version": VERSION},

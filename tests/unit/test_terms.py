@@ -24,6 +24,7 @@ from engine.model_folder import load_model_config
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
+from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import ENTRY_BYTES, CachedModel
@@ -463,3 +464,10 @@ def test_a_replicas_error_arrives_as_it_was_raised(pooled: Any, error: Exception
         asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
     assert str(caught.value) == str(error)
     assert not isinstance(caught.value, RayTaskError)
+
+
+def test_the_openapi_document_has_the_headers() -> None:
+    paths = openapi.document("")["paths"]
+    names = [each["name"] for each in paths["/v1/embeddings"]["post"]["parameters"]]
+    assert names == ["x-priority", "x-request-deadline-ms", "cache-control"]
+    assert "parameters" not in paths["/tokenize"]["post"]
