@@ -30,15 +30,19 @@ class Report:
     pass_s: float = 0.0
     longest_input: int | None = None  # tokens that its memory holds now
     busy: float = 0.0  # share of the last second that it computed
+    batch_tokens: int = 0  # of those queued: of batch priority
+    max_batch_tokens: int = 0  # in one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What routing needs to know of a request; travels with it. `longest` is its longest input, in tokens."""
+    """What routing needs to know of a request; travels with it. `longest` is its longest input, in tokens; `batch` its priority,
+    behind which no interactive request waits for longer than a pass."""
 
     id: int
     num_tokens: int
     longest: int
+    batch: bool = False
 
 
 @dataclass
@@ -47,14 +51,22 @@ class ReplicaLoad:
 
     report: Report = Report()
     heard_at: float = 0.0  # by our clock
-    sent: dict[int, int] = field(default_factory=dict)  # tokens of our requests that are not over, by ticket
+    sent: dict[int, int] = field(default_factory=dict)  # tokens of our interactive requests that are not over, by ticket
+    sent_batch: dict[int, int] = field(default_factory=dict)  # of those of batch priority
     failures: int = 0  # in a row
     shunned_until: float = 0.0
 
-    def queued_tokens(self, rate: float, now: float) -> float:
-        """What is before a new request: our own, or what it last reported less what it has done since."""
-        reported = self.report.queued_tokens - rate * (now - self.heard_at)
-        return max(sum(self.sent.values()), reported)
+    def queued_tokens(self, rate: float, now: float, batch: bool = True) -> float:
+        """What is before a new request: our own, or what it last reported less what it has done since.
+
+        With `batch` False, before an interactive one: of batch work, no more than the pass under way.
+        """
+        done, own = rate * (now - self.heard_at), sum(self.sent.values())
+        everything = max(own + sum(self.sent_batch.values()), self.report.queued_tokens - done)
+        if batch:
+            return everything
+        interactive = max(own, self.report.queued_tokens - self.report.batch_tokens - done)
+        return min(everything, interactive + self.report.max_batch_tokens)
 
 
 @dataclass
@@ -74,10 +86,12 @@ class PoolLoad:
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
         self._replica_of: dict[int, str | None] = {}  # of each request that is not over, by ticket; None until it has one
-        self._unrouted: dict[int, int] = {}  # tokens of those that have none yet
+        self._unrouted: dict[int, Ticket] = {}  # those that have none yet
 
     def queued_tokens(self, now: float) -> float:
-        return sum(self._unrouted.values()) + sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
+        return self._unrouted_tokens(batch=True) + sum(
+            each.queued_tokens(self.rate(each), now) for each in self.replicas.values()
+        )
 
     def rate(self, replica: ReplicaLoad) -> float:
         """Tokens/s of one replica."""
@@ -97,7 +111,7 @@ class PoolLoad:
     def opened(self, ticket: Ticket) -> None:
         """A request is about to be sent here. From now on it counts, wherever it will go."""
         self._replica_of[ticket.id] = None
-        self._unrouted[ticket.id] = ticket.num_tokens
+        self._unrouted[ticket.id] = ticket
 
     def routed(self, replica: str, ticket: Ticket) -> None:
         """It goes to this replica; if to another before, no longer. Nothing where it is over already."""
@@ -105,7 +119,8 @@ class PoolLoad:
             return
         self._release(ticket)
         self._replica_of[ticket.id] = replica
-        self.replicas.setdefault(replica, ReplicaLoad()).sent[ticket.id] = ticket.num_tokens
+        load = self.replicas.setdefault(replica, ReplicaLoad())
+        (load.sent_batch if ticket.batch else load.sent)[ticket.id] = ticket.num_tokens
 
     def finished(self, ticket: Ticket, now: float, failed: bool = False) -> None:
         """The request is over, however it ended. `failed` says that the replica is to blame."""
@@ -124,7 +139,7 @@ class PoolLoad:
         self._unrouted.pop(ticket.id, None)
         load = self.replicas.get(self._replica_of.get(ticket.id) or "")
         if load is not None:
-            load.sent.pop(ticket.id, None)
+            (load.sent_batch if ticket.batch else load.sent).pop(ticket.id, None)
         return load
 
     def is_lost(self, ticket: Ticket) -> bool:
@@ -157,16 +172,16 @@ class PoolLoad:
             return COLD_START_S + ticket.num_tokens / self._planned if self.max_replicas else None
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]
         if able:
-            ahead_s = sum(self._unrouted.values()) / sum(self.rate(self.replicas[name]) for name in able)
+            ahead_s = self._unrouted_tokens(ticket.batch) / sum(self.rate(self.replicas[name]) for name in able)
             return ahead_s + min(self._finish_s(name, ticket, now) for name in able)
         # Better a replica that has just failed than none.
         waits = [max(0.0, load.shunned_until - now) for load in self.replicas.values() if _holds(load, ticket)]
         return COLD_START_S + min(waits) if waits else None
 
-    def starts(self, longest: int, now: float) -> list[tuple[float, float]]:
+    def starts(self, longest: int, now: float, batch: bool) -> list[tuple[float, float]]:
         """(seconds until it could begin, tokens/s) of each replica that would take an input of so many tokens."""
         return [
-            (load.report.pass_s + load.queued_tokens(self.rate(load), now) / self.rate(load), self.rate(load))
+            (load.report.pass_s + load.queued_tokens(self.rate(load), now, batch) / self.rate(load), self.rate(load))
             for load in self.replicas.values()
             if not self._avoided(load, now) and _holds(load, Ticket(0, 0, longest))
         ]
@@ -174,7 +189,10 @@ class PoolLoad:
     def _finish_s(self, name: str, ticket: Ticket, now: float) -> float:
         load = self.replicas[name]
         rate = self.rate(load)
-        return load.report.pass_s + (load.queued_tokens(rate, now) + ticket.num_tokens) / rate
+        return load.report.pass_s + (load.queued_tokens(rate, now, ticket.batch) + ticket.num_tokens) / rate
+
+    def _unrouted_tokens(self, batch: bool) -> int:
+        return sum(each.num_tokens for each in self._unrouted.values() if batch or not each.batch)
 
 
 def _holds(load: ReplicaLoad, ticket: Ticket) -> bool:
@@ -197,13 +215,13 @@ def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | 
     return min(times, key=lambda each: each[:2])[2] if times else None
 
 
-def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float) -> list[list[int]]:
+def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float, batch: bool = False) -> list[list[int]]:
     """Which inputs go together, each part to a replica of its own: one part unless more are done sooner.
 
     Longest first, each to the replica that would then be done first.
     """
     whole = [list(range(len(lengths)))]
-    ready = [start for pool in pools for start in pool.starts(max(lengths), now)]
+    ready = [start for pool in pools for start in pool.starts(max(lengths), now, batch)]
     if len(ready) < 2 or len(lengths) < 2:
         return whole
     alone = min(start + sum(lengths) / rate for start, rate in ready)

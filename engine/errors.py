@@ -38,3 +38,21 @@ class EngineStopped(EmberError):
 
 class DeviceLost(EngineStopped):
     """The device fails whatever it is asked (a sticky CUDA error); only a new process can use it again."""
+
+
+class DeadlinePassed(EmberError):
+    """The request's deadline came before its turn; nothing more of it is computed."""
+
+
+class DeadlineOutOfReach(EmberError):
+    """What waits already would keep the request beyond its deadline; nothing of it was queued."""
+
+    def __init__(self, predicted_s: float, deadline_s: float) -> None:
+        """Seconds from now: until it would be done, until it has to be."""
+        super().__init__(predicted_s, deadline_s)
+        self.predicted_s, self.deadline_s = predicted_s, deadline_s
+
+    def __str__(self) -> str:
+        return (
+            f"would be done in about {self.predicted_s:.3g} s, {self.deadline_s:.3g} s are left; retry later or allow more time"
+        )

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from time import monotonic, perf_counter
 from typing import Protocol
 
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import BackendError, DeviceLost, EngineStopped, OutOfMemory
+from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, OutOfMemory
 from engine.flight import Flight, Output, Vectors
 from engine.packer import Job, Packer, Slice
 from engine.pooling import EmbedOptions
@@ -62,6 +63,7 @@ class BatchReport:
     num_tokens: int
     num_seqs: int
     seconds: float
+    num_duplicates: int  # sequences that others of the pass stood for
 
 
 class Runs(Protocol):
@@ -79,8 +81,9 @@ class Runs(Protocol):
 class _Launched:
     batch: list[Slice]
     flight: Flight
+    sequences: list[TokenIds]  # that it computes
+    rows: list[int] | None  # which of them each sequence of the batch is; None where all differ
     num_tokens: int
-    num_seqs: int
     started_at: float
 
 
@@ -131,6 +134,15 @@ class EngineLoop:
         return self._packer.queued_tokens
 
     @property
+    def queued_batch_tokens(self) -> int:
+        """Those of them that are of batch priority."""
+        return self._packer.batch_tokens
+
+    @property
+    def max_batch_tokens(self) -> int:
+        return self._packer.max_batch_tokens
+
+    @property
     def backlog_s(self) -> float:
         """Seconds the queue would take at the rate measured so far; 0 before anything was measured."""
         return self.queued_tokens / self._clock.tokens_per_s if self._clock.tokens_per_s else 0.0
@@ -156,13 +168,34 @@ class EngineLoop:
         return self._clock.busy_s
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Queue jobs; each one's future hears the end. Raises: EngineStopped when nobody would run them."""
+        """Queue jobs; each one's future hears the end, at once where its deadline is out of reach (DeadlineOutOfReach).
+
+        Raises: EngineStopped when nobody would run them.
+        """
         with self._wake:
             if not self.alive:
                 raise EngineStopped("the engine has stopped")
             for job in jobs:
-                self._packer.add(job)
+                if job.deadline == inf or self._is_in_reach(job):
+                    self._packer.add(job)
             self._wake.notify()
+
+    def _is_in_reach(self, job: Job) -> bool:
+        """Whether it can be done in time at the best rate measured so far; if not, it hears so.
+
+        With nothing before it, it always can: rates are learnt from passes, and nothing else would correct a wrong one.
+        """
+        now = perf_counter()
+        ahead = self._packer.queued_tokens - (self._packer.batch_tokens if job.priority == "interactive" else 0)
+        under_way_s = max(0.0, self._clock.free_at - now) if self._in_flight else 0.0
+        rate = self._clock.tokens_per_s
+        if not rate or not (ahead or under_way_s):
+            return True
+        predicted_s = under_way_s + (ahead + job.num_tokens) / rate
+        if now + predicted_s <= job.deadline:
+            return True
+        job.fail(DeadlineOutOfReach(predicted_s, max(0.0, job.deadline - now)))
+        return False
 
     def stop(self) -> None:
         """End both threads after the batches in flight; jobs still queued fail with EngineStopped."""
@@ -186,7 +219,7 @@ class EngineLoop:
                 left = [*self._packer.drain(), *(part.job for part in self._again)]
             self._launched.put(None)
             for job in left:
-                _fail(job, EngineStopped("the engine stopped before this request was computed"))
+                job.fail(EngineStopped("the engine stopped before this request was computed"))
 
     def _next_batch(self) -> list[Slice] | None:
         """Wait until a batch should be cut and cut it; None once the loop is to stop."""
@@ -206,14 +239,15 @@ class EngineLoop:
             part = self._again.popleft()
             if not part.job.future.done():
                 return [part]
-        return self._packer.take()
+        return self._packer.take(perf_counter())
 
     def _wait_s(self) -> float | None:
         """Seconds until the next cut if nothing happens; None where only an arrival or a landing changes anything."""
         if not (len(self._packer) or self._again) or self._in_flight >= self._engine.passes_in_flight:
             return None
-        if not self._in_flight or self._again or self._packer.queued_tokens >= self._packer.max_batch_tokens:
-            return 0.0
+        interactive_tokens = self._packer.queued_tokens - self._packer.batch_tokens
+        if not self._in_flight or self._again or interactive_tokens >= self._packer.max_batch_tokens:
+            return 0.0  # batch work alone is cut as late as can be: what is cut stands before whoever comes next
         return self._clock.free_at - self._clock.launch_s - _MARGIN_S - perf_counter()
 
     def _launch(self, batch: list[Slice]) -> None:
@@ -223,6 +257,8 @@ class EngineLoop:
             part.job.first_cut_at = part.job.first_cut_at or start
         sequences = [ids for part in batch for ids in part.sequences]
         options = [part.job.options for part in batch for _ in range(part.start, part.stop)]
+        num_seqs = len(sequences)
+        sequences, options, rows = _without_duplicates(sequences, options)
         num_tokens = sum(map(len, sequences))
         self._run(num_tokens)
         try:
@@ -235,14 +271,14 @@ class EngineLoop:
             log.warning("a batch of %d sequences, %d tokens was split: %s", len(sequences), num_tokens, error)
             if self._on_split is not None:
                 self._on_split()
-            for half in _halves(batch, len(sequences)):
+            for half in _halves(batch, num_seqs):
                 self._launch(half)
             return
         except Exception as error:
             self._run(-num_tokens)
             self._broken(batch, error)
             return
-        launched = _Launched(batch, flight, num_tokens, len(sequences), start)
+        launched = _Launched(batch, flight, sequences, rows, num_tokens, start)
         with self._wake:
             self._in_flight += 1
             self._clock.launched(num_tokens, start)
@@ -264,8 +300,12 @@ class EngineLoop:
         try:
             output, seconds = self._land(launched)
             if self._on_batch is not None:
-                self._on_batch(BatchReport(launched.num_tokens, launched.num_seqs, seconds))
-            tokens = _tokens(launched.batch, output)
+                num_seqs = len(launched.sequences)
+                num_duplicates = len(launched.rows) - num_seqs if launched.rows is not None else 0
+                self._on_batch(BatchReport(launched.num_tokens, num_seqs, seconds, num_duplicates))
+            tokens = _tokens(launched, output)
+            if launched.rows is not None:
+                output = replace(output, vectors=output.vectors[launched.rows])
             finite = output.finite & [bool(np.isfinite(each).all()) for each in tokens] if tokens else output.finite
             if finite.any():
                 self.computed_at = monotonic()
@@ -273,8 +313,8 @@ class EngineLoop:
             for part, result in zip(batch, _results(batch, output.vectors, tokens, finite), strict=True):
                 if result is not None:
                     _hand_over(part, result, seconds)
-                elif launched.num_seqs == 1:
-                    _fail(part.job, BackendError("the model gave a vector that is not finite"))
+                elif len(launched.sequences) == 1:
+                    part.job.fail(BackendError("the model gave a vector that is not finite"))
                 else:
                     self._run_alone(part)
         except Exception as error:
@@ -299,7 +339,7 @@ class EngineLoop:
                 self._again.append(part)
                 self._wake.notify()
                 return
-        _fail(part.job, EngineStopped("the engine stopped before this request was computed"))
+        part.job.fail(EngineStopped("the engine stopped before this request was computed"))
 
     def _broken(self, batch: list[Slice], error: Exception) -> None:
         """One batch failed: its jobs hear why. A lost device ends the engine: nothing after it could succeed."""
@@ -358,11 +398,33 @@ def _blend(old: float, new: float) -> float:
     return 0.9 * old + 0.1 * new if old else new
 
 
-def _tokens(batch: list[Slice], output: Output) -> list[Vectors]:
-    """Per sequence its tokens' hidden states; empty where nobody asked for any."""
+def _without_duplicates(
+    sequences: list[TokenIds], options: list[EmbedOptions]
+) -> tuple[list[TokenIds], list[EmbedOptions], list[int] | None]:
+    """Each different (sequence, options) once, and per sequence given which of them it is; None where all differ.
+
+    Costs 0.06 ms where 1,000 sequences of 16 tokens all differ, 8 us for one of 8,192.
+    """
+    if len(sequences) < 2 or len({ids.tobytes() for ids in sequences}) == len(sequences):
+        return sequences, options, None
+    row_of: dict[tuple[bytes, EmbedOptions], int] = {}
+    kept: list[int] = []
+    rows: list[int] = []
+    for index, (ids, each) in enumerate(zip(sequences, options, strict=True)):
+        rows.append(row_of.setdefault((ids.tobytes(), each), len(kept)))
+        if rows[-1] == len(kept):
+            kept.append(index)
+    if len(kept) == len(sequences):
+        return sequences, options, None
+    return [sequences[index] for index in kept], [options[index] for index in kept], rows
+
+
+def _tokens(launched: _Launched, output: Output) -> list[Vectors]:
+    """Per sequence of the batch its tokens' hidden states; empty where nobody asked for any."""
     if output.hidden is None:
         return []
-    return np.split(output.hidden, np.cumsum([len(ids) for part in batch for ids in part.sequences])[:-1])
+    tokens = np.split(output.hidden, np.cumsum([len(ids) for ids in launched.sequences])[:-1])
+    return tokens if launched.rows is None else [tokens[row] for row in launched.rows]
 
 
 def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
@@ -432,9 +494,4 @@ def _succeed(job: Job) -> None:
 
 def _fail_all(batch: list[Slice], error: Exception) -> None:
     for part in batch:
-        _fail(part.job, error)
-
-
-def _fail(job: Job, error: Exception) -> None:
-    with suppress(InvalidStateError):  # its caller left, or another batch of the same job failed first
-        job.future.set_exception(error)
+        part.job.fail(error)

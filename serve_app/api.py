@@ -5,9 +5,7 @@ One module builds the HTTP API of an engine replica and of the gateway alike, ov
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeVar, cast
@@ -26,24 +24,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.errors import EmberError
 from engine.hub import split_revision
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions, check_dimensions
-from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TextOrIds
 from serve_app import encode, openapi
 from serve_app.backend import Backend, ServedModel
 from serve_app.errors import (
     BadBody,
-    BatchTooLarge,
-    DeadlineExceeded,
     EmptyBatch,
     Form,
-    Overloaded,
     Unauthorized,
     UnknownRoute,
     error_response,
 )
 from serve_app.keys import Keys
 from serve_app.metrics import Metrics
-from serve_app.quantize import OutputDtype, check_dtype, quantize
+from serve_app.quantize import OutputDtype, quantize
 from serve_app.schemas import (
     CohereEmbedRequest,
     CohereType,
@@ -53,21 +48,18 @@ from serve_app.schemas import (
     Encoding,
     OpenAIEmbeddingsRequest,
     SimilarityRequest,
-    Single,
     TokenizeRequest,
     VertexRequest,
     parse_body,
     parse_instance,
 )
+from serve_app.service import TOKENIZING_THREADS, Call, Service
 from serve_app.settings import Settings
 from serve_app.version import VERSION
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
-
-# Below this many characters a request is tokenised where it stands: a thread hop costs more (docs/decisions/004).
-_INLINE_CHARS = 2_000
 
 
 class Api:
@@ -76,8 +68,7 @@ class Api:
     def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
         self._backend, self._settings, self._metrics = backend, settings, metrics
         self._keys = Keys.of(settings)
-        self._in_flight = 0
-        self._tokenizing = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._service = Service(backend, settings, metrics)
         self.app = self._build()
 
     def _build(self) -> ASGIApp:
@@ -126,15 +117,15 @@ class Api:
         body = await self._read(request, OpenAIEmbeddingsRequest)
         model = self._backend.get(body.model)
         dtype = body.output_dtype or "float"
-        with self._admit(len(body.input)):
-            timings = Timings(body.input)
+        with self._service.admit(len(body.input)):
+            call = self._service.call(body.input, request.headers.raw)
             encoding, options = body.encode_options(self._settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
-            result = await self._embed(model, body.input, encoding, options, timings, (dtype,))
+            result = await self._service.embed(call, model, body.input, encoding, options, (dtype,))
         vectors = _as_dtype(result, dtype, model)
         content = encode.openai_embeddings(
-            vectors, body.encoding_format or "float", model.info.served_model_name, timings.num_tokens
+            vectors, body.encoding_format or "float", model.info.served_model_name, call.num_tokens
         )
-        return _json(content, timings.headers())
+        return _json(content, call.headers())
 
     async def cohere_embed(self, request: Request, version: Literal["1", "2"]) -> Response:
         body = await self._read(request, CohereEmbedRequest)
@@ -142,48 +133,51 @@ class Api:
         texts = body.all_texts()
         types = body.embedding_types or ["float"]
         dtypes: dict[CohereType, OutputDtype] = {each: "float" if each == "base64" else each for each in types}
-        with self._admit(len(texts)):
-            timings = Timings(texts)
+        with self._service.admit(len(texts)):
+            call = self._service.call(texts, request.headers.raw)
             options = EmbedOptions(dimensions=body.output_dimension)
-            result = await self._embed(model, texts, body.encode_options(), options, timings, list(dtypes.values()))
+            result = await self._service.embed(call, model, texts, body.encode_options(), options, list(dtypes.values()))
         embeddings: Any = {
             each: list(vectors) if each != "base64" else encode.base64_rows(vectors)
             for each, vectors in ((each, _as_dtype(result, dtype, model)) for each, dtype in dtypes.items())
         }
         if version == "1" and not body.embedding_types:
             embeddings = embeddings["float"]
-        return _json(encode.cohere_embeddings(embeddings, version, body.texts, timings.num_tokens), timings.headers())
+        return _json(encode.cohere_embeddings(embeddings, version, body.texts, call.num_tokens), call.headers())
 
     async def embed(self, request: Request) -> Response:
-        return await self._embed_native(await self._read(request, EmbedRequest))
+        return await self._embed_native(request, await self._read(request, EmbedRequest))
 
     async def dispatch(self, request: Request) -> Response:
         """`POST /`: what huggingface_hub sends to the bare address. The shape of `inputs` tells the task."""
         content = await self._body(request)
         if b'"source_sentence"' in content and _is_similarity(content):
-            return await self._similarity_native(parse_body(SimilarityRequest, content))
-        return await self._embed_native(parse_body(EmbedRequest, content))
+            return await self._similarity_native(request, parse_body(SimilarityRequest, content))
+        return await self._embed_native(request, parse_body(EmbedRequest, content))
 
     async def embed_all(self, request: Request) -> Response:
         body = await self._read(request, EmbedAllRequest)
         model = self._backend.get(body.model)
-        with self._admit(len(body.inputs)):
-            timings = Timings(body.inputs)
+        with self._service.admit(len(body.inputs)):
+            call = self._service.call(body.inputs, request.headers.raw)
             options = body.encode_options(self._settings.auto_truncate)
-            result = await self._embed(model, body.inputs, options, EmbedOptions(per_token=True), timings)
-        return _json(encode.to_json(result.vectors), timings.headers())
+            result = await self._service.embed(call, model, body.inputs, options, EmbedOptions(per_token=True))
+        return _json(encode.to_json(result.vectors), call.headers())
 
     async def similarity(self, request: Request) -> Response:
-        return await self._similarity_native(await self._read(request, SimilarityRequest))
+        return await self._similarity_native(request, await self._read(request, SimilarityRequest))
 
     async def vertex(self, request: Request) -> Response:
         """Bodies of `/embed`, computed at the same time; the first that fails ends the others and is the answer."""
         body = await self._read(request, VertexRequest)
         instances = [parse_instance(EmbedRequest, index, each) for index, each in enumerate(body.instances)]
-        with self._admit(sum(len(each.inputs) for each in instances)):
+        with self._service.admit(sum(len(each.inputs) for each in instances)):
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._embed_one(each, Timings(each.inputs))) for each in instances]
+                    tasks = [
+                        group.create_task(self._embed_one(self._service.call(each.inputs, request.headers.raw), each))
+                        for each in instances
+                    ]
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
         return _json(encode.to_json({"predictions": [task.result() for task in tasks]}))
@@ -193,16 +187,16 @@ class Api:
         if not body.inputs:
             raise EmptyBatch("`inputs` cannot be empty")
         tokenizer = self._backend.get(body.model).tokenizer
-        with self._admit(len(body.inputs)):
+        with self._service.admit(len(body.inputs)):
             args = body.inputs, body.add_special_tokens, body.encode_options(self._settings.auto_truncate)
-            tokens = await self._off_loop(sum(map(len, body.inputs)), tokenizer.tokens, *args)
+            tokens = await self._service.off_loop(sum(map(len, body.inputs)), tokenizer.tokens, *args)
         return _json(encode.tokens(tokens))
 
     async def decode(self, request: Request) -> Response:
         body = await self._read(request, DecodeRequest)
         tokenizer = self._backend.get(body.model).tokenizer
-        with self._admit(len(body.ids)):
-            texts = await self._off_loop(sum(map(len, body.ids)), tokenizer.decode, body.ids, body.skip_special_tokens)
+        with self._service.admit(len(body.ids)):
+            texts = await self._service.off_loop(sum(map(len, body.ids)), tokenizer.decode, body.ids, body.skip_special_tokens)
         return _json(encode.to_json(texts))
 
     async def health(self, request: Request) -> Response:
@@ -226,7 +220,7 @@ class Api:
                     "max_batch_requests": None,
                     "max_client_batch_size": settings.max_client_batch_size,
                     "auto_truncate": settings.auto_truncate,
-                    "tokenization_workers": self._tokenizing._max_workers,
+                    "tokenization_workers": TOKENIZING_THREADS,
                     "version": VERSION,
                     "sha": None,
                     "docker_label": None,
@@ -248,89 +242,31 @@ class Api:
 
     # What the routes share.
 
-    async def _embed_native(self, body: EmbedRequest) -> Response:
-        with self._admit(len(body.inputs)):
-            timings = Timings(body.inputs)
-            vectors = await self._embed_one(body, timings)
-        return _json(encode.to_json(vectors), timings.headers())
+    async def _embed_native(self, request: Request, body: EmbedRequest) -> Response:
+        with self._service.admit(len(body.inputs)):
+            call = self._service.call(body.inputs, request.headers.raw)
+            vectors = await self._embed_one(call, body)
+        return _json(encode.to_json(vectors), call.headers())
 
-    async def _embed_one(self, body: EmbedRequest, timings: "Timings") -> Any:
+    async def _embed_one(self, call: Call, body: EmbedRequest) -> Any:
         model = self._backend.get(body.model)
         encoding = body.encode_options(self._settings.auto_truncate)
         options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
         dtype = body.output_dtype or "float"
-        return _as_dtype(await self._embed(model, body.inputs, encoding, options, timings, (dtype,)), dtype, model)
+        return _as_dtype(await self._service.embed(call, model, body.inputs, encoding, options, (dtype,)), dtype, model)
 
-    async def _similarity_native(self, body: SimilarityRequest) -> Response:
+    async def _similarity_native(self, request: Request, body: SimilarityRequest) -> Response:
         sentences = body.inputs.sentences
         if not sentences:
             raise EmptyBatch("`inputs.sentences` cannot be empty")
         model = self._backend.get(body.model)
         inputs: list[TextOrIds] = [body.inputs.source_sentence, *sentences]
-        with self._admit(len(inputs)):
-            timings = Timings(inputs)
+        with self._service.admit(len(inputs)):
+            call = self._service.call(inputs, request.headers.raw)
             options = (body.parameters or Encoding()).encode_options(self._settings.auto_truncate)
-            result = await self._embed(model, inputs, options, EmbedOptions(), timings)
+            result = await self._service.embed(call, model, inputs, options, EmbedOptions())
         vectors = np.asarray(result.vectors)
-        return _json(encode.to_json(vectors[1:] @ vectors[0]), timings.headers())
-
-    async def _embed(
-        self,
-        model: ServedModel,
-        inputs: Sequence[TextOrIds],
-        encoding: EncodeOptions,
-        options: EmbedOptions,
-        timings: "Timings",
-        dtypes: Sequence[OutputDtype] = (),
-    ) -> Embeddings:
-        """Tokenise and compute within the request's deadline. Raises: what the tokenizer, the engine or the clock says, and
-        InvalidInput where the vectors could not become one of `dtypes`."""
-        method = "single" if isinstance(inputs, Single) else "batch"
-        self._metrics.tei.started(method, len(inputs))
-        check_dimensions(options.dimensions, model.info.embedding_size)
-        for dtype in dtypes:
-            check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)
-        size = timings.num_chars + len(encoding.prompt or "") * len(inputs)
-        try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
-                sequences: list[TokenIds] = await self._off_loop(size, model.tokenizer.encode, inputs, encoding)
-                timings.tokenized(sequences)
-                self._metrics.tokenize_seconds.observe(timings.tokenization_s)
-                self._metrics.tei.tokenized(map(len, sequences))
-                result = await model.embed(sequences, options)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the request was not finished within {self._settings.request_timeout_s:g} s; send fewer inputs or retry later"
-            ) from None
-        timings.computed(result)
-        self._metrics.tei.succeeded(method, len(sequences), timings.seconds())
-        self._metrics.inputs.inc(len(sequences))
-        self._metrics.queue_seconds.observe(result.queue_s)
-        return result
-
-    async def _off_loop(self, size: int, function: Callable[..., Any], *args: Any) -> Any:
-        if size <= _INLINE_CHARS:
-            return function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
-
-    @contextmanager
-    def _admit(self, num_inputs: int) -> Iterator[None]:
-        """Take one of the replica's places. Raises: BatchTooLarge, Overloaded."""
-        limit = self._settings.max_client_batch_size
-        if num_inputs > limit:
-            self._metrics.tei.refused(num_inputs)
-            raise BatchTooLarge(f"batch size {num_inputs} > maximum allowed batch size {limit}")
-        if self._in_flight >= self._settings.max_concurrent_requests:
-            self._metrics.rejected.inc()
-            self._metrics.tei.refused(num_inputs)
-            raise Overloaded(self._backend.backlog_s())
-        self._in_flight += 1
-        self._metrics.in_flight.inc()
-        try:
-            yield
-        finally:
-            self._in_flight -= 1
-            self._metrics.in_flight.dec()
+        return _json(encode.to_json(vectors[1:] @ vectors[0]), call.headers())
 
     async def _read(self, request: Request, schema: type[Body]) -> Body:
         return parse_body(schema, await self._body(request))
@@ -389,40 +325,6 @@ class _Cors(CORSMiddleware):
             if name == b"origin":
                 return super().__call__(scope, receive, send)
         return cast(Coroutine[Any, Any, None], self.app(scope, receive, send))
-
-
-class Timings:
-    """What one request cost, for TEI's response headers (whole milliseconds, truncated)."""
-
-    def __init__(self, inputs: Sequence[TextOrIds]) -> None:
-        self._start = perf_counter()
-        self.num_chars = sum(map(len, inputs))
-        self.num_tokens = 0
-        self.tokenization_s = self._queue_s = self._inference_s = 0.0
-
-    def tokenized(self, sequences: Sequence[TokenIds]) -> None:
-        self.tokenization_s = perf_counter() - self._start
-        self.num_tokens = sum(map(len, sequences))
-
-    def computed(self, result: Embeddings) -> None:
-        self._queue_s, self._inference_s = result.queue_s, result.inference_s
-
-    def seconds(self) -> tuple[float, float, float, float]:
-        """The whole request so far, its tokenisation, its wait, its passes."""
-        return perf_counter() - self._start, self.tokenization_s, self._queue_s, self._inference_s
-
-    def headers(self) -> dict[str, str]:
-        total = str(int((perf_counter() - self._start) * 1000))
-        return {
-            "x-compute-type": "gpu+optimized",
-            "x-compute-time": total,
-            "x-compute-characters": str(self.num_chars),
-            "x-compute-tokens": str(self.num_tokens),
-            "x-total-time": total,
-            "x-tokenization-time": str(int(self.tokenization_s * 1000)),
-            "x-queue-time": str(int(self._queue_s * 1000)),
-            "x-inference-time": str(int(self._inference_s * 1000)),
-        }
 
 
 def _is_similarity(content: bytes) -> bool:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from time import perf_counter
 from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
@@ -12,6 +14,7 @@ from engine.tokenizer import TokenIds, Tokenizer
 from serve_app.errors import UnknownModel
 from serve_app.health import Health
 from serve_app.quantize import Ranges
+from serve_app.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,11 @@ class ServedModel(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
-        """Raises: BackendError, EngineStopped. Cancelling the call drops what has not been cut into a batch."""
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        """Raises: BackendError, EngineStopped; DeadlineOutOfReach, DeadlinePassed for `terms` that cannot be met.
+
+        Cancelling the call drops what has not been cut into a batch.
+        """
         ...
 
 
@@ -74,8 +80,9 @@ class LocalModel:
         self.info, self.tokenizer = info, tokenizer
         self._collect = collect
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
-        job = Job(sequences, options)
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        deadline = inf if terms.deadline_s is None else perf_counter() + terms.deadline_s
+        job = Job(sequences, options, terms.priority, deadline)
         try:
             await self._collect(job)
             result: Embeddings = await asyncio.wrap_future(job.future)
@@ -87,7 +94,7 @@ class LocalModel:
 class LocalBackend:
     """One model in this process. `elsewhere` maps the names of the server's other models to their paths."""
 
-    def __init__(self, model: LocalModel, loop: EngineLoop, health: Health, elsewhere: Mapping[str, str]) -> None:
+    def __init__(self, model: ServedModel, loop: EngineLoop, health: Health, elsewhere: Mapping[str, str]) -> None:
         self._model, self._loop, self._health, self._elsewhere = model, loop, health, elsewhere
 
     def get(self, name: str | None) -> ServedModel:

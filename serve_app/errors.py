@@ -55,6 +55,12 @@ class Unauthorized(ApiError):
         super().__init__("no valid API key; send it as `Authorization: Bearer KEY`")
 
 
+class BadHeader(ApiError):
+    """A header that says how the request is to be computed has a value that cannot be used."""
+
+    status, error_type = 422, "Validation"
+
+
 class UnknownModel(ApiError):
     """`model` names something this address does not serve."""
 
@@ -88,8 +94,8 @@ class Overloaded(ApiError):
 
     status, error_type = 429, "Overloaded"
 
-    def __init__(self, backlog_s: float) -> None:
-        super().__init__("Model is overloaded")
+    def __init__(self, backlog_s: float, message: str = "Model is overloaded") -> None:
+        super().__init__(message)
         self.headers = {"retry-after": str(max(1, math.ceil(backlog_s)))}
 
 

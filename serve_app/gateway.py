@@ -12,13 +12,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from cluster.router import COLD_START_S, Ticket, choose, load_of, split
-from engine.errors import BackendError, DeviceLost, EngineStopped, InvalidInput
+from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EmberError, EngineStopped, InvalidInput
 from engine.hub import resolve_model
 from engine.loop import Embeddings
 from engine.memory import MOST_BATCH_TOKENS, num_parameters
@@ -33,6 +33,7 @@ from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.metrics import Metrics
 from serve_app.quantize import read_ranges
 from serve_app.settings import IDLE_PROMPTS, Settings
+from serve_app.terms import Terms
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Pool:
             return "ready"
         return "asleep" if self._handle is not None and not self.ref.min_replicas else "starting"
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, ticket: Ticket) -> Embeddings:
         """Raises: what the engine says, or one of LOST."""
         if self._handle is None:
             await self.connect()
@@ -122,10 +123,15 @@ class Pool:
             raise Lost(f"pool {self.ref.name} is not deployed")
         awake = bool(self.load.replicas)
         self.load.opened(ticket)
-        response = _call(self._handle.embed, sequences, options, ticket=ticket)
+        response = _call(self._handle.embed, sequences, options, terms, ticket=ticket)
 
         async def answer() -> Embeddings:
-            result: Embeddings = await response
+            try:
+                result: Embeddings = await response
+            except RayTaskError as error:
+                if isinstance(error.cause, EmberError):
+                    raise error.cause from None  # as it was raised over there; Ray's text of it is a traceback
+                raise
             return result
 
         waiting = asyncio.ensure_future(answer())
@@ -208,12 +214,13 @@ class PooledModel:
             int8_ranges=read_ranges(folder, config.embedding_size),
         )
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         """As `ServedModel.embed`; over several replicas where that is done sooner."""
-        parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic())
+        batch = terms.priority == "batch"
+        parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
         if len(parts) == 1:
-            return await self._compute(sequences, options)
-        results = await _all(self._compute([sequences[i] for i in part], options) for part in parts)
+            return await self._compute(sequences, options, terms)
+        results = await _all(self._compute([sequences[i] for i in part], options, terms) for part in parts)
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:
@@ -235,30 +242,38 @@ class PooledModel:
             "pools": pools,
         }
 
-    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         """On one replica; on another if that one is lost on the way: to compute twice harms nobody."""
         lengths = [len(ids) for ids in sequences]
+        start = monotonic()
         for attempt in (1, 2):
-            ticket = Ticket(next(_tickets), sum(lengths), max(lengths))
-            pool = self._choose(ticket)
+            ticket = Ticket(next(_tickets), sum(lengths), max(lengths), terms.priority == "batch")
+            left = terms.after(monotonic() - start)
+            pool = self._choose(ticket, left)
             try:
-                return await pool.embed(sequences, options, ticket)
+                return await pool.embed(sequences, options, left, ticket)
             except LOST as error:
                 log.warning("%s: attempt %d on pool %s failed: %r", self.given.name, attempt, pool.ref.name, error)
         raise Unhealthy(f"model {self.given.name}: two replicas in a row could not be reached; try again")
 
-    def _choose(self, ticket: Ticket) -> Pool:
-        """Raises: InvalidInput for an input that no replica can hold, Asleep where the operator wants that said."""
+    def _choose(self, ticket: Ticket, terms: Terms) -> Pool:
+        """Raises: InvalidInput for an input that no replica can hold, Asleep where the operator wants that said,
+        DeadlineOutOfReach where even the soonest pool has work before it and would be late; an idle one is always tried, since it
+        may be faster than believed.
+        """
         now = monotonic()
         load = choose((pool.load for pool in self.pools), ticket, now)
         if load is None:
             raise InvalidInput(f"an input of {ticket.longest} tokens fits into the memory of no card that has {self.given.name}")
         pool = next(pool for pool in self.pools if pool.load is load)
-        if (load.finish_s(ticket, now) or 0.0) > _WAKE_FROM_S:
+        finish_s = load.finish_s(ticket, now) or 0.0
+        if finish_s > _WAKE_FROM_S:
             for other in self.pools:
                 other.wake()
         if not load.replicas and self._asleep == "refuse" and not pool.ref.min_replicas:
             raise Asleep(f"model {self.given.name} was asleep and is being started", COLD_START_S)
+        if terms.deadline_s is not None and finish_s > terms.deadline_s and (not load.replicas or load.queued_tokens(now)):
+            raise DeadlineOutOfReach(finish_s, terms.deadline_s)
         return pool
 
 

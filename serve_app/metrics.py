@@ -31,10 +31,16 @@ class Metrics:
         self.batch_tokens = self._histogram("batch_tokens", "Tokens in a forward pass", _TOKENS).labels(model)
         self.batch_seqs = self._histogram("batch_sequences", "Sequences in a forward pass", _SEQUENCES).labels(model)
         self.tokens = self._counter("tokens", "Tokens computed").labels(model)
+        self.duplicates = self._counter("duplicate_inputs", "Inputs that the same one in their forward pass stood for").labels(
+            model
+        )
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
         self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
         self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
         self.splits = self._counter("split_batches", "Batches halved because they did not fit into memory").labels(model)
+        self.cache_hits = self._counter("cache_hits", "Inputs whose vectors were in the cache").labels(model)
+        self.cache_misses = self._counter("cache_misses", "Inputs that were looked for in the cache and computed").labels(model)
+        self.cache_bytes = self._gauge("cache_bytes", "Bytes that the cache holds").labels(model)
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
@@ -68,6 +74,7 @@ class Metrics:
         self.batch_tokens.observe(report.num_tokens)
         self.batch_seqs.observe(report.num_seqs)
         self.tokens.inc(report.num_tokens)
+        self.duplicates.inc(report.num_duplicates)
 
     def exposition(self) -> bytes:
         """The Prometheus text format, ours and then TEI's."""

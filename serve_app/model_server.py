@@ -17,7 +17,8 @@ from engine.loop import EngineLoop
 from engine.packer import Job
 from engine.tokenizer import EncodeOptions
 from serve_app.api import Api
-from serve_app.backend import LocalBackend, LocalModel, ModelInfo
+from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
+from serve_app.cache import CachedModel
 from serve_app.health import Health
 from serve_app.metrics import Metrics
 from serve_app.quantize import read_ranges
@@ -54,7 +55,9 @@ class EngineServer:
             created=int(time()),
             int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
         )
-        self._model = LocalModel(info, self._engine.tokenizer, self._collect)
+        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)
+        if settings.cache_bytes:
+            self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         self._health = Health(self._loop, self._engine.tokenizer.encode(["health"], EncodeOptions())[0])
 
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:

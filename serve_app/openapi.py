@@ -2,11 +2,12 @@
 
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from engine.packer import Priority
 from serve_app import schemas
 from serve_app.version import VERSION
 
@@ -67,6 +68,27 @@ _POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
     ),
     ("/decode", schemas.DecodeRequest, {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
 ]
+# Headers of the routes that compute vectors.
+_TERMS: list[dict[str, Any]] = [
+    {
+        "name": "x-priority",
+        "in": "header",
+        "description": "Batch work gets what interactive work leaves",
+        "schema": {"type": "string", "enum": list(get_args(Priority)), "default": "interactive"},
+    },
+    {
+        "name": "x-request-deadline-ms",
+        "in": "header",
+        "description": "Milliseconds that the answer may take; 429 at once if that is out of reach, else 504 when they are over",
+        "schema": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
+    },
+    {
+        "name": "cache-control",
+        "in": "header",
+        "description": "no-store keeps the request out of the server's cache, where it has one",
+        "schema": {"type": "string"},
+    },
+]
 _GETS = [
     ("/health", "200 while the engine computes, else 503"),
     ("/ping", "As /health"),
@@ -81,9 +103,9 @@ _ERRORS = {
     "415": "Not application/json",
     "422": "An input or field the model cannot take",
     "424": "The forward pass failed",
-    "429": "Too many requests in flight; Retry-After says when to come back",
+    "429": "Too many requests in flight, or a deadline out of reach; Retry-After says when to come back",
     "503": "The engine does not answer",
-    "504": "The request took longer than request_timeout_s",
+    "504": "The request took longer than request_timeout_s or its own deadline",
 }
 
 
@@ -101,7 +123,8 @@ def document(root_path: str) -> dict[str, Any]:
             errors |= {"400": "A body, input or field that the model cannot take", "500": "The forward pass failed"}
             error_schema = _COHERE_ERROR
         responses = {code: _response(text, error_schema) for code, text in errors.items()}
-        paths.setdefault(path, {})["post"] = _operation(summary, body.__name__, answer, responses)
+        operation = _operation(summary, body.__name__, answer, responses)
+        paths.setdefault(path, {})["post"] = operation | ({} if path in ("/tokenize", "/decode") else {"parameters": _TERMS})
     return {
         "openapi": "3.0.3",
         "info": {"title": "emberforge", "version": VERSION},

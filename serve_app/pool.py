@@ -1,7 +1,7 @@
 """One pool as a Serve application: the replicas of one model on one class of nodes, called by the gateway through a handle."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import monotonic, time
 from typing import Any
 
@@ -19,6 +19,7 @@ from engine.tokenizer import TokenIds
 from serve_app.app import deployment_options
 from serve_app.model_server import EngineServer
 from serve_app.settings import Settings
+from serve_app.terms import Terms
 
 # Left to the host where a pass takes its memory from there.
 _HOST_FLOOR_BYTES = 1 << 30
@@ -47,9 +48,9 @@ class PoolServer(EngineServer):
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, *, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket) -> Embeddings:
         """As `ServedModel.embed`; `ticket` is for the router on the caller's side."""
-        return await self._model.embed(sequences, options)
+        return await self._model.embed(sequences, options, terms)
 
     async def wake(self, *, ticket: Ticket) -> None:
         """Nothing: being called is what starts a replica where there is none."""
@@ -57,7 +58,8 @@ class PoolServer(EngineServer):
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
         busy = self._busy[0].read()
-        return asdict(Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy))
+        report = Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
+        return asdict(replace(report, batch_tokens=loop.queued_batch_tokens, max_batch_tokens=loop.max_batch_tokens))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"busy": self._busy[1].read(), "backlog_s": self._loop.backlog_s}

@@ -100,6 +100,10 @@ class Settings(BaseModel):
     )
     cors_allow_origin: Names = Field(("*",), description="Origins whose pages a browser lets call this server; * is any")
 
+    cache_bytes: int = Field(
+        0, ge=0, description="Bytes of vectors a replica keeps for inputs it has seen before; 0 for no cache"
+    )
+
     @model_validator(mode="after")
     def _names_are_distinct(self) -> "Settings":
         if self.served_model_name and len(self.served_model_name) != len(self.models):

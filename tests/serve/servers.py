@@ -17,6 +17,7 @@ from engine.tokenizer import EncodeOptions, TokenIds
 from serve_app.model_server import ModelServer
 from serve_app.pool import PoolServer
 from serve_app.settings import Settings
+from serve_app.terms import Terms
 
 MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool` or `HangingServer`
 
@@ -83,18 +84,18 @@ class PoisonPool(PoolServer):
 class BrokenPool(PoolServer):
     """Fails whatever it is asked, at once."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, *, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket) -> Embeddings:
         raise EngineStopped("the device fell over")
 
 
 class DyingPool(PoolServer):
     """A text that ends in the token of "die" ends the replica, the first time that any of them gets it."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, *, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket) -> Embeddings:
         die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
         if any(ids[-2] == die for ids in sequences) and _first(os.environ[MARKER]):
             os._exit(1)
-        return await super().embed(sequences, options, ticket=ticket)
+        return await super().embed(sequences, options, terms, ticket=ticket)
 
 
 def _first(marker: str) -> bool:

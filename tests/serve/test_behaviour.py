@@ -68,6 +68,16 @@ def leave_at_once(client: httpx.Client, body: dict[str, Any]) -> None:
         wait_for(lambda: metric(client, "requests_in_flight") > before)
 
 
+def test_what_was_seen_before_comes_from_the_cache(deployed: Deploy) -> None:
+    with deployed("/cached", cache_bytes=1_000_000) as client:
+        first = client.post("v1/embeddings", json={"input": ["kept", "for later"]})
+        tokens = metric(client, "tokens_total")
+        again = client.post("v1/embeddings", json={"input": ["kept", "for later"]})
+        assert (again.status_code, again.json()) == (200, first.json())
+        assert metric(client, "tokens_total") == tokens
+        assert metric(client, "cache_hits_total") == 2
+
+
 def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> None:
     with deployed("/small", SlowServer, max_concurrent_requests=4) as client, ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"{i} " * 30}), range(30)))

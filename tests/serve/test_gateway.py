@@ -110,7 +110,15 @@ def test_errors_keep_their_form_through_the_gateway(two_models: httpx.Client) ->
     assert "256" in long.json()["error"]
     poisoned = two_models.post("embed", json={"inputs": [[13]], "model": "small"})
     assert (poisoned.status_code, poisoned.json()["error_type"]) == (424, "Backend")
+    assert poisoned.json()["error"] == "Backend error: the model gave a vector that is not finite"
     assert two_models.post("embed", json={"inputs": [[15]], "model": "small"}).status_code == 200
+
+
+def test_the_headers_reach_the_pools(two_models: httpx.Client) -> None:
+    headers = {"x-priority": "batch", "x-request-deadline-ms": "20000", "cache-control": "no-store"}
+    assert two_models.post("embed", json={"inputs": "in good time"}, headers=headers).status_code == 200
+    late = two_models.post("embed", json={"inputs": "too late"}, headers={"x-request-deadline-ms": "0.001"})
+    assert (late.status_code, late.json()["error_type"]) == (504, "Timeout")
 
 
 def test_a_large_request_is_split_and_put_together_again(clustered: Clustered, client: httpx.Client) -> None:

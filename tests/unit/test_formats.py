@@ -26,6 +26,7 @@ from serve_app.errors import UnknownModel
 from serve_app.metrics import Metrics
 from serve_app.quantize import quantize
 from serve_app.settings import Settings
+from serve_app.terms import Terms
 
 PROMPTS = {"query": "query: ", "passage": "passage: ", "Clustering": "cluster: "}
 WIDTH = 64
@@ -39,7 +40,7 @@ class FakeModel:
         ranges = {WIDTH: np.tile(np.float32([[-0.3], [0.4]]), WIDTH)}
         self.info = ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0, ranges)
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         return Embeddings(np.stack([vector(ids, options) for ids in sequences]), 0.0, 0.0)
 
 

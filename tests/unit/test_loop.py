@@ -2,16 +2,18 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pytest
 
 from engine import BackendError, Engine, EngineStopped
-from engine.errors import DeviceLost, OutOfMemory
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, DeviceLost, OutOfMemory
 from engine.flight import Landed, Output
 from engine.loop import BatchReport, EngineLoop
-from engine.packer import Job
+from engine.packer import Job, Priority
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 
@@ -41,8 +43,9 @@ class Gate:
         return Landed(Output(np.where(first == 14, np.nan, first), hidden if want_hidden else None))
 
 
-def job(*firsts: int, length: int = 4, **options: object) -> Job:
-    return Job([np.full(length, first, dtype=np.int32) for first in firsts], EmbedOptions(normalize=False, **options))  # type: ignore[arg-type]
+def job(*firsts: int, length: int = 4, priority: Priority = "interactive", within_s: float = inf, **options: object) -> Job:
+    sequences = [np.full(length, first, dtype=np.int32) for first in firsts]
+    return Job(sequences, EmbedOptions(normalize=False, **options), priority, perf_counter() + within_s)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_jobs_share_batches_and_keep_their_own_rows(gate: Gate, loop: EngineLoop
 
 
 def test_a_job_cancelled_while_queued_is_not_computed(gate: Gate, loop: EngineLoop) -> None:
-    first, gone, last = job(1, 1), job(2, 2), job(3)
+    first, gone, last = job(1, 2), job(4, 5), job(3)
     loop.submit([first, gone, last])
     assert gate.entered.wait(5)
     gone.future.cancel()
@@ -81,7 +84,7 @@ def test_a_job_cancelled_while_queued_is_not_computed(gate: Gate, loop: EngineLo
 
 
 def test_a_broken_batch_fails_its_jobs_and_no_other(gate: Gate, loop: EngineLoop) -> None:
-    first, broken, after = job(1, 1), job(13, 1, 1), job(2)
+    first, broken, after = job(1, 3), job(13, 4, 5), job(2)
     loop.submit([first, broken, after])
     gate.open.set()
     assert first.future.result(5).vectors.shape == (2, 2)
@@ -137,7 +140,7 @@ def test_an_error_while_results_are_handed_out_reaches_their_jobs_and_no_other(g
             raise ValueError("no such metric")
 
     loop = EngineLoop(gate, max_batch_tokens=8, on_batch=report)
-    first, after = job(1, 1), job(2)
+    first, after = job(1, 3), job(2)
     loop.submit([first, after])
     with pytest.raises(BackendError, match="no such metric"):
         first.future.result(5)
@@ -206,3 +209,111 @@ def test_a_lost_device_ends_the_engine_and_everybody_hears_of_it() -> None:
             each.future.result(5)
     loop.stop()
     assert not loop.alive
+
+
+def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
+    gate.open.set()
+    reports: list[BatchReport] = []
+    loop = EngineLoop(gate, max_batch_tokens=64, on_batch=reports.append)
+    jobs = [job(1, 2, 1), job(2, dimensions=1), job(1), job(2, per_token=True), job(1, length=5)]
+    loop.submit(jobs)
+    assert jobs[0].future.result(5).vectors.tolist() == [[1, 1], [2, 2], [1, 1]]
+    assert jobs[1].future.result(5).vectors.tolist() == [[2]]
+    assert jobs[2].future.result(5).vectors.tolist() == [[1, 1]]
+    assert jobs[3].future.result(5).vectors[0].tolist() == [[2, 2]] * 4
+    assert jobs[4].future.result(5).vectors.tolist() == [[1, 1]]
+    assert gate.batches == [5]  # the same ids with other options, and the same first id in a longer text, are others
+    assert [(report.num_tokens, report.num_seqs, report.num_duplicates) for report in reports] == [(21, 5, 2)]
+    loop.stop()
+
+
+def test_tokens_of_what_is_asked_twice_reach_both(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    twice, once = job(1, 2, length=2, per_token=True), job(2, 3, length=2, per_token=True)
+    loop.submit([twice, once])
+    assert [tokens.tolist() for tokens in twice.future.result(5).vectors] == [[[1, 1]] * 2, [[2, 2]] * 2]
+    assert [tokens.tolist() for tokens in once.future.result(5).vectors] == [[[2, 2]] * 2, [[3, 3]] * 2]
+    assert gate.batches == [3]
+
+
+@pytest.mark.parametrize(("first", "error"), [(14, "not finite"), (13, "broken")])
+def test_everybody_who_asked_the_same_hears_that_it_failed(gate: Gate, loop: EngineLoop, first: int, error: str) -> None:
+    gate.open.set()
+    jobs = [job(first), job(first)]
+    loop.submit(jobs)
+    for each in jobs:
+        with pytest.raises(BackendError, match=error):
+            each.future.result(5)
+
+
+def test_duplicates_that_do_not_fit_into_memory_are_halved_with_their_batch(gate: Gate) -> None:
+    gate.open.set()
+    loop = EngineLoop(gate, max_batch_tokens=64)
+    jobs = [job(15, 2), job(15), job(2, 15)]
+    loop.submit(jobs)
+    assert [each.future.result(5).vectors[:, 0].tolist() for each in jobs] == [[15, 2], [15], [2, 15]]
+    loop.stop()
+
+
+def test_interactive_work_overtakes_batch_work(gate: Gate, loop: EngineLoop) -> None:
+    bulk, query = job(1, 2, 3, 4, 5, priority="batch"), job(6)
+    loop.submit([bulk])
+    assert gate.entered.wait(5)
+    loop.submit([query])
+    assert (loop.queued_tokens, loop.queued_batch_tokens) == (16, 12)
+    ends: list[Job] = []
+    for each in (bulk, query):
+        each.future.add_done_callback(lambda _, each=each: ends.append(each))  # type: ignore[misc]
+    gate.open.set()
+    assert bulk.future.result(5).vectors[:, 0].tolist() == [1, 2, 3, 4, 5]
+    assert ends == [query, bulk]
+    assert gate.batches == [2, 2, 2]
+
+
+def test_what_runs_out_of_time_while_it_waits_is_not_computed(gate: Gate, loop: EngineLoop) -> None:
+    first, late, last = job(1, 2), job(3, 4, within_s=0.01), job(5)
+    loop.submit([first, late, last])
+    assert gate.entered.wait(5)
+    while perf_counter() <= late.deadline:
+        pass
+    gate.open.set()
+    with pytest.raises(DeadlinePassed):
+        late.future.result(5)
+    assert last.future.result(5).vectors.tolist() == [[5, 5]]
+    assert gate.batches == [2, 1]
+
+
+def test_what_cannot_be_in_time_is_refused_at_once(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    first = job(1, 2)
+    loop.submit([first])
+    first.future.result(5)
+    gate.open.clear()
+    gate.entered.clear()
+    running, waiting = job(1, 2), job(3, 4, priority="batch")
+    loop.submit([running, waiting])
+    assert gate.entered.wait(5)
+    loop._clock.tokens_per_s = 0.8
+    query, short, fits = job(3, within_s=50), job(4, within_s=9), job(5, within_s=17)
+    slow = job(6, within_s=22, priority="batch")
+    loop.submit([query, short, fits, slow])
+    for refused, predicted_s in ((short, 10), (slow, 25)):  # the first waits for `query` alone, the other for everything
+        error = refused.future.exception(0)
+        assert isinstance(error, DeadlineOutOfReach)
+        assert error.predicted_s == pytest.approx(predicted_s)
+        assert 0 < error.deadline_s < predicted_s
+    gate.open.set()
+    assert fits.future.result(5).vectors.tolist() == [[5, 5]]
+    assert waiting.future.result(5).vectors[:, 0].tolist() == [3, 4]
+    assert sum(gate.batches) == 2 + 2 + 2 + 2
+
+
+def test_an_idle_engine_tries_whatever_its_rate(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    first = job(1, 2)
+    loop.submit([first])
+    first.future.result(5)
+    loop._clock.tokens_per_s = 1e-3
+    again = job(3, within_s=5)
+    loop.submit([again])
+    assert again.future.result(5).vectors.tolist() == [[3, 3]]

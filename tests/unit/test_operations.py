@@ -19,6 +19,7 @@ from serve_app.errors import Unhealthy
 from serve_app.keys import add_key
 from serve_app.metrics import Metrics
 from serve_app.settings import Settings
+from serve_app.terms import Terms
 
 GUARDED = ["/info", "/v1/models"]
 PUBLIC = ["/", "/health", "/ping", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"]
@@ -45,7 +46,7 @@ class Fake:
     def backlog_s(self) -> float:
         return 0.0
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         if any(13 in ids for ids in sequences):
             raise BackendError("broken")
         return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), 0.5, 0.25)
@@ -176,7 +177,7 @@ def test_teis_queue_and_batches_are_there_where_the_engine_is(tokenizer: Tokeniz
     assert not any("queue_size" in name or "batch_next" in name for name in te_series(client))  # a gateway
     metrics.watch_queue(lambda: 50, lambda: 2, lambda: 5)
     for size in (1, 3, 5000):
-        metrics.observe_batch(BatchReport(num_tokens=10 * size, num_seqs=size, seconds=0.1))
+        metrics.observe_batch(BatchReport(num_tokens=10 * size, num_seqs=size, seconds=0.1, num_duplicates=0))
     series = te_series(client)
     assert series["te_queue_size"] == 5
     assert [series[f'te_batch_next_size_bucket{{le="{le}"}}'] for le in ("1", "2", "4", "4096", "+Inf")] == [1, 1, 2, 2, 3]

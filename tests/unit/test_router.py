@@ -182,3 +182,41 @@ def test_a_split_goes_over_the_replicas_of_one_pool_too() -> None:
 )
 def test_replicas_follow_the_backlog(busy: float, backlog_s: float, requests: int, replicas: int) -> None:
     assert needed(busy, backlog_s, requests) == replicas
+
+
+def bulk(num_tokens: int, number: int = 7) -> Ticket:
+    return Ticket(number, num_tokens, 10, batch=True)
+
+
+def test_batch_work_holds_an_interactive_request_up_for_a_pass_at_most() -> None:
+    load = PoolLoad("a", 1_000)
+    load.update({"a0": Report(1.0, 9_000, 1_000, 0.0, batch_tokens=8_000, max_batch_tokens=500)}, now=0.0)
+    assert load.finish_s(ticket(100), 0.0) == pytest.approx(1 + 0.5 + 0.1)
+    assert load.finish_s(bulk(100), 0.0) == pytest.approx(9.1)
+    assert load.queued_tokens(0.0) == 9_000
+    assert load.finish_s(ticket(100), 1.2) == pytest.approx(0.5 + 0.1)  # the interactive ones went first
+    assert load.finish_s(ticket(100), 8.8) == pytest.approx(0.2 + 0.1)
+
+
+def test_our_own_batch_requests_count_for_batch_requests_alone() -> None:
+    busy, other = pool("busy", 1_000), pool("other", 1_000)
+    send(busy, "busy0", bulk(50_000))
+    busy.opened(bulk(50_000, number=8))
+    send(other, "other0", ticket(2_000, number=9))
+    assert choose([busy, other], ticket(10), 0.0) is busy
+    assert choose([busy, other], bulk(10, number=2), 0.0) is other
+    assert split([busy, other], [100] * 20, 0.0) == [list(range(20))]  # the other would be no help
+    assert len(split([busy, pool("free", 1_000)], [100] * 20, 0.0)) == 2
+    assert len(split([busy, pool("far", 1_000)], [100] * 20, 0.0, batch=True)) == 1
+    for each in (bulk(50_000), bulk(50_000, number=8)):
+        busy.finished(each, 0.0)
+    assert busy.queued_tokens(0.0) == 0
+
+
+def test_of_two_replicas_the_one_without_batch_work_is_taken() -> None:
+    load = PoolLoad("a", 1_000)
+    with_batch = Report(1.0, 8_000, 1_000, 0.0, batch_tokens=8_000, max_batch_tokens=500)
+    load.update({"a0": with_batch, "a1": Report(1.0, 0, 1_000, 0.0, max_batch_tokens=500)}, now=0.0)
+    assert load.ranked(ticket(10), 0.0) == ["a1", "a0"]
+    send(load, "a1", ticket(600, number=2))
+    assert load.ranked(ticket(10), 0.0) == ["a0", "a1"]

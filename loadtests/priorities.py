@@ -1,0 +1,131 @@
+"""Interactive queries beside bulk work, simulated: the packer itself, an engine that is arithmetic, a clock that only counts.
+
+python -m loadtests.priorities
+
+A pass takes `pass_s` + tokens / rate, and the next is cut when it ends. Bulk work is there without end: as many clients, each
+of which sends its next request of 64 texts when it has its answer.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from engine.packer import Job, Packer, Priority
+from engine.pooling import EmbedOptions
+from loadtests.report import write
+from loadtests.traces import percentile
+
+SECONDS = 30.0
+CLIENTS, TEXTS = 8, 64
+LOADS = (0.1, 0.5, 0.8)
+OVERLOAD = 1.2
+
+
+@dataclass(frozen=True)
+class Card:
+    """Qwen3-Embedding-0.6B on an H200 and MiniLM on two CPU cores, as results/engine.md and cpu_engine.md have them."""
+
+    name: str
+    rate: float  # tokens/s
+    pass_s: float
+    budget: int
+
+
+CARDS = (Card("H200, 0.6B", 540_000, 0.0013, 8192), Card("2 CPU cores, MiniLM", 10_000, 0.002, 2048))
+
+
+def queries(card: Card, load: float, seed: int) -> Iterator[tuple[float, int]]:
+    """(second, tokens) of single short texts, Poisson, that are `load` of the card's tokens/s."""
+    rng = random.Random(seed)
+    now = 0.0
+    while True:
+        now += rng.expovariate(load * card.rate / 24)
+        yield now, rng.randint(8, 40)
+
+
+def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[str, Any]:
+    """Queries at `load` beside `clients` of bulk work of this priority."""
+    packer, rng = Packer(card.budget), random.Random(2)
+    arriving = queries(card, load, seed=1)
+    events: list[tuple[float, int, Job | None]] = []  # a job arrives; None: the pass ends
+    order = count()
+    query_s: list[float] = []
+    bulk: set[Job] = set()
+    bulk_tokens, running, busy = 0, list[Job](), False
+
+    def push(job: Job) -> None:
+        heappush(events, (job.submitted_at, next(order), job))
+
+    def query() -> Job:
+        at, length = next(arriving)
+        return Job([np.empty(length, dtype=np.int32)], EmbedOptions(), submitted_at=at)
+
+    def request(at: float) -> Job:
+        lengths = [min(2048, max(8, int(rng.lognormvariate(5.0, 0.8)))) for _ in range(TEXTS)]
+        job = Job([np.empty(length, dtype=np.int32) for length in lengths], EmbedOptions(), priority, submitted_at=at)
+        bulk.add(job)
+        return job
+
+    push(query())
+    for client in range(clients):
+        push(request(client / clients))
+    now = 0.0
+    while now < SECONDS:
+        now, _, arrived = heappop(events)
+        if arrived is not None:
+            packer.add(arrived)
+            if arrived not in bulk:
+                push(query())
+        else:
+            busy = False
+            for job in running:
+                if job not in bulk:
+                    query_s.append(now - job.submitted_at)
+                elif job.num_cut == len(job.sequences):
+                    bulk.discard(job)
+                    push(request(now))
+        if not busy and (batch := packer.take(now)):
+            num_tokens = sum(len(ids) for part in batch for ids in part.sequences)
+            bulk_tokens += sum(len(ids) for part in batch if part.job in bulk for ids in part.sequences)
+            running, busy = [part.job for part in batch], True
+            heappush(events, (now + card.pass_s + num_tokens / card.rate, next(order), None))
+    return {
+        "p50 ms": 1e3 * percentile(query_s, 50),
+        "p99 ms": 1e3 * percentile(query_s, 99),
+        "worst ms": 1e3 * max(query_s),
+        "queries/s": len(query_s) / SECONDS,
+        "bulk tokens/s": bulk_tokens / SECONDS,
+    }
+
+
+def main() -> None:
+    kinds: tuple[tuple[str, int, Priority], ...] = (
+        ("none", 0, "batch"),
+        ("batch", CLIENTS, "batch"),
+        ("interactive: one queue", CLIENTS, "interactive"),
+    )
+    tables = {}
+    for card in CARDS:
+        rows = []
+        for load in (*LOADS, OVERLOAD):
+            for name, clients, priority in kinds:
+                row = {"queries": f"{load:.0%}", "bulk work": name} | simulate(card, load, clients, priority)
+                rows.append(row)
+                print(row, flush=True)
+        full_ms = 1e3 * (card.pass_s + card.budget / card.rate)
+        tables[f"{card.name}: {card.rate:,.0f} tokens/s, a full pass of {card.budget:,} tokens takes {full_ms:.0f} ms"] = rows
+    notes = [
+        f"simulated, {SECONDS:.0f} s; queries: Poisson, one text of 8 to 40 tokens each, as a share of the rate on tokens alone",
+        f"bulk work: {CLIENTS} clients, {TEXTS} texts a request, lognormal with median 148 tokens, the next when one is done",
+        f"{OVERLOAD:.0%}: more queries than can be computed, so that their queue grows for as long as the run lasts",
+    ]
+    write("priorities", "python -m loadtests.priorities", tables, notes)
+
+
+if __name__ == "__main__":
+    main()

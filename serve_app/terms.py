@@ -1,0 +1,59 @@
+"""On what terms a request is computed, as its headers say: how urgent it is, by when, and whether its vectors may be kept."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final, cast, get_args
+
+from engine.packer import Priority
+from serve_app.errors import BadHeader
+
+_PRIORITY, _DEADLINE, _CACHE = b"x-priority", b"x-request-deadline-ms", b"cache-control"
+_READ = frozenset((_PRIORITY, _DEADLINE, _CACHE))
+_NUMBER = re.compile(r"\d+(\.\d*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`deadline_s` counts from when this is handed on, None for no deadline but the server's; `store` False keeps the
+    request out of the cache."""
+
+    priority: Priority = "interactive"
+    deadline_s: float | None = None
+    store: bool = True
+
+    def after(self, seconds: float) -> "Terms":
+        """What is left of them so much later."""
+        return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s - seconds)
+
+
+USUAL: Final = Terms()
+
+
+def read_terms(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Terms:
+    """The terms that a request's headers ask for, names in lower case as ASGI has them; a deadline beyond `timeout_s` is that.
+
+    Raises: BadHeader naming the header and its value.
+    """
+    given = [(name, value.decode("latin-1").strip()) for name, value in headers if name in _READ]
+    terms = USUAL
+    for name, value in given:
+        if name == _PRIORITY:
+            terms = replace(terms, priority=_priority(value))
+        elif name == _DEADLINE:
+            terms = replace(terms, deadline_s=min(_seconds(value), timeout_s))
+        elif "no-store" in (directive.strip().lower() for directive in value.split(",")):
+            terms = replace(terms, store=False)
+    return terms
+
+
+def _priority(value: str) -> Priority:
+    if value in get_args(Priority):
+        return cast(Priority, value)
+    raise BadHeader(f"`x-priority` is `{value}`; send interactive or batch")
+
+
+def _seconds(value: str) -> float:
+    if not _NUMBER.fullmatch(value) or not float(value):
+        raise BadHeader(f"`x-request-deadline-ms` is `{value}`; send milliseconds, a number over 0")
+    return float(value) / 1000

@@ -1,0 +1,476 @@
+"""Priority, deadline and cache headers, from HTTP to the engine's queue and, through a gateway, to a pool's."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from ray.exceptions import RayTaskError
+
+from cluster import router
+from cluster.router import Report, Ticket
+from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
+from engine.flight import Landed, Output
+from engine.hub import EMBEDDED_MODEL
+from engine.loop import Embeddings, EngineLoop
+from engine.model_folder import load_model_config
+from engine.packer import Job
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds, Tokenizer
+from serve_app import openapi
+from serve_app.api import Api
+from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
+from serve_app.cache import ENTRY_BYTES, CachedModel
+from serve_app.gateway import GatewayModel, PooledModel, PoolRef
+from serve_app.health import Health
+from serve_app.metrics import Metrics
+from serve_app.settings import Settings
+from serve_app.terms import USUAL, Terms, read_terms
+
+INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
+
+
+class Gate:
+    """A stand-in for the engine that waits until it is let through; no two vectors are alike, not even of one text."""
+
+    passes_in_flight = 1
+
+    def __init__(self) -> None:
+        self.open, self.entered = threading.Event(), threading.Event()
+        self.open.set()
+        self.lengths: list[int] = []  # of what was computed, in order
+        self._rows = 0
+
+    def launch(
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+    ) -> Landed:
+        self.entered.set()
+        assert self.open.wait(10)
+        self.lengths += map(len, sequences)
+        vectors = np.arange(self._rows + 1, self._rows + 1 + len(sequences), dtype=np.float32)[:, None] / [3, 7, 9, 11]
+        self._rows += len(sequences)
+        hidden = np.ones((sum(map(len, sequences)), 4), dtype=np.float32) if want_hidden else None
+        return Landed(Output(vectors.astype(np.float32), hidden))
+
+
+@dataclass
+class Replica:
+    """The API over one model, its engine in the test's hand."""
+
+    gate: Gate
+    loop: EngineLoop
+    metrics: Metrics
+    app: Any
+
+    def run(self, scenario: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test") as client:
+                return await scenario(client)
+
+        return asyncio.run(run())
+
+    def metric(self, name: str) -> float:
+        lines = self.metrics.exposition().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"emberforge_{name}{{"))
+
+
+Made = Callable[..., Replica]
+
+CANARY = np.ones(1, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm: Path) -> Tokenizer:
+    return Tokenizer.load(minilm, load_model_config(minilm))
+
+
+@pytest.fixture
+def made(tokenizer: Tokenizer) -> Iterator[Made]:
+    loops: list[Replica] = []
+
+    def make(**settings: Any) -> Replica:
+        gate, metrics, chosen = Gate(), Metrics("stub"), Settings(**settings)
+        loop = EngineLoop(gate, max_batch_tokens=64)
+
+        async def collect(job: Job) -> None:
+            loop.submit([job])
+
+        model: ServedModel = LocalModel(INFO, tokenizer, collect)
+        if chosen.cache_bytes:
+            model = CachedModel(model, chosen.cache_bytes, metrics)
+        loops.append(Replica(gate, loop, metrics, Api(LocalBackend(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
+        return loops[-1]
+
+    yield make
+    for each in loops:
+        each.gate.open.set()
+        each.loop.stop()
+
+
+def embed(client: httpx.AsyncClient, text: str | list[str], path: str = "/embed", **more: Any) -> Awaitable[httpx.Response]:
+    headers = {name.replace("_", "-"): value for name, value in more.pop("headers", {}).items()}
+    return client.post(path, json={"inputs": text, "input": text} | more, headers=headers)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+# Headers.
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "way_out"),
+    [("x-priority", value, "send interactive or batch") for value in ("urgent", "Batch", "", "interactive,batch")]
+    + [
+        ("x-request-deadline-ms", value, "send milliseconds, a number over 0")
+        for value in ("0", "0.0", "-5", "soon", "nan", "inf", "1_000", "", "5 ms")
+    ],
+)
+@pytest.mark.parametrize("path", ["/embed", "/v1/embeddings", "/embed_all", "/"])
+def test_a_header_that_cannot_be_used_is_named_with_its_value(
+    made: Made, path: str, header: str, value: str, way_out: str
+) -> None:
+    replica = made()
+    answer = replica.run(lambda client: embed(client, "x", path, headers={header: value}))
+    assert answer.status_code == 422
+    message = answer.json()["error"]["message"] if "v1" in path else answer.json()["error"]
+    assert message == f"`{header}` is `{value}`; {way_out}"
+    assert answer.json()["type" if "v1" in path else "error_type"] == "Validation"
+    assert not replica.gate.lengths
+
+
+def test_what_headers_say() -> None:
+    def read(**headers: str) -> Terms:
+        return read_terms([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()], 60.0)
+
+    assert read(host="x", accept="*/*") is USUAL
+    assert read(x_priority="batch") == Terms("batch")
+    assert read(x_priority=" interactive ") == USUAL
+    assert read(x_request_deadline_ms="250") == Terms(deadline_s=0.25)
+    assert read(x_request_deadline_ms="0.5") == Terms(deadline_s=0.0005)
+    assert read(x_request_deadline_ms="9" * 400) == Terms(deadline_s=60.0)  # the server's own deadline stands
+    assert read(cache_control="max-age=0, No-Store") == Terms(store=False)
+    assert read(cache_control="no-cache") == USUAL
+    assert Terms(deadline_s=2.0).after(0.5) == Terms(deadline_s=1.5)
+    assert USUAL.after(0.5) is USUAL
+
+
+# One replica.
+
+
+def test_an_interactive_request_overtakes_batch_requests(made: Made) -> None:
+    replica = made()
+
+    async def scenario(client: httpx.AsyncClient) -> list[str]:
+        replica.gate.open.clear()
+        order: list[str] = []
+
+        async def ask(name: str, text: str, **headers: str) -> None:
+            assert (await embed(client, text, headers=headers)).status_code == 200
+            order.append(name)
+
+        tasks = [asyncio.ensure_future(ask("first", "word " * 60))]
+        await until(replica.gate.entered.is_set)
+        for name in ("bulk", "more"):
+            tasks.append(asyncio.ensure_future(ask(name, "word " * 61, x_priority="batch")))
+        await until(lambda: replica.loop.queued_jobs == 2)
+        tasks.append(asyncio.ensure_future(ask("query", "word " * 50)))
+        await until(lambda: replica.loop.queued_jobs == 3)
+        replica.gate.open.set()
+        await asyncio.gather(*tasks)
+        return order
+
+    assert replica.run(scenario) == ["first", "query", "bulk", "more"]
+    assert replica.gate.lengths == [62, 52, 63, 63]
+
+
+def test_a_request_out_of_time_is_answered_and_never_computed(made: Made) -> None:
+    replica = made()
+
+    async def scenario(client: httpx.AsyncClient) -> httpx.Response:
+        replica.gate.open.clear()
+        first = asyncio.ensure_future(embed(client, "one two"))
+        await until(replica.gate.entered.is_set)
+        late = await embed(client, "too late for this", headers={"x_request_deadline_ms": "30"})
+        replica.gate.open.set()
+        assert (await first).status_code == (await embed(client, "next one please now")).status_code == 200
+        return late
+
+    late = replica.run(scenario)
+    assert (late.status_code, late.json()["error_type"]) == (504, "Timeout")
+    assert "0.03 s" in late.json()["error"]
+    assert "retry-after" not in late.headers
+    assert replica.gate.lengths == [4, 6]
+
+
+def test_a_request_that_cannot_be_in_time_is_refused_at_once(made: Made) -> None:
+    replica = made()
+
+    async def scenario(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
+        await embed(client, "learn the rate")
+        replica.gate.open.clear()
+        replica.gate.entered.clear()
+        first = asyncio.ensure_future(embed(client, "one two"))
+        await until(replica.gate.entered.is_set)
+        waiting = asyncio.ensure_future(embed(client, "three four five six"))
+        await until(lambda: replica.loop.queued_jobs)
+        replica.loop._clock.tokens_per_s = 0.5
+        refused = await embed(client, "no", "/v1/embeddings", headers={"x_request_deadline_ms": "9500"})  # 6 + 3 tokens: 18 s
+        replica.gate.open.set()
+        await asyncio.gather(first, waiting)
+        return refused, await embed(client, "yes", headers={"x_request_deadline_ms": "9500"})
+
+    refused, accepted = replica.run(scenario)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "Overloaded"
+    assert "about 18 s" in refused.json()["message"]
+    assert refused.headers["retry-after"] == "9"
+    assert replica.metric("rejected_requests_total") == 1
+    assert accepted.status_code == 200
+    assert replica.gate.lengths == [5, 4, 6, 3]
+
+
+# The cache.
+
+
+def test_what_was_seen_before_is_not_computed_again(made: Made) -> None:
+    replica = made(cache_bytes=100_000)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        first = await embed(client, ["one", "two three", "one"])
+        replica.gate.open.clear()  # whatever the engine is busy with
+        again = await embed(client, ["two three", "one", "one"])
+        assert again.json() == [first.json()[1], first.json()[0], first.json()[0]]
+        assert again.headers["x-compute-tokens"] == "10"
+        replica.gate.open.set()
+        mixed = await embed(client, ["one", "new and long"])
+        assert mixed.json()[0] == first.json()[0]
+        assert (await embed(client, "new and long")).json()[0] == mixed.json()[1]
+        similarity = {"source_sentence": "one", "sentences": ["two three"]}
+        assert (await client.post("/similarity", json={"inputs": similarity})).status_code == 200
+
+    replica.run(scenario)
+    assert replica.gate.lengths == [3, 4, 5]  # "one" twice in a request is a duplicate in its pass
+    assert replica.metric("cache_misses_total") == 4
+    assert replica.metric("cache_hits_total") == 3 + 1 + 1 + 2
+    assert replica.metric("cache_bytes") == 3 * (16 + ENTRY_BYTES)
+
+
+def test_what_changes_the_vector_tells_entries_apart(made: Made) -> None:
+    replica = made(cache_bytes=100_000)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for _ in range(2):
+            await embed(client, "one")
+            await embed(client, "one", normalize=False)
+            assert len((await embed(client, "one", dimensions=2)).json()[0]) == 2
+
+    replica.run(scenario)
+    assert replica.gate.lengths == [3, 3, 3]
+
+
+def test_what_is_not_to_be_stored_is_neither_kept_nor_found(made: Made) -> None:
+    replica = made(cache_bytes=100_000)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await embed(client, "secret text", headers={"cache_control": "no-store"})
+        assert replica.metric("cache_bytes") == 0
+        await embed(client, "secret text")
+        await embed(client, "secret text", headers={"cache_control": "no-store"})
+        await embed(client, "secret text", "/embed_all")
+        await embed(client, "secret text", "/embed_all")
+
+    replica.run(scenario)
+    assert len(replica.gate.lengths) == 5
+    assert (replica.metric("cache_hits_total"), replica.metric("cache_misses_total")) == (0, 1)
+
+
+def test_the_cache_keeps_to_its_bytes_and_gives_up_the_oldest(made: Made) -> None:
+    replica = made(cache_bytes=2 * (16 + ENTRY_BYTES) + 1)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for text in ("one", "two two", "one", "three three three", "one", "two two"):
+            await embed(client, text)
+            assert replica.metric("cache_bytes") <= 2 * (16 + ENTRY_BYTES) + 1
+
+    replica.run(scenario)
+    assert replica.gate.lengths == [3, 4, 5, 4]
+    tiny = made(cache_bytes=1)
+    assert tiny.run(lambda client: embed(client, "one")).status_code == 200
+    assert tiny.metric("cache_bytes") == 0
+
+
+def test_without_the_setting_everything_is_computed(made: Made) -> None:
+    replica = made()
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await embed(client, "one")
+        await embed(client, "one")
+
+    replica.run(scenario)
+    assert replica.gate.lengths == [3, 3]
+
+
+def test_kept_vectors_are_nobodys_to_change() -> None:
+    class Model:
+        info, tokenizer = INFO, None
+
+        async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+            return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), 0.0, 0.0)
+
+    async def scenario() -> None:
+        model: Any = CachedModel(Model(), 10_000, Metrics("m"))  # type: ignore[arg-type]
+        ids = [np.array([1, 2], dtype=np.int32)]
+        for _ in range(3):
+            vectors = (await model.embed(ids, EmbedOptions(), USUAL)).vectors
+            assert vectors.tolist() == [[1.0] * 4]
+            vectors[:] = 5
+
+    asyncio.run(scenario())
+
+
+# The gateway.
+
+
+class Handle:
+    """What a pool's handle does, with the replica's answer in the test's hand."""
+
+    def __init__(self, answer: Callable[[Terms], Embeddings]) -> None:
+        self.calls: list[tuple[Terms, Ticket]] = []
+        self.woken = 0
+        self._answer = answer
+        self.embed, self.wake = self, self._Wake(self)
+
+    class _Wake:
+        def __init__(self, handle: "Handle") -> None:
+            self._handle = handle
+
+        def remote(self, *, ticket: Ticket) -> Awaitable[None]:
+            self._handle.woken += 1
+            return asyncio.sleep(0)
+
+    def remote(
+        self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket
+    ) -> Awaitable[Embeddings]:
+        self.calls.append((terms, ticket))
+
+        async def answer() -> Embeddings:
+            return self._answer(terms)
+
+        return asyncio.ensure_future(answer())
+
+
+def vectors(terms: Terms) -> Embeddings:
+    return Embeddings(np.ones((1, 4), dtype=np.float32), 0.0, 0.0)
+
+
+def remote_error(cause: Exception) -> Callable[[Terms], Embeddings]:
+    """As Ray raises what a replica has raised."""
+
+    def fail(terms: Terms) -> Embeddings:
+        error = RayTaskError("embed", "Traceback: much of it", cause, "proc", 1, "1.2.3.4")
+        raise error.as_instanceof_cause()
+
+    return fail
+
+
+@pytest.fixture
+def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, list[Handle]]]:
+    monkeypatch.setattr(router, "LOADS", {})
+
+    def make(
+        *answers: Callable[[Terms], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
+    ) -> tuple[PooledModel, list[Handle]]:
+        refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
+        model = PooledModel(GatewayModel(name="m", model=EMBEDDED_MODEL, pools=refs), Settings(), "wait")
+        handles = [Handle(answer) for answer in answers]
+        for pool, handle, tokens in zip(model.pools, handles, queued, strict=False):
+            pool._handle = handle  # type: ignore[assignment]
+            if awake:
+                pool.load.update({pool.ref.name: Report(1.0, tokens, 100.0)}, monotonic())
+        return model, handles
+
+    return make
+
+
+IDS = [np.arange(10, dtype=np.int32)]
+
+
+def test_a_pool_is_told_the_priority_and_the_time_left(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors)
+    asyncio.run(model.embed(IDS, EmbedOptions(), Terms("batch", 30.0, store=False)))
+    ((terms, ticket),) = handle.calls
+    assert (terms.priority, terms.store, ticket.batch) == ("batch", False, True)
+    assert 29 < terms.deadline_s <= 30
+    asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
+    assert handle.calls[1][0] is USUAL
+    assert not handle.calls[1][1].batch
+
+
+def test_a_second_attempt_has_less_time(pooled: Any) -> None:
+    def lost_once(terms: Terms) -> Embeddings:
+        if len(handle.calls) == 1:
+            time.sleep(0.05)
+            raise EngineStopped("gone")
+        return vectors(terms)
+
+    model, (handle,) = pooled(lost_once)
+    asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=30.0)))
+    assert handle.calls[1][0].deadline_s <= handle.calls[0][0].deadline_s - 0.05
+
+
+def test_the_gateway_refuses_what_no_pool_can_do_in_time(pooled: Any) -> None:
+    model, handles = pooled(vectors, vectors, queued=(1_000, 2_000))  # the sooner one is done after 10 s
+    with pytest.raises(DeadlineOutOfReach) as refused:
+        asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=2.0)))
+    assert refused.value.predicted_s == pytest.approx(10.1, abs=0.5)
+    assert not [call for handle in handles for call in handle.calls]
+    asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=20.0)))
+    assert len(handles[0].calls) == 1
+
+
+def test_an_idle_pool_tries_whatever_the_plan_believes_of_it(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors)
+    asyncio.run(model.embed([np.arange(200, dtype=np.int32)], EmbedOptions(), Terms(deadline_s=0.5)))  # 2 s at 100 tokens/s
+    assert len(handle.calls) == 1
+
+
+def test_a_pool_that_sleeps_is_woken_by_what_cannot_wait_for_it(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors, awake=False)
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlineOutOfReach):
+            await model.embed(IDS, EmbedOptions(), Terms(deadline_s=1.0))
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert (handle.woken, handle.calls) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [DeadlineOutOfReach(3.0, 1.0), DeadlinePassed("too late"), BackendError("the model gave a vector that is not finite")],
+)
+def test_a_replicas_error_arrives_as_it_was_raised(pooled: Any, error: Exception) -> None:
+    model, _ = pooled(remote_error(error))
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
+    assert str(caught.value) == str(error)
+    assert not isinstance(caught.value, RayTaskError)
+
+
+def test_the_openapi_document_has_the_headers() -> None:
+    paths = openapi.document("")["paths"]
+    names = [each["name"] for each in paths["/v1/embeddings"]["post"]["parameters"]]
+    assert names == ["x-priority", "x-request-deadline-ms", "cache-control"]
+    assert "parameters" not in paths["/tokenize"]["post"]
