@@ -12,6 +12,7 @@ from typing import Any, Literal
 from engine.errors import InvalidInput, ModelError
 
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
+Task = Literal["embedding", "classifier", "reranker"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
 
 

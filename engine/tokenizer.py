@@ -6,8 +6,10 @@ with different truncation may run in parallel.
 """
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +69,15 @@ class Token:
     stop: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkedText:
+    """A text cut into chunks: `offsets` in characters of the text, `spans` in positions of `token_ids`, both [start, stop)."""
+
+    token_ids: TokenIds
+    spans: tuple[tuple[int, int], ...]
+    offsets: list[tuple[int, int]]
+
+
 class Tokenizer:
     """The model's tokenizer with its limits and prompts. Safe to call from several threads."""
 
@@ -106,8 +117,7 @@ class Tokenizer:
         Returns: one int32 array per input, at least one id each, at most `max_input_length`.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded.
         """
-        prompt = self.prompt(options)
-        prompt = prompt.lower() if self._config.lower_case else prompt
+        prompt = self._prompt_text(options)
         if options.max_tokens is not None and options.max_tokens <= self.num_special:
             raise InvalidInput(f"`max_tokens` should be more than {self.num_special}, the special tokens around an input")
         texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
@@ -145,6 +155,37 @@ class Tokenizer:
         encodings = self._encode_batch(whole, add_special_tokens, offsets=True)
         return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
 
+    def chunk(self, index: int, text: str, size: int, overlap: int, whole: EncodeOptions | None) -> ChunkedText:
+        """Cut a text into chunks of `size` tokens, the last one of what is left, each beginning with the last `overlap` of the
+        one before.
+
+        Args:
+            index: which input of the request it is, for errors.
+            whole: how the text is encoded as one input: what of it is over the limit is in no chunk, or refused. None for its
+                bare tokens, however many.
+        Raises: as `encode`.
+        """
+        prompt, dropped, sound = "", 0, _sound_text(index, text)
+        if whole is not None:
+            prompt, sound = self._prompt_text(whole), self._cut_text(sound, whole)
+            dropped = len(text) - len(sound) if whole.truncation_direction == "left" else 0
+        (encoding,) = self._encode_batch([prompt + self._cased(sound)], add_special_tokens=False, offsets=True)
+        kept, before = range(len(encoding.ids)), 0
+        if whole is not None:
+            room, before = self._limit(whole) - self.num_special, len(self._prefix)
+            if len(kept) > room:
+                kept = kept[self._cut_to(room, len(kept) + self.num_special, whole)]
+        content = [i for i in kept if encoding.offsets[i][1] > len(prompt)]
+        starts = range(0, max(1, len(content) - overlap), size - overlap) if content else ()
+        windows = [content[start : start + size] for start in starts]
+        in_text = self._char_offsets(sound, len(prompt), dropped)
+        ids = [encoding.ids[i] for i in kept]
+        return ChunkedText(
+            np.array(ids if whole is None else self._prefix + ids + self._suffix, dtype=np.int32),
+            tuple((before + window[0] - kept.start, before + window[-1] + 1 - kept.start) for window in windows),
+            [(in_text(encoding.offsets[window[0]][0]), in_text(encoding.offsets[window[-1]][1])) for window in windows],
+        )
+
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         """Raises: EmptyInput for a sequence without ids, InvalidInput for an id outside the vocabulary."""
         for index, ids in enumerate(sequences):
@@ -162,16 +203,29 @@ class Tokenizer:
             raise InvalidInput("`prompt` cannot contain NUL characters; remove them")
         return prompt
 
+    def _prompt_text(self, options: EncodeOptions) -> str:
+        return self._cased(self.prompt(options))
+
     def _checked_text(self, index: int, text: str, options: EncodeOptions) -> str:
-        if not text:
-            raise EmptyInput("`inputs` cannot be empty")
-        if "\0" in text:
-            raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
-        if len(text) > self.max_chars:
-            if not options.truncate:
-                raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {len(text)}")
-            text = text[-self.max_chars :] if options.truncation_direction == "left" else text[: self.max_chars]
+        return self._cased(self._cut_text(_sound_text(index, text), options))
+
+    def _cut_text(self, text: str, options: EncodeOptions) -> str:
+        if len(text) <= self.max_chars:
+            return text
+        if not options.truncate:
+            raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {len(text)}")
+        return text[-self.max_chars :] if options.truncation_direction == "left" else text[: self.max_chars]
+
+    def _cased(self, text: str) -> str:
         return text.lower() if self._config.lower_case else text
+
+    def _char_offsets(self, text: str, before: int, dropped: int) -> Callable[[int], int]:
+        """From a position in what was tokenised, `before` characters and then the text in its case, to one in the text as it was
+        given, `dropped` characters before this one."""
+        if not self._config.lower_case or len(text.lower()) == len(text):
+            return lambda position: max(0, position - before) + dropped
+        ends = list(accumulate(len(char.lower()) for char in text))
+        return lambda position: bisect_right(ends, max(0, position - before)) + dropped
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool, offsets: bool = False) -> list[Encoding]:
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
@@ -201,14 +255,25 @@ class Tokenizer:
         return min(self.max_input_length, options.max_tokens or self.max_input_length)
 
     def _cut(self, ids: list[int], room: int, given: int, options: EncodeOptions) -> list[int]:
+        return ids[self._cut_to(room, given, options)]
+
+    def _cut_to(self, room: int, given: int, options: EncodeOptions) -> slice:
         if not options.truncate:
             raise InvalidInput(f"`inputs` must have less than {self._limit(options)} tokens. Given: {given}")
-        return ids[-room:] if options.truncation_direction == "left" else ids[:room]
+        return slice(-room, None) if options.truncation_direction == "left" else slice(room)
 
     def _check_ids(self, index: int, ids: Sequence[int]) -> None:
         top = max(ids)
         if top >= self._config.vocab_size:
             raise InvalidInput(f"input {index} has token id {top}, the vocabulary ends at {self._config.vocab_size - 1}")
+
+
+def _sound_text(index: int, text: str) -> str:
+    if not text:
+        raise EmptyInput("`inputs` cannot be empty")
+    if "\0" in text:
+        raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
+    return text
 
 
 def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:

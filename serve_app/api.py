@@ -5,12 +5,11 @@ One module builds the HTTP API of an engine replica and of the gateway alike, ov
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeVar, cast
 
-import numpy as np
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,11 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EmberError
 from engine.hub import split_revision
-from engine.loop import Embeddings
 from engine.pooling import EmbedOptions
-from engine.tokenizer import TextOrIds
+from engine.tokenizer import EncodeOptions
 from serve_app import encode, openapi
-from serve_app.backend import Backend, ServedModel
+from serve_app.backend import Backend, ModelInfo, ServedModel
 from serve_app.errors import (
     BadBody,
     EmptyBatch,
@@ -38,22 +36,39 @@ from serve_app.errors import (
 )
 from serve_app.keys import Keys
 from serve_app.metrics import Metrics
+from serve_app.native import (
+    NativeRequest,
+    answer,
+    check_embeds,
+    check_reranks,
+    check_task,
+    chunk_texts,
+    inputs_of,
+    meant,
+    quantized,
+)
 from serve_app.quantize import OutputDtype, quantize
 from serve_app.schemas import (
     CohereEmbedRequest,
+    CohereRerankRequest,
     CohereType,
     DecodeRequest,
     EmbedAllRequest,
+    EmbedHybridRequest,
     EmbedRequest,
-    Encoding,
+    EmbedSparseRequest,
+    ModelBody,
     OpenAIEmbeddingsRequest,
+    PredictRequest,
+    RerankRequest,
     SimilarityRequest,
     TokenizeRequest,
     VertexRequest,
     parse_body,
     parse_instance,
 )
-from serve_app.service import TOKENIZING_THREADS, Call, Service
+from serve_app.scores import best_first
+from serve_app.service import TOKENIZING_THREADS, Chunks, Service
 from serve_app.settings import Settings
 from serve_app.version import VERSION
 
@@ -82,13 +97,19 @@ class Api:
         routes = [
             post("/v1/embeddings", self.openai_embeddings, form="openai"),
             post("/embeddings", self.openai_embeddings, form="openai"),
+            post("/v1/rerank", partial(self.cohere_rerank, version="1"), form="cohere"),
+            post("/v2/rerank", partial(self.cohere_rerank, version="2"), form="cohere"),
             post("/v1/embed", partial(self.cohere_embed, version="1"), form="cohere"),
             post("/v2/embed", partial(self.cohere_embed, version="2"), form="cohere"),
-            post("/embed", self.embed),
+            post("/embed", partial(self.native, schema=EmbedRequest)),
             post("/", self.dispatch),
             post("/invocations", self.dispatch),
-            post("/embed_all", self.embed_all),
-            post("/similarity", self.similarity),
+            post("/rerank", self.rerank),
+            post("/predict", partial(self.native, schema=PredictRequest)),
+            post("/embed_sparse", partial(self.native, schema=EmbedSparseRequest)),
+            post("/embed_hybrid", partial(self.native, schema=EmbedHybridRequest)),
+            post("/embed_all", partial(self.native, schema=EmbedAllRequest)),
+            post("/similarity", partial(self.native, schema=SimilarityRequest)),
             post("/vertex", self.vertex),
             post("/tokenize", self.tokenize),
             post("/decode", self.decode),
@@ -116,20 +137,32 @@ class Api:
     async def openai_embeddings(self, request: Request) -> Response:
         body = await self._read(request, OpenAIEmbeddingsRequest)
         model = self._backend.get(body.model)
+        check_embeds(model.info)
         dtype = body.output_dtype or "float"
         with self._service.admit(len(body.input)):
             call = self._service.call(body.input, request.headers.raw)
             encoding, options = body.encode_options(self._settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
-            result = await self._service.embed(call, model, body.input, encoding, options, (dtype,))
-        vectors = _as_dtype(result, dtype, model)
-        content = encode.openai_embeddings(
-            vectors, body.encoding_format or "float", model.info.served_model_name, call.num_tokens
-        )
-        return _json(content, call.headers())
+            if body.chunking is None:
+                result = await self._service.embed(call, model, body.input, encoding, options, (dtype,))
+                rows = encode.embedding_rows(quantized(result, dtype, model), body.encoding_format)
+                data = [{"index": index, "embedding": row} for index, row in enumerate(rows)]
+            else:
+                texts = chunk_texts(body.input)
+                chunked = await self._service.embed_chunks(call, model, texts, body.chunking, encoding, options, (dtype,))
+                data = [
+                    {"index": index} | each
+                    for index, chunks in enumerate(chunked)
+                    for each in _openai_chunks(chunks, quantize(chunks.vectors, dtype, model.info.int8_ranges), body)
+                ]
+        return _json(encode.openai_embeddings(data, model.info.served_model_name, call.num_tokens), call.headers())
+
+    async def cohere_rerank(self, request: Request, version: Literal["1", "2"]) -> Response:
+        return await self._rerank_cohere(request, await self._read(request, CohereRerankRequest), version)
 
     async def cohere_embed(self, request: Request, version: Literal["1", "2"]) -> Response:
         body = await self._read(request, CohereEmbedRequest)
         model = self._backend.get(body.model)
+        check_embeds(model.info)
         texts = body.all_texts()
         types = body.embedding_types or ["float"]
         dtypes: dict[CohereType, OutputDtype] = {each: "float" if each == "base64" else each for each in types}
@@ -139,45 +172,43 @@ class Api:
             result = await self._service.embed(call, model, texts, body.encode_options(), options, list(dtypes.values()))
         embeddings: Any = {
             each: list(vectors) if each != "base64" else encode.base64_rows(vectors)
-            for each, vectors in ((each, _as_dtype(result, dtype, model)) for each, dtype in dtypes.items())
+            for each, vectors in ((each, quantized(result, dtype, model)) for each, dtype in dtypes.items())
         }
         if version == "1" and not body.embedding_types:
             embeddings = embeddings["float"]
         return _json(encode.cohere_embeddings(embeddings, version, body.texts, call.num_tokens), call.headers())
 
-    async def embed(self, request: Request) -> Response:
-        return await self._embed_native(request, await self._read(request, EmbedRequest))
+    async def native(self, request: Request, schema: type[NativeRequest]) -> Response:
+        """A route of TEI's, or in its form: a body, its answer."""
+        return await self._native(request, await self._read(request, schema))
+
+    async def rerank(self, request: Request) -> Response:
+        """The one path of two forms: TEI's has `texts`, Cohere's and Jina's `documents`."""
+        content = await self._body(request)
+        if "documents" in (fields := _fields(content)) and "texts" not in fields:
+            return await self._rerank_cohere(request, parse_body(CohereRerankRequest, content), "2")
+        return await self._native(request, parse_body(RerankRequest, content))
 
     async def dispatch(self, request: Request) -> Response:
-        """`POST /`: what huggingface_hub sends to the bare address. The shape of `inputs` tells the task."""
+        """`POST /`: what huggingface_hub sends to the bare address. The model's task and the shape of the body tell the route."""
         content = await self._body(request)
-        if b'"source_sentence"' in content and _is_similarity(content):
-            return await self._similarity_native(request, parse_body(SimilarityRequest, content))
-        return await self._embed_native(request, parse_body(EmbedRequest, content))
-
-    async def embed_all(self, request: Request) -> Response:
-        body = await self._read(request, EmbedAllRequest)
-        model = self._backend.get(body.model)
-        with self._service.admit(len(body.inputs)):
-            call = self._service.call(body.inputs, request.headers.raw)
-            options = body.encode_options(self._settings.auto_truncate)
-            result = await self._service.embed(call, model, body.inputs, options, EmbedOptions(per_token=True))
-        return _json(encode.to_json(result.vectors), call.headers())
-
-    async def similarity(self, request: Request) -> Response:
-        return await self._similarity_native(request, await self._read(request, SimilarityRequest))
+        model = self._backend.get(parse_body(ModelBody, content).model if b'"model"' in content else None)
+        plain = model.info.task == "embedding" and b'"source_sentence"' not in content and b'"texts"' not in content
+        schema = meant(model.info, {} if plain else _fields(content))
+        return await self._native(request, parse_body(schema, content))
 
     async def vertex(self, request: Request) -> Response:
-        """Bodies of `/embed`, computed at the same time; the first that fails ends the others and is the answer."""
+        """Bodies of other routes, computed at the same time; the first that fails ends the others and is the answer."""
         body = await self._read(request, VertexRequest)
-        instances = [parse_instance(EmbedRequest, index, each) for index, each in enumerate(body.instances)]
-        with self._service.admit(sum(len(each.inputs) for each in instances)):
+        instances = [self._instance(index, each) for index, each in enumerate(body.instances)]
+        inputs = [inputs_of(each) for each in instances]
+        models = [self._able_model(each) for each in instances]
+        with self._service.admit(sum(map(len, inputs))):
+            calls = [self._service.call(each, request.headers.raw) for each in inputs]
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._embed_one(self._service.call(each.inputs, request.headers.raw), each))
-                        for each in instances
-                    ]
+                    work = [answer(self._service, *each) for each in zip(calls, models, instances, strict=True)]
+                    tasks = [group.create_task(each) for each in work]
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
         return _json(encode.to_json({"predictions": [task.result() for task in tasks]}))
@@ -213,7 +244,7 @@ class Api:
                     "model_sha": revision,
                     "model_dtype": info.dtype,
                     "served_model_name": info.served_model_name,
-                    "model_type": {"embedding": {"pooling": info.pooling}},
+                    "model_type": _model_type(info),
                     "max_concurrent_requests": settings.max_concurrent_requests,
                     "max_input_length": info.max_input_length,
                     "max_batch_tokens": info.max_batch_tokens,
@@ -242,31 +273,40 @@ class Api:
 
     # What the routes share.
 
-    async def _embed_native(self, request: Request, body: EmbedRequest) -> Response:
-        with self._service.admit(len(body.inputs)):
-            call = self._service.call(body.inputs, request.headers.raw)
-            vectors = await self._embed_one(call, body)
-        return _json(encode.to_json(vectors), call.headers())
-
-    async def _embed_one(self, call: Call, body: EmbedRequest) -> Any:
-        model = self._backend.get(body.model)
-        encoding = body.encode_options(self._settings.auto_truncate)
-        options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
-        dtype = body.output_dtype or "float"
-        return _as_dtype(await self._service.embed(call, model, body.inputs, encoding, options, (dtype,)), dtype, model)
-
-    async def _similarity_native(self, request: Request, body: SimilarityRequest) -> Response:
-        sentences = body.inputs.sentences
-        if not sentences:
-            raise EmptyBatch("`inputs.sentences` cannot be empty")
-        model = self._backend.get(body.model)
-        inputs: list[TextOrIds] = [body.inputs.source_sentence, *sentences]
+    async def _native(self, request: Request, body: NativeRequest) -> Response:
+        inputs, model = inputs_of(body), self._able_model(body)
         with self._service.admit(len(inputs)):
             call = self._service.call(inputs, request.headers.raw)
-            options = (body.parameters or Encoding()).encode_options(self._settings.auto_truncate)
-            result = await self._service.embed(call, model, inputs, options, EmbedOptions())
-        vectors = np.asarray(result.vectors)
-        return _json(encode.to_json(vectors[1:] @ vectors[0]), call.headers())
+            content = await answer(self._service, call, model, body)
+        return _json(encode.to_json(content), call.headers())
+
+    def _able_model(self, body: NativeRequest) -> ServedModel:
+        model = self._backend.get(body.model)
+        check_task(model.info, body)
+        return model
+
+    def _instance(self, index: int, instance: Any) -> NativeRequest:
+        fields = instance if isinstance(instance, dict) else {}
+        name = fields.get("model")
+        model = self._backend.get(name if isinstance(name, str) else None)
+        return parse_instance(meant(model.info, fields), index, instance)
+
+    async def _rerank_cohere(self, request: Request, body: CohereRerankRequest, version: Literal["1", "2"]) -> Response:
+        texts, model = body.texts, self._backend.get(body.model)
+        if not texts:
+            raise EmptyBatch("`documents` cannot be empty")
+        check_reranks(model.info)
+        with self._service.admit(len(texts)):
+            call = self._service.call([(body.query, text) for text in texts], request.headers.raw)
+            scores = await self._service.rerank(
+                call, model, body.query, texts, EncodeOptions(), instruction=body.instruction, weights=body.weights
+            )
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": float(scores[index])} for index in best_first(scores)[: body.top_n]
+        ]
+        if body.return_documents:
+            results = [each | {"document": {"text": texts[each["index"]]}} for each in results]
+        return _json(encode.cohere_rerank(results, version, model.info.served_model_name, call.num_tokens), call.headers())
 
     async def _read(self, request: Request, schema: type[Body]) -> Body:
         return parse_body(schema, await self._body(request))
@@ -327,18 +367,31 @@ class _Cors(CORSMiddleware):
         return cast(Coroutine[Any, Any, None], self.app(scope, receive, send))
 
 
-def _is_similarity(content: bytes) -> bool:
-    """Whether `inputs` is an object: only `/similarity`'s is."""
+def _model_type(info: ModelInfo) -> dict[str, Any]:
+    if info.task == "embedding":
+        return {"embedding": {"pooling": info.pooling}}
+    names = {str(index): label for index, label in enumerate(info.labels)}
+    return {info.task: {"id2label": names, "label2id": {label: index for index, label in enumerate(info.labels)}}}
+
+
+def _fields(content: bytes) -> dict[str, Any]:
+    """What the body has, none where it is no object: the schema that it is then parsed as says so."""
     try:
         parsed = encode.from_json(content)
     except ValueError:
-        return False
-    return isinstance(parsed, dict) and isinstance(parsed.get("inputs"), dict)
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
-def _as_dtype(result: Embeddings, dtype: OutputDtype, model: ServedModel) -> Any:
-    vectors = np.asarray(result.vectors)
-    return vectors if dtype == "float" else quantize(vectors, dtype, model.info.int8_ranges)
+def _openai_chunks(chunks: Chunks, vectors: encode.Vectors, body: OpenAIEmbeddingsRequest) -> Iterator[dict[str, Any]]:
+    """The chunks of one input; with the pooling mean its vector alone."""
+    assert body.chunking is not None
+    rows = encode.embedding_rows(vectors, body.encoding_format)
+    if body.chunking.pooling == "mean":
+        yield {"embedding": rows[0]}
+        return
+    for index, (row, (start, end)) in enumerate(zip(rows, chunks.offsets, strict=True)):
+        yield {"embedding": row, "chunk": {"index": index, "start": start, "end": end}}
 
 
 def _json(content: bytes, headers: dict[str, str] | None = None) -> Response:

@@ -8,8 +8,9 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
+from engine.model_config import Task
 from engine.packer import Job
-from engine.pooling import EmbedOptions
+from engine.pooling import EmbedOptions, OutputName
 from engine.tokenizer import TokenIds, Tokenizer
 from serve_app.errors import UnknownModel
 from serve_app.health import Health
@@ -30,6 +31,9 @@ class ModelInfo:
     max_input_length: int
     max_batch_tokens: int
     created: int
+    task: Task = "embedding"
+    labels: tuple[str, ...] = ()  # of a classifier or reranker
+    outputs: tuple[OutputName, ...] = ("tokens",)  # what an embedding model gives besides vectors
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
 
     def openai_entry(self) -> dict[str, Any]:

@@ -22,15 +22,32 @@ def to_json(value: Any) -> bytes:
     return orjson.dumps(value, option=_NUMPY)
 
 
-def openai_embeddings(vectors: Vectors, encoding_format: Literal["float", "base64"], model: str, num_tokens: int) -> bytes:
-    """OpenAI's list of embeddings."""
-    rows: Sequence[Any] = base64_rows(vectors) if encoding_format == "base64" else list(vectors)
+def embedding_rows(vectors: Vectors, encoding_format: Literal["float", "base64"] | None) -> Sequence[Any]:
+    """Each vector as OpenAI's routes send it."""
+    return base64_rows(vectors) if encoding_format == "base64" else list(vectors)
+
+
+def openai_embeddings(data: list[dict[str, Any]], model: str, num_tokens: int) -> bytes:
+    """OpenAI's list of embeddings. `data` has `index` and `embedding` of each."""
     return to_json(
         {
             "object": "list",
-            "data": [{"object": "embedding", "embedding": row, "index": index} for index, row in enumerate(rows)],
+            "data": [{"object": "embedding"} | each for each in data],
             "model": model,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+def cohere_rerank(results: list[dict[str, Any]], version: Literal["1", "2"], model: str, num_tokens: int) -> bytes:
+    """Cohere's answer to a rerank request, with Jina's `model` and `usage`."""
+    return to_json(
+        {
+            "id": str(uuid.uuid4()),
+            "model": model,
+            "results": results,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1}},
         }
     )
 

@@ -61,6 +61,15 @@ class BadHeader(ApiError):
     status, error_type = 422, "Validation"
 
 
+class WrongTask(ApiError):
+    """The model is not of the kind that this route needs."""
+
+    status, error_type = 424, "Backend"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"Backend error: {message}")
+
+
 class UnknownModel(ApiError):
     """`model` names something this address does not serve."""
 

@@ -45,29 +45,116 @@ _COHERE_ANSWER = {
     },
 }
 
-# path, body, schema of the answer, summary
-_POSTS: list[tuple[str, type[BaseModel], dict[str, Any], str]] = [
-    ("/v1/embeddings", schemas.OpenAIEmbeddingsRequest, _OPENAI_LIST, "Embeddings, OpenAI's form"),
-    ("/v1/embed", schemas.CohereEmbedRequest, _COHERE_ANSWER, "Embeddings, the form of Cohere's version 1"),
-    ("/v2/embed", schemas.CohereEmbedRequest, _COHERE_ANSWER, "Embeddings, the form of Cohere's version 2"),
-    ("/embed", schemas.EmbedRequest, _VECTORS, "Embeddings, TEI's form"),
-    ("/", schemas.EmbedRequest, _VECTORS, "Embeddings or similarity, by the shape of the body"),
-    ("/embed_all", schemas.EmbedAllRequest, {"type": "array", "items": _VECTORS}, "One vector per token"),
-    ("/similarity", schemas.SimilarityRequest, _FLOATS, "Cosine of one sentence with others"),
+_CHUNKS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["start", "end", "embedding"],
+        "properties": {"start": {"type": "integer"}, "end": {"type": "integer"}, "embedding": _FLOATS},
+    },
+}
+_SPARSE = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["index", "value"],
+        "properties": {"index": {"type": "integer"}, "value": {"type": "number"}},
+    },
+}
+_EMBEDDED = {"anyOf": [_VECTORS, {"type": "array", "items": _CHUNKS}]}
+_SPARSE_ANSWER = {"type": "array", "items": _SPARSE}
+_TOKEN_VECTORS = {"type": "array", "items": _VECTORS}
+_HYBRID = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"dense": _FLOATS, "sparse": _SPARSE, "colbert": _VECTORS}},
+}
+_RANKS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["index", "score"],
+        "properties": {"index": {"type": "integer"}, "score": {"type": "number"}, "text": {"type": "string"}},
+    },
+}
+_COHERE_RANKS = {
+    "type": "object",
+    "required": ["id", "results"],
+    "properties": {
+        "id": {"type": "string"},
+        "model": {"type": "string"},
+        "results": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["index", "relevance_score"],
+                "properties": {
+                    "index": {"type": "integer"},
+                    "relevance_score": {"type": "number"},
+                    "document": {"type": "object", "properties": {"text": {"type": "string"}}},
+                },
+            },
+        },
+        "usage": {"type": "object"},
+        "meta": {"type": "object"},
+    },
+}
+_PREDICTIONS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["score", "label"],
+        "properties": {"score": {"type": "number"}, "label": {"type": "string"}},
+    },
+}
+_PREDICTED = {"anyOf": [_PREDICTIONS, {"type": "array", "items": _PREDICTIONS}]}
+_ANY = {"anyOf": [_EMBEDDED, _FLOATS, _SPARSE_ANSWER, _PREDICTED, _RANKS]}
+
+Body = type[BaseModel]
+# path, bodies, schema of the answer, summary
+_POSTS: list[tuple[str, tuple[Body, ...], dict[str, Any], str]] = [
+    ("/v1/embeddings", (schemas.OpenAIEmbeddingsRequest,), _OPENAI_LIST, "Embeddings, OpenAI's form"),
+    ("/v1/rerank", (schemas.CohereRerankRequest,), _COHERE_RANKS, "Documents by relevance, Cohere's version 1 and Jina's form"),
+    ("/v2/rerank", (schemas.CohereRerankRequest,), _COHERE_RANKS, "Documents by relevance, Cohere's version 2"),
+    ("/v1/embed", (schemas.CohereEmbedRequest,), _COHERE_ANSWER, "Embeddings, the form of Cohere's version 1"),
+    ("/v2/embed", (schemas.CohereEmbedRequest,), _COHERE_ANSWER, "Embeddings, the form of Cohere's version 2"),
+    ("/embed", (schemas.EmbedRequest,), _EMBEDDED, "Embeddings, TEI's form"),
+    (
+        "/",
+        (schemas.EmbedRequest, schemas.SimilarityRequest, schemas.PredictRequest, schemas.RerankRequest),
+        _ANY,
+        "As another route, by the model's task and the shape of the body",
+    ),
+    (
+        "/rerank",
+        (schemas.RerankRequest, schemas.CohereRerankRequest),
+        {"anyOf": [_RANKS, _COHERE_RANKS]},
+        "Texts by relevance to a query: TEI's form, or Cohere's and Jina's",
+    ),
+    ("/predict", (schemas.PredictRequest,), _PREDICTED, "Classes of texts or pairs of texts"),
+    ("/embed_sparse", (schemas.EmbedSparseRequest,), _SPARSE_ANSWER, "Weights of tokens, of SPLADE models and BGE-M3"),
+    (
+        "/embed_hybrid",
+        (schemas.EmbedHybridRequest,),
+        _HYBRID,
+        "Vector, weights of tokens and vectors of tokens at once, of BGE-M3",
+    ),
+    ("/embed_all", (schemas.EmbedAllRequest,), _TOKEN_VECTORS, "One vector per token"),
+    ("/similarity", (schemas.SimilarityRequest,), _FLOATS, "Cosine of one sentence with others"),
     (
         "/vertex",
-        schemas.VertexRequest,
-        {"type": "object", "properties": {"predictions": {"type": "array", "items": _VECTORS}}},
-        "Bodies of /embed in Vertex AI's wrapper",
+        (schemas.VertexRequest,),
+        {"type": "object", "properties": {"predictions": {"type": "array", "items": {}}}},
+        "Bodies of other routes in Vertex AI's wrapper",
     ),
     (
         "/tokenize",
-        schemas.TokenizeRequest,
+        (schemas.TokenizeRequest,),
         {"type": "array", "items": {"type": "array", "items": {"type": "object"}}},
         "Tokens of texts",
     ),
-    ("/decode", schemas.DecodeRequest, {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
+    ("/decode", (schemas.DecodeRequest,), {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
 ]
+_COHERE_ENDS = ("/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank")
 # Headers of the routes that compute vectors.
 _TERMS: list[dict[str, Any]] = [
     {
@@ -112,18 +199,18 @@ _ERRORS = {
 @cache
 def document(root_path: str) -> dict[str, Any]:
     """The OpenAPI document. `root_path` is where the API is mounted."""
-    bodies = [(body, "validation") for _, body, _, _ in _POSTS]
+    bodies = [(body, "validation") for _, of_path, _, _ in _POSTS for body in of_path]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {path: {"get": _operation(summary, None, None, {})} for path, summary in _GETS}
-    for path, body, answer, summary in _POSTS:
+    paths: dict[str, Any] = {path: {"get": _operation(summary, (), None, {})} for path, summary in _GETS}
+    for path, of_path, answer, summary in _POSTS:
         errors = _ERRORS | ({"404": "Unknown model"} if path.startswith("/v1/") else {})
         error_schema = _OPENAI_ERROR if path.startswith("/v1/") else _ERROR
-        if body is schemas.CohereEmbedRequest:
+        if path.endswith(_COHERE_ENDS):
             errors = {"404": "Unknown model"} | {code: text for code, text in _ERRORS.items() if code not in ("422", "424")}
             errors |= {"400": "A body, input or field that the model cannot take", "500": "The forward pass failed"}
             error_schema = _COHERE_ERROR
         responses = {code: _response(text, error_schema) for code, text in errors.items()}
-        operation = _operation(summary, body.__name__, answer, responses)
+        operation = _operation(summary, of_path, answer, responses)
         paths.setdefault(path, {})["post"] = operation | ({} if path in ("/tokenize", "/decode") else {"parameters": _TERMS})
     return {
         "openapi": "3.0.3",
@@ -150,10 +237,13 @@ def swagger_page() -> str:
     )
 
 
-def _operation(summary: str, body: str | None, answer: dict[str, Any] | None, responses: dict[str, Any]) -> dict[str, Any]:
+def _operation(
+    summary: str, bodies: tuple[Body, ...], answer: dict[str, Any] | None, responses: dict[str, Any]
+) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": summary, "responses": {"200": _response("Success", answer)} | responses}
-    if body is not None:
-        content = {"application/json": {"schema": {"$ref": _REF.format(model=body)}}}
+    if bodies:
+        schemas_of = [{"$ref": _REF.format(model=body.__name__)} for body in bodies]
+        content = {"application/json": {"schema": schemas_of[0] if len(schemas_of) == 1 else {"anyOf": schemas_of}}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 

@@ -1,7 +1,7 @@
 """Float32 vectors -> int8, uint8 or bits, as sentence-transformers' `quantize_embeddings` defines them.
 
 A vector is cut to its dimensions and normalised before; why the default ranges are what they are, and what each type costs
-in recall, stands in docs/decisions/012.
+in recall, stands in docs/decisions/014.
 """
 
 import json
@@ -27,11 +27,13 @@ RANGES_FILE = "int8_ranges.json"
 _DEFAULT_RANGE = 8.0
 
 
-def quantize(vectors: Vectors, dtype: Quantized, ranges: Ranges) -> NDArray[np.int8] | NDArray[np.uint8]:
-    """[B, D] float32 -> [B, D] (int8, uint8), or [B, D / 8] with the first dimension in the highest bit (binary, ubinary).
+def quantize(vectors: Vectors, dtype: OutputDtype, ranges: Ranges) -> Vectors | NDArray[np.int8] | NDArray[np.uint8]:
+    """[B, D] float32 -> [B, D] (float, int8, uint8), or [B, D / 8] with the first dimension in the highest bit (binary, ubinary).
 
     Of the two of a pair the signed one is the unsigned less 128. What `check_dtype` refuses must not come here.
     """
+    if dtype == "float":
+        return vectors
     if dtype in ("binary", "ubinary"):
         unsigned = np.packbits(vectors > 0, axis=-1)
     else:

@@ -26,9 +26,16 @@ T = TypeVar("T", bound=BaseModel)
 _MAX_ID = 2**32 - 1
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MAX_ID}}
 _TEXT_SCHEMA = {"type": "string"}
+# TEI's words.
+_CLASSIFIED = (
+    "a string, a pair of strings [string, string] or a batch of mixed strings and pairs [[string], [string, string], ...]"
+)
 
 
-class Single(list[TextOrIds]):
+TextOrPair = str | tuple[str, str]
+
+
+class Single(list[Any]):
     """The one input of a request that sent it without a list; TEI's metrics tell the two apart."""
 
 
@@ -57,6 +64,23 @@ def _parse_texts(value: Any) -> list[str]:
         if not isinstance(item, str):
             raise ValueError(f"[{index}] is {_name(item)}, expected a string")
     return value
+
+
+def _parse_classified(value: Any) -> list[TextOrPair]:
+    """`"s"`, `["s"]` and the pair `["a", "b"]` are one input each; a batch is a list of the latter two."""
+    if isinstance(value, str):
+        return Single([value])
+    if not isinstance(value, list) or not value or not (isinstance(value[0], list) or len(value) <= 2):
+        raise ValueError(_CLASSIFIED)
+    if isinstance(value[0], list):
+        return [_parse_pair(item) for item in value]
+    return Single([_parse_pair(value)])
+
+
+def _parse_pair(value: Any) -> TextOrPair:
+    if not isinstance(value, list) or len(value) not in (1, 2) or not all(isinstance(each, str) for each in value):
+        raise ValueError(_CLASSIFIED)
+    return value[0] if len(value) == 1 else (value[0], value[1])
 
 
 def _parse_id_lists(value: Any) -> list[list[int]]:
@@ -103,6 +127,13 @@ Texts = Annotated[
     PlainValidator(_parse_texts),
     WithJsonSchema({"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA}]}),
 ]
+TextList = Annotated[list[str], PlainValidator(_parse_texts), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})]
+_PAIR_SCHEMA = {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1, "maxItems": 2}
+Classified = Annotated[
+    list[TextOrPair],
+    PlainValidator(_parse_classified),
+    WithJsonSchema({"anyOf": [_TEXT_SCHEMA, _PAIR_SCHEMA, {"type": "array", "items": _PAIR_SCHEMA, "minItems": 1}]}),
+]
 IdLists = Annotated[
     list[list[int]],
     PlainValidator(_parse_id_lists),
@@ -121,13 +152,13 @@ class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class _ModelBody(_Body):
+class ModelBody(_Body):
     """A body that may name its model, on TEI's routes too: there is more than one behind a cluster's address."""
 
     model: str | None = None
 
 
-class Prompted(_ModelBody):
+class Prompted(ModelBody):
     """What is put before each text: see `EncodeOptions`."""
 
     prompt_name: str | None = None
@@ -149,25 +180,111 @@ class Encoding(Prompted):
         return EncodeOptions(truncate, self.truncation_direction, self.prompt_name, self.prompt, self.input_type)
 
 
+class Chunking(_Body):
+    """Cut each text into chunks of `size` tokens, of which `overlap` are the chunk's before.
+
+    `pooling` none: a vector of each chunk, as if it were a text; mean: their mean, weighted by tokens; late: the whole text goes
+    through the model once, and each chunk's tokens are pooled.
+    """
+
+    size: Annotated[int, Field(gt=0, le=_MAX_ID)]
+    overlap: Annotated[int, Field(ge=0, le=_MAX_ID)] = 0
+    pooling: Literal["none", "mean", "late"] = "none"
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> "Chunking":
+        if self.overlap >= self.size:
+            raise ValueError(f"`overlap` is {self.overlap}, it must be less than `size`, {self.size}")
+        return self
+
+
 class EmbedRequest(Encoding):
     inputs: Inputs
     normalize: bool = True
     dimensions: Dimensions | None = None
     output_dtype: OutputDtype | None = None
+    chunking: Chunking | None = None
 
 
 class EmbedAllRequest(Encoding):
     inputs: Inputs
 
 
+class EmbedSparseRequest(Encoding):
+    inputs: Inputs
+
+
+HybridOutput = Literal["dense", "sparse", "colbert"]
+
+
+class EmbedHybridRequest(Encoding):
+    """`outputs` are those wanted, by default all that the model has."""
+
+    inputs: Inputs
+    outputs: Annotated[list[HybridOutput], Field(min_length=1)] | None = None
+    normalize: bool = True
+    dimensions: Dimensions | None = None
+
+
 class Sentences(_Body):
     source_sentence: str
-    sentences: Annotated[list[str], PlainValidator(_parse_texts), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})]
+    sentences: TextList
 
 
-class SimilarityRequest(_ModelBody):
+class SimilarityRequest(ModelBody):
     inputs: Sentences
     parameters: Encoding | None = None
+
+
+class PredictRequest(ModelBody):
+    inputs: Classified
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    raw_scores: bool = False
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
+
+
+class HybridWeights(_Body):
+    """What each score of a model of several counts."""
+
+    dense: Annotated[float, Field(ge=0)] = 1.0
+    sparse: Annotated[float, Field(ge=0)] = 0.3
+    colbert: Annotated[float, Field(ge=0)] = 1.0
+
+
+class _Ranking(ModelBody):
+    query: str
+    instruction: str | None = None
+    weights: HybridWeights | None = None
+
+
+class RerankRequest(_Ranking):
+    texts: TextList
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    raw_scores: bool = False
+    return_text: bool = False
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
+
+
+class Document(_Body):
+    text: str
+
+
+class CohereRerankRequest(_Ranking):
+    """Cohere's and Jina's form, on `/rerank` too where the body has `documents`."""
+
+    documents: list[str | Document]
+    top_n: Annotated[int, Field(ge=1, le=_MAX_ID)] | None = None
+    return_documents: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
 class OpenAIEmbeddingsRequest(Prompted):
@@ -176,6 +293,7 @@ class OpenAIEmbeddingsRequest(Prompted):
     dimensions: Dimensions | None = None
     output_dtype: OutputDtype | None = None
     user: str | None = None
+    chunking: Chunking | None = None
 
 
 class CohereContent(_Body):
@@ -196,12 +314,10 @@ _COHERE_INPUT_TYPES: dict[str | None, InputType] = {
 }
 
 
-class CohereEmbedRequest(_ModelBody):
+class CohereEmbedRequest(ModelBody):
     """Cohere's `/v1/embed` and `/v2/embed`: one of `texts` and `inputs`, in version 1 too."""
 
-    texts: Annotated[list[str], PlainValidator(_parse_texts), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})] | None = (
-        None
-    )
+    texts: TextList | None = None
     inputs: list[CohereInput] | None = None
     images: list[str] | None = None
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | None = None
@@ -232,7 +348,7 @@ class CohereEmbedRequest(_ModelBody):
 
 
 class VertexRequest(_Body):
-    """Each instance is a body of `/embed`; see `parse_instance`."""
+    """Each instance is a body of `/rerank`, or of the route for the model's task; see `parse_instance`."""
 
     instances: list[Any]
 
@@ -242,7 +358,7 @@ class TokenizeRequest(Prompted):
     add_special_tokens: bool = True
 
 
-class DecodeRequest(_ModelBody):
+class DecodeRequest(ModelBody):
     ids: IdLists
     skip_special_tokens: bool = True
 

@@ -1,37 +1,48 @@
 """What every way in shares, HTTP's routes and gRPC's methods: a request is let in, tokenised, computed on its terms, counted."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
-from engine.errors import DeadlineOutOfReach, DeadlinePassed
+import numpy as np
+
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
+from engine.flight import Vectors
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions, check_dimensions
-from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds
+from engine.pooling import EmbedOptions, OutputName, check_dimensions
+from engine.tokenizer import ChunkedText, EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from serve_app.backend import Backend, ServedModel
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded
 from serve_app.metrics import Metrics
 from serve_app.quantize import OutputDtype, check_dtype
-from serve_app.schemas import Single
+from serve_app.schemas import Chunking, HybridWeights, Single, TextOrPair
+from serve_app.scores import late_interaction, lexical, probabilities, weighted_mean
 from serve_app.settings import Settings
+from serve_app.tei_metrics import Task
 from serve_app.terms import Terms, read_terms
+
+T = TypeVar("T")
 
 TOKENIZING_THREADS = 2
 # Below this many characters a request is tokenised where it stands: a thread hop costs more (docs/decisions/004).
 _INLINE_CHARS = 2_000
 
+_SCORES: dict[OutputName, Callable[[Any, Sequence[Any]], Vectors]] = {"sparse": lexical, "colbert": late_interaction}
+
 
 class Call:
     """One request on its way: its terms, and what it cost so far, for TEI's response headers (whole ms, truncated)."""
 
-    def __init__(self, inputs: Sequence[TextOrIds], terms: Terms) -> None:
+    def __init__(self, inputs: Sequence[TextOrIds | TextOrPair], terms: Terms) -> None:
         self._start = perf_counter()
         self.terms = terms
         self.method = "single" if isinstance(inputs, Single) else "batch"
-        self.num_chars = sum(map(len, inputs))
+        self.num_inputs = len(inputs)
+        self.num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in inputs)
         self.num_tokens = 0
         self.tokenization_s = self._queue_s = self._inference_s = 0.0
 
@@ -39,8 +50,8 @@ class Call:
         self.tokenization_s = perf_counter() - self._start
         self.num_tokens = sum(map(len, sequences))
 
-    def computed(self, result: Embeddings) -> None:
-        self._queue_s, self._inference_s = result.queue_s, result.inference_s
+    def computed(self, results: Sequence[Embeddings]) -> None:
+        self._queue_s, self._inference_s = max(each.queue_s for each in results), max(each.inference_s for each in results)
 
     def seconds(self) -> tuple[float, float, float, float]:
         """The whole request so far, its tokenisation, its wait, its passes."""
@@ -60,26 +71,34 @@ class Call:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Of one text: where each chunk lies, [start, stop) in characters, and its vector, or the one of all of them."""
+
+    offsets: list[tuple[int, int]]
+    vectors: Vectors  # [number of chunks or 1, dims]
+
+
 class Service:
     """Over the models of one backend. Called on one event loop."""
 
     def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
-        self._backend, self._settings, self._metrics = backend, settings, metrics
+        self._backend, self.settings, self._metrics = backend, settings, metrics
         self._in_flight = 0
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
-    def call(self, inputs: Sequence[TextOrIds], headers: Iterable[tuple[bytes, bytes]]) -> Call:
+    def call(self, inputs: Sequence[TextOrIds | TextOrPair], headers: Iterable[tuple[bytes, bytes]]) -> Call:
         """A request that begins now. Raises: BadHeader."""
-        return Call(inputs, read_terms(headers, self._settings.request_timeout_s))
+        return Call(inputs, read_terms(headers, self.settings.request_timeout_s))
 
     @contextmanager
     def admit(self, num_inputs: int) -> Iterator[None]:
         """Take one of the places. Raises: BatchTooLarge, Overloaded."""
-        limit = self._settings.max_client_batch_size
+        limit = self.settings.max_client_batch_size
         if num_inputs > limit:
             self._metrics.tei.refused(num_inputs)
             raise BatchTooLarge(f"batch size {num_inputs} > maximum allowed batch size {limit}")
-        if self._in_flight >= self._settings.max_concurrent_requests:
+        if self._in_flight >= self.settings.max_concurrent_requests:
             self._metrics.rejected.inc()
             self._metrics.tei.refused(num_inputs)
             raise Overloaded(self._backend.backlog_s())
@@ -103,33 +122,197 @@ class Service:
         """Raises: what the tokenizer, the engine or the clock says, and InvalidInput where the vectors could not become one of
         `dtypes`."""
         self._metrics.tei.started(call.method, len(inputs))
-        check_dimensions(options.dimensions, model.info.embedding_size)
-        for dtype in dtypes:
-            check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)
+        self._check(model, options, dtypes)
         size = call.num_chars + len(encoding.prompt or "") * len(inputs)
-        terms, limit_s = call.terms, self._settings.request_timeout_s
+        return await self._compute(call, model, options, size, model.tokenizer.encode, inputs, encoding)
+
+    async def predict(
+        self, call: Call, model: ServedModel, inputs: Sequence[TextOrPair], encoding: EncodeOptions, raw_scores: bool
+    ) -> Vectors:
+        """[n, n_labels] fp32: probabilities, or logits for `raw_scores`. Raises: as `embed`."""
+        return await self._classify(call, model, raw_scores, encode_classified, model.tokenizer, inputs, encoding)
+
+    async def rerank(
+        self,
+        call: Call,
+        model: ServedModel,
+        query: str,
+        texts: Sequence[str],
+        encoding: EncodeOptions,
+        *,
+        raw_scores: bool = False,
+        instruction: str | None = None,
+        weights: HybridWeights | None = None,
+    ) -> Vectors:
+        """[n] fp32, how well each text answers the query: of a cross-encoder the probability (`raw_scores`: the logit), of a
+        model of several scores their weighted mean. Raises: as `embed`."""
+        if model.info.task == "embedding":
+            return await self._score_hybrid(call, model, query, texts, encoding, weights or HybridWeights())
+        pairs = [(query, text) for text in texts]
+        encode_pairs = model.tokenizer.encode_pairs
+        return (await self._classify(call, model, raw_scores, encode_pairs, pairs, encoding, instruction))[:, 0]
+
+    async def _classify(
+        self, call: Call, model: ServedModel, raw_scores: bool, encode: Callable[..., list[TokenIds]], *args: Any
+    ) -> Vectors:
+        self._metrics.tei.started(call.method, call.num_inputs, "predict")
+        options = EmbedOptions(normalize=False)
+        logits = (await self._compute(call, model, options, call.num_chars, encode, *args, task="predict")).vectors
+        assert logits is not None
+        return logits if raw_scores else probabilities(logits)
+
+    async def _score_hybrid(
+        self,
+        call: Call,
+        model: ServedModel,
+        query: str,
+        texts: Sequence[str],
+        encoding: EncodeOptions,
+        weights: HybridWeights,
+    ) -> Vectors:
+        total = weights.dense + weights.sparse + weights.colbert
+        if not total:
+            raise InvalidInput("`weights` are all 0; leave one above it")
+        wanted: list[OutputName] = [name for name in ("sparse", "colbert") if getattr(weights, name)]
+        options = EmbedOptions(pooled=weights.dense > 0, outputs=tuple(wanted))
+        result = await self.embed(call, model, [query, *texts], encoding, options)
+        scores = np.zeros(len(texts), dtype=np.float32)
+        if result.vectors is not None:
+            scores += weights.dense * (result.vectors[1:] @ result.vectors[0])
+        for name in wanted:
+            first, *rest = result.ragged[name]
+            scores += getattr(weights, name) * _SCORES[name](first, rest)
+        return scores / np.float32(total)
+
+    async def embed_chunks(
+        self,
+        call: Call,
+        model: ServedModel,
+        texts: Sequence[str],
+        chunking: Chunking,
+        encoding: EncodeOptions,
+        options: EmbedOptions,
+        dtypes: Sequence[OutputDtype] = (),
+    ) -> list[Chunks]:
+        """The chunks of each text; with the pooling mean, its one vector.
+
+        Raises: as `embed`; InvalidInput for late chunking where the pooling has no parts, BatchTooLarge for too many chunks.
+        """
+        late = chunking.pooling == "late"
+        if late and "chunks" not in model.info.outputs:
+            raise InvalidInput(
+                f"late chunking averages tokens, this model's pooling is {model.info.pooling}; send `pooling`: none or mean"
+            )
+        self._check(model, options, dtypes)
+        args = model.tokenizer, texts, chunking.size, chunking.overlap, encoding if late else None
+        cut: list[ChunkedText] = await self.off_loop(call.num_chars, _cut, *args)
+        num_chunks, limit = sum(len(each.offsets) for each in cut), self.settings.max_client_batch_size
+        if num_chunks > limit:
+            raise BatchTooLarge(
+                f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger chunks or send fewer texts"
+            )
+        if late:
+            return await self._late_chunks(call, model, cut, options)
+        pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
+        vectors = np.asarray((await self.embed(call, model, pieces, encoding, options, dtypes)).vectors)
+        parts = np.split(vectors, np.cumsum([len(each.offsets) for each in cut])[:-1])
+        if chunking.pooling == "mean":
+            lengths = [[stop - start for start, stop in each.spans] for each in cut]
+            parts = [weighted_mean(*each, options.normalize)[None] for each in zip(parts, lengths, strict=True)]
+        return [Chunks(each.offsets, part) for each, part in zip(cut, parts, strict=True)]
+
+    async def _late_chunks(
+        self, call: Call, model: ServedModel, cut: Sequence[ChunkedText], options: EmbedOptions
+    ) -> list[Chunks]:
+        """Each text is a job of its own: its spans are its job's."""
+        self._metrics.tei.started(call.method, len(cut))
+        self._tokenized(call, [each.token_ids for each in cut])
+        terms = call.terms.after(call.tokenization_s)
+
+        async def run() -> list[Embeddings]:
+            async with asyncio.TaskGroup() as group:
+                jobs = [
+                    group.create_task(
+                        model.embed(
+                            [each.token_ids], replace(options, pooled=False, outputs=("chunks",), spans=each.spans), terms
+                        )
+                    )
+                    for each in cut
+                ]
+            return [job.result() for job in jobs]
+
         try:
-            async with asyncio.timeout(terms.deadline_s or limit_s):
-                sequences: list[TokenIds] = await self.off_loop(size, model.tokenizer.encode, inputs, encoding)
-                call.tokenized(sequences)
-                self._metrics.tokenize_seconds.observe(call.tokenization_s)
-                self._metrics.tei.tokenized(map(len, sequences))
-                result = await model.embed(sequences, options, terms.after(call.tokenization_s))
+            results = await self._on_time(call.terms, run())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        self._computed(call, results, len(cut), "embed")
+        return [Chunks(each.offsets, result.ragged["chunks"][0]) for each, result in zip(cut, results, strict=True)]
+
+    async def _compute(
+        self,
+        call: Call,
+        model: ServedModel,
+        options: EmbedOptions,
+        size: int,
+        encode: Callable[..., list[TokenIds]],
+        *args: Any,
+        task: Task = "embed",
+    ) -> Embeddings:
+        """Tokenise, with `encode(*args)` of `size` characters, and compute, on the call's terms."""
+
+        async def run() -> Embeddings:
+            sequences: list[TokenIds] = await self.off_loop(size, encode, *args)
+            self._tokenized(call, sequences)
+            return await model.embed(sequences, options, call.terms.after(call.tokenization_s))
+
+        result = await self._on_time(call.terms, run())
+        self._computed(call, [result], call.num_inputs, task)
+        return result
+
+    async def _on_time(self, terms: Terms, work: Awaitable[T]) -> T:
+        """Raises: DeadlineExceeded, Overloaded."""
+        limit_s = terms.deadline_s or self.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work
         except (TimeoutError, DeadlinePassed):
             raise DeadlineExceeded(
-                f"the request was not finished within {terms.deadline_s or limit_s:g} s; send fewer inputs or retry later"
+                f"the request was not finished within {limit_s:g} s; send fewer inputs or retry later"
             ) from None
         except DeadlineOutOfReach as error:
             self._metrics.rejected.inc()
             raise Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}") from None
-        call.computed(result)
-        self._metrics.tei.succeeded(call.method, len(sequences), call.seconds())
-        self._metrics.inputs.inc(len(sequences))
-        self._metrics.queue_seconds.observe(result.queue_s)
-        return result
+
+    def _check(self, model: ServedModel, options: EmbedOptions, dtypes: Sequence[OutputDtype]) -> None:
+        check_dimensions(options.dimensions, model.info.embedding_size)
+        for dtype in dtypes:
+            check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)
+
+    def _tokenized(self, call: Call, sequences: Sequence[TokenIds]) -> None:
+        call.tokenized(sequences)
+        self._metrics.tokenize_seconds.observe(call.tokenization_s)
+        self._metrics.tei.tokenized(map(len, sequences))
+
+    def _computed(self, call: Call, results: Sequence[Embeddings], num_inputs: int, task: Task) -> None:
+        call.computed(results)
+        self._metrics.tei.succeeded(call.method, num_inputs, call.seconds(), task)
+        self._metrics.inputs.inc(num_inputs)
+        self._metrics.queue_seconds.observe(results[0].queue_s)
 
     async def off_loop(self, size: int, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, on a thread where `size` characters are too many to hold up the loop."""
         if size <= _INLINE_CHARS:
             return function(*args)
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+
+def encode_classified(tokenizer: Tokenizer, inputs: Sequence[TextOrPair], encoding: EncodeOptions) -> list[TokenIds]:
+    """Texts and pairs, in their order. Raises: as the tokenizer."""
+    texts = [each for each in inputs if isinstance(each, str)]
+    pairs = [each for each in inputs if not isinstance(each, str)]
+    encoded = iter(tokenizer.encode(texts, encoding)), iter(tokenizer.encode_pairs(pairs, encoding))
+    return [next(encoded[not isinstance(each, str)]) for each in inputs]
+
+
+def _cut(tokenizer: Tokenizer, texts: Sequence[str], size: int, overlap: int, whole: EncodeOptions | None) -> list[ChunkedText]:
+    return [tokenizer.chunk(index, text, size, overlap, whole) for index, text in enumerate(texts)]

@@ -1,0 +1,48 @@
+"""What a model gave -> the scores that clients read."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.flight import Vectors
+
+
+def probabilities(logits: Vectors) -> Vectors:
+    """[B, n_labels] logits of any size -> sigmoid of a single label, softmax of several. fp32, summed in fp64."""
+    x = logits.astype(np.float64)
+    if x.shape[1] == 1:
+        return (0.5 * (1 + np.tanh(0.5 * x))).astype(np.float32)  # 1 / (1 + exp(-x)), which cannot overflow
+    shifted = np.exp(x - x.max(axis=1, keepdims=True))
+    return (shifted / shifted.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+def best_first(scores: NDArray[np.float32]) -> list[int]:
+    """The indices of `scores` [n] from the highest to the lowest; of equal ones the last comes first, as in TEI."""
+    return [int(index) for index in np.argsort(scores, kind="stable")[::-1]]
+
+
+def weighted_mean(vectors: Vectors, num_tokens: Sequence[int], normalize: bool) -> Vectors:
+    """[n, D] vectors of a text's chunks -> [D], their mean by tokens, of length 1 again where they were."""
+    mean = np.average(vectors.astype(np.float64), axis=0, weights=num_tokens)
+    return (mean / max(np.linalg.norm(mean), 1e-12) if normalize else mean).astype(np.float32)
+
+
+def lexical(query: NDArray[np.void], texts: Sequence[NDArray[np.void]]) -> Vectors:
+    """[n]: the sum over the tokens that query and text share of both weights multiplied."""
+    return np.array([_shared(query, text) for text in texts], dtype=np.float32)
+
+
+def late_interaction(query: Vectors, texts: Sequence[Vectors]) -> Vectors:
+    """[n]: of each of the query's vectors the best cosine with one of the text's, on average.
+
+    A text of no vectors, of nothing but its first special token, scores 0.
+    """
+    return np.array(
+        [(query @ text.T).max(axis=1).mean() if len(text) and len(query) else 0.0 for text in texts], dtype=np.float32
+    )
+
+
+def _shared(query: NDArray[np.void], text: NDArray[np.void]) -> float:
+    _, ours, theirs = np.intersect1d(query["index"], text["index"], assume_unique=True, return_indices=True)
+    return float(query["value"][ours] @ text["value"][theirs])
