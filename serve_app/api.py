@@ -161,8 +161,8 @@ class Api:
         with self._service.admit(len(body.inputs)):
             call = self._service.call(body.inputs, request.headers.raw)
             options = body.encode_options(self._settings.auto_truncate)
-            result = await self._service.embed(call, model, body.inputs, options, EmbedOptions(per_token=True))
-        return _json(encode.to_json(result.vectors), call.headers())
+            result = await self._service.embed(call, model, body.inputs, options, EmbedOptions(pooled=False, outputs=("tokens",)))
+        return _json(encode.to_json(result.ragged["tokens"]), call.headers())
 
     async def similarity(self, request: Request) -> Response:
         return await self._similarity_native(request, await self._read(request, SimilarityRequest))
