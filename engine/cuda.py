@@ -7,7 +7,7 @@ host prepares batch n + 1 while the GPU computes batch n.
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from engine.batch import BatchPacker, BatchShape, PackedBatch
 from engine.errors import BackendError, DeviceLost, OutOfMemory
-from engine.flight import Output
+from engine.flight import Output, Vectors
+from engine.model_config import OutputName
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 
@@ -35,13 +36,19 @@ _TEXT_TOKENS = 200  # of a typical text
 # Errors of a lost device, kept for the tensors that their tracebacks hold: torch ends the process when one is freed.
 _wreckage: list[RuntimeError] = []
 
-Forward = Callable[[PackedBatch, bool], tuple[Tensor, Tensor | None]]
+Want = tuple[OutputName, ...]
+# (vectors [B, W], fp32 rows of what else is wanted, for each token one).
+Results = tuple[Tensor, dict[OutputName, Tensor]]
+Forward = Callable[[PackedBatch, Want], Results]
+# (vectors, rows), on the host -> what the pass gives.
+Land = Callable[[Vectors, Mapping[OutputName, Vectors]], Output]
 
 
 @dataclass(frozen=True, slots=True)
 class CudaFlight:
     vectors: Tensor  # pinned
-    hidden: Tensor | None  # pinned
+    rows: dict[OutputName, Tensor]  # pinned
+    land: Land
     done: torch.cuda.Event
 
     @property
@@ -51,8 +58,7 @@ class CudaFlight:
     def wait(self) -> Output:
         with cuda_errors("a forward pass"):
             self.done.synchronize()
-        hidden = None if self.hidden is None else self.hidden.numpy()
-        return Output(self.vectors.numpy(), hidden)
+        return self.land(self.vectors.numpy(), {name: each.numpy() for name, each in self.rows.items()})
 
 
 class CudaRunner:
@@ -66,28 +72,32 @@ class CudaRunner:
         self.longest_input: int | None = None  # tokens of the longest that fits beside the rest, once `tune` has tried
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions] | None = None,
+        want: Want = (),
+        land: Land = Output,
     ) -> CudaFlight:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
         lengths = [len(ids) for ids in sequences]
         num_tokens, num_seqs = sum(lengths), len(lengths)
-        graphed = num_tokens <= self.max_graph_tokens and not want_hidden
+        graphed = num_tokens <= self.max_graph_tokens
         room = next(size for size in GRAPH_TOKENS if size >= num_tokens) if graphed else None
         shape, tiles = self._packer.shape(lengths, room)
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
             self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
-            hidden = None
-            vectors = self._graphs.replay(shape, staging) if graphed else None
-            if vectors is None:
+            results = self._graphs.replay(shape, want, staging) if graphed else None
+            if results is None:
                 batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
-                vectors, hidden = self._forward(batch, want_hidden)
+                results = self._forward(batch, want)
+            vectors, rows = results
             host_vectors = _to_host(vectors[:num_seqs])
-            host_hidden = None if hidden is None else _to_host(hidden.float())
+            host_rows = {name: _to_host(each[:num_tokens]) for name, each in rows.items()}
             # Who waits for a short pass spins, for the few microseconds' sake; who waits for a long one sleeps.
             done = torch.cuda.Event(blocking=not graphed)  # type: ignore[no-untyped-call]
             done.record()
-        return CudaFlight(host_vectors, host_hidden, done)
+        return CudaFlight(host_vectors, host_rows, land, done)
 
     def tune(self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None) -> int:
         """Find the token budget and where graphs pay, by running; returns the budget, or the one given.
@@ -164,7 +174,8 @@ class CudaRunner:
 
 
 class _Graphs:
-    """Forward passes captured as CUDA graphs, by shape; made when first needed, the longest unused one given up first.
+    """Forward passes captured as CUDA graphs, by shape and by what is wanted; made when first needed, the longest unused one
+    given up first.
 
     All share one memory pool: they run one after the other on one stream, and what a pass leaves behind is copied out
     before the next begins.
@@ -173,13 +184,14 @@ class _Graphs:
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: OrderedDict[BatchShape, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
+        self._graphs: OrderedDict[tuple[BatchShape, Want], tuple[torch.cuda.CUDAGraph, Tensor, Results]] = OrderedDict()
 
-    def replay(self, shape: BatchShape, staging: Tensor) -> Tensor | None:
-        """Run the pass over a filled buffer: vectors, valid until the next replay. None without memory for it."""
-        if shape not in self._graphs:
+    def replay(self, shape: BatchShape, want: Want, staging: Tensor) -> Results | None:
+        """Run the pass over a filled buffer: its results, valid until the next replay. None without memory for it."""
+        key = shape, want
+        if key not in self._graphs:
             try:
-                self._graphs[shape] = self._capture(shape, staging)
+                self._graphs[key] = self._capture(shape, want, staging)
             except torch.OutOfMemoryError:
                 log.warning("no memory for another CUDA graph beside %d; all are given up", len(self._graphs))
                 self._graphs.clear()
@@ -187,27 +199,27 @@ class _Graphs:
                 return None
             while len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
-        self._graphs.move_to_end(shape)
-        graph, buffer, vectors = self._graphs[shape]
+        self._graphs.move_to_end(key)
+        graph, buffer, results = self._graphs[key]
         buffer.copy_(staging, non_blocking=True)
         graph.replay()
-        return vectors
+        return results
 
-    def _capture(self, shape: BatchShape, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    def _capture(self, shape: BatchShape, want: Want, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Results]:
         buffer = staging.to(self._device, non_blocking=True)
         batch = shape.view(buffer, ())
-        self._forward(batch, False)  # kernels are compiled and libraries set up outside of the capture
+        self._forward(batch, want)  # kernels are compiled and libraries set up outside of the capture
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            vectors, _ = self._forward(batch, False)
+            results = self._forward(batch, want)
         except BaseException:
             with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # of a graph that is broken or empty
                 graph.capture_end()
             raise
         graph.capture_end()
-        return graph, buffer, vectors
+        return graph, buffer, results
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +19,15 @@ from engine.batch import BatchPacker, PackedBatch
 from engine.cuda import CudaRunner
 from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens, keep_freed_memory
 from engine.errors import BackendError, InvalidInput, ModelError
-from engine.flight import Flight, Landed, Output
+from engine.flight import Flight, Landed, Output, Ragged, Vectors
 from engine.hub import resolve_model
 from engine.kernels.attention import tiling
 from engine.layers.dense import Dense
-from engine.model_config import DenseConfig, ModelConfig, Pooling
+from engine.model_config import DenseConfig, ModelConfig, OutputName, Pooling
 from engine.model_folder import load_model_config
 from engine.models import MODELS, Model
 from engine.pooling import ONE_TOKEN, EmbedOptions, check_dimensions, pool
+from engine.ragged import Rows
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from engine.weights import Checkpoint
 
@@ -153,19 +156,24 @@ class Engine:
         return vectors
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions] | None = None,
+        want: tuple[OutputName, ...] = (),
     ) -> Flight:
         """Start one forward pass over at least one sequence, whatever its size; on a CPU it is over on return.
 
         Args:
             options: one per sequence; None asks for whole, normalised vectors.
+            want: what any of them asks for besides its vector, sorted; every sequence gets it.
         Raises: OutOfMemory when it does not fit; BackendError; DeviceLost when the device is gone for good.
         """
         with torch.inference_mode():
+            land = partial(_output, sequences) if want else Output
             if self._cuda is not None:
-                return self._cuda.launch(sequences, options, want_hidden)
-            vectors, hidden = self._vectors(self.packer.pack(sequences, options), want_hidden)
-            return Landed(Output(vectors.numpy(), None if hidden is None else hidden.float().numpy()))
+                return self._cuda.launch(sequences, options, want, land)
+            vectors, rows = self._vectors(self.packer.pack(sequences, options), want)
+            return Landed(land(vectors.numpy(), {name: each.numpy() for name, each in rows.items()}))
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -197,11 +205,13 @@ class Engine:
     def dtype_name(self) -> DtypeName:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
-    def _vectors(self, batch: PackedBatch, want_hidden: bool) -> tuple[Tensor, Tensor | None]:
-        """(vectors, hidden states where wanted) of a batch on the engine's device."""
-        pooled_only = self.config.pooling in ONE_TOKEN and not want_hidden
-        hidden = self.model.forward(batch, pooled_only)
-        return pool(hidden, batch, self.config.pooling, self.dense), hidden if want_hidden else None
+    def _vectors(self, batch: PackedBatch, want: tuple[OutputName, ...]) -> tuple[Tensor, dict[OutputName, Tensor]]:
+        """(vectors, fp32 rows of what else is wanted) of a batch on the engine's device."""
+        hidden = self.model.forward(batch, self.config.pooling in ONE_TOKEN and not want)
+        rows: dict[OutputName, Tensor] = {}
+        if "tokens" in want:
+            rows["tokens"] = hidden.float()
+        return pool(hidden, batch, self.config.pooling, self.dense), rows
 
     def _cut(self, order: list[int], sequences: Sequence[TokenIds]) -> list[list[int]]:
         """`order` in groups of at most `max_batch_tokens` tokens, at least one sequence each."""
@@ -224,6 +234,13 @@ class Engine:
         if self._cuda is not None:
             self.max_batch_tokens = self._cuda.tune(self.config.vocab_size, self.config.max_input_length, max_batch_tokens)
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
+
+
+def _output(sequences: Sequence[TokenIds], vectors: Vectors, rows: Mapping[OutputName, Vectors]) -> Output:
+    """What a pass gave, ready to be cut by sequence."""
+    bounds = [0, *accumulate(map(len, sequences))]
+    ragged: dict[OutputName, Ragged] = {name: Rows(each, bounds) for name, each in rows.items()}
+    return Output(vectors, ragged)
 
 
 def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Dense:

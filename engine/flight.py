@@ -1,12 +1,21 @@
 """A batch on its way through the device, and what comes out of it."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model_config import OutputName
+
 Vectors = NDArray[np.float32]
+
+
+class Ragged(Protocol):
+    """An array for each sequence of a pass, by its place; a list of them, or what they are cut from when asked for."""
+
+    def __getitem__(self, row: int, /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +23,7 @@ class Output:
     """What one forward pass gives, on the host. The second of the engine's two thin waists."""
 
     vectors: Vectors  # [B, embedding_size]: pooled, cut (zeros follow) and normalised as each sequence's options say, or all NaN
-    hidden: Vectors | None = None  # [T, hidden_size], only where asked for
+    ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what was asked for besides
 
     @property
     def finite(self) -> NDArray[np.bool_]:

@@ -13,13 +13,13 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from time import monotonic, perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, OutOfMemory
 from engine.flight import Flight, Output, Vectors
+from engine.model_config import OutputName
 from engine.packer import Job, Packer, Slice
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
@@ -39,6 +40,8 @@ _MARGIN_S = 0.0005
 # half as fast, which made a single query of 1.3 ms one of 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
 
+# What one sequence asked for besides its vector.
+_Arrays = Mapping[OutputName, NDArray[Any]]
 
 # The rate before any was measured.
 _TOKENS_PER_S = 1_000.0
@@ -49,9 +52,14 @@ _LARGE_BITS = 10
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """A job's result. `vectors` is [n, dims] float32, or one [tokens, hidden_size] array per input for `per_token`."""
+    """A job's result, by its options.
 
-    vectors: Vectors | list[Vectors]
+    `vectors` is [n, dims] float32, None where not `pooled`. `ragged` has for each of its `outputs` one array per input:
+    "tokens" [tokens, hidden_size] float32.
+    """
+
+    vectors: Vectors | None
+    ragged: dict[OutputName, list[NDArray[Any]]]
     queue_s: float
     inference_s: float
 
@@ -73,7 +81,10 @@ class Runs(Protocol):
     def passes_in_flight(self) -> int: ...
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions] | None = None,
+        want: tuple[OutputName, ...] = (),
     ) -> Flight: ...
 
 
@@ -82,6 +93,7 @@ class _Launched:
     batch: list[Slice]
     flight: Flight
     sequences: list[TokenIds]  # that it computes
+    options: list[EmbedOptions]  # of each
     rows: list[int] | None  # which of them each sequence of the batch is; None where all differ
     num_tokens: int
     started_at: float
@@ -262,7 +274,7 @@ class EngineLoop:
         num_tokens = sum(map(len, sequences))
         self._run(num_tokens)
         try:
-            flight = self._engine.launch(sequences, options, any(part.job.options.per_token for part in batch))
+            flight = self._engine.launch(sequences, options, _want(batch))
         except OutOfMemory as error:
             self._run(-num_tokens)
             if len(sequences) == 1:
@@ -278,7 +290,7 @@ class EngineLoop:
             self._run(-num_tokens)
             self._broken(batch, error)
             return
-        launched = _Launched(batch, flight, sequences, rows, num_tokens, start)
+        launched = _Launched(batch, flight, sequences, options, rows, num_tokens, start)
         with self._wake:
             self._in_flight += 1
             self._clock.launched(num_tokens, start)
@@ -303,14 +315,14 @@ class EngineLoop:
                 num_seqs = len(launched.sequences)
                 num_duplicates = len(launched.rows) - num_seqs if launched.rows is not None else 0
                 self._on_batch(BatchReport(launched.num_tokens, num_seqs, seconds, num_duplicates))
-            tokens = _tokens(launched, output)
+            vectors, ragged, finite = output.vectors, *_cut(output, launched.options)
             if launched.rows is not None:
-                output = replace(output, vectors=output.vectors[launched.rows])
-            finite = output.finite & [bool(np.isfinite(each).all()) for each in tokens] if tokens else output.finite
+                vectors, finite = vectors[launched.rows], finite[launched.rows]
+                ragged = [ragged[row] for row in launched.rows] if ragged else ragged
             if finite.any():
                 self.computed_at = monotonic()
             batch = _apart(launched.batch, finite)
-            for part, result in zip(batch, _results(batch, output.vectors, tokens, finite), strict=True):
+            for part, result in zip(batch, _results(batch, vectors, ragged, finite), strict=True):
                 if result is not None:
                     _hand_over(part, result, seconds)
                 elif len(launched.sequences) == 1:
@@ -419,12 +431,21 @@ def _without_duplicates(
     return [sequences[index] for index in kept], [options[index] for index in kept], rows
 
 
-def _tokens(launched: _Launched, output: Output) -> list[Vectors]:
-    """Per sequence of the batch its tokens' hidden states; empty where nobody asked for any."""
-    if output.hidden is None:
-        return []
-    tokens = np.split(output.hidden, np.cumsum([len(ids) for ids in launched.sequences])[:-1])
-    return tokens if launched.rows is None else [tokens[row] for row in launched.rows]
+def _want(batch: list[Slice]) -> tuple[OutputName, ...]:
+    """What any of them asks for besides vectors."""
+    return tuple(sorted({name for part in batch for name in part.job.options.outputs}))
+
+
+def _cut(output: Output, options: list[EmbedOptions]) -> tuple[list[_Arrays], NDArray[np.bool_]]:
+    """Per sequence of the pass what it asked for besides its vector (no list where nobody did), and whether all is finite."""
+    if not output.ragged:
+        return [], output.finite
+    ragged: list[_Arrays] = [{name: output.ragged[name][row] for name in each.outputs} for row, each in enumerate(options)]
+    return ragged, output.finite & [all(map(_is_finite, arrays.values())) for arrays in ragged]
+
+
+def _is_finite(array: NDArray[Any]) -> bool:
+    return bool(np.isfinite(array["value"] if array.dtype.names else array).all())
 
 
 def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
@@ -440,19 +461,18 @@ def _apart(batch: list[Slice], finite: NDArray[np.bool_]) -> list[Slice]:
 
 
 def _results(
-    batch: list[Slice], vectors: Vectors, tokens: list[Vectors], finite: NDArray[np.bool_]
-) -> list[Vectors | list[Vectors] | None]:
-    """Per slice its vectors; None where they are not finite."""
-    results: list[Vectors | list[Vectors] | None] = []
+    batch: list[Slice], vectors: Vectors, ragged: list[_Arrays], finite: NDArray[np.bool_]
+) -> list[tuple[Vectors, list[_Arrays]] | None]:
+    """Per slice its vectors and what else it asked for; None where something is not finite."""
+    results: list[tuple[Vectors, list[_Arrays]] | None] = []
     row = 0
     for part in batch:
-        rows = slice(row, row := row + part.stop - part.start)
+        rows, options = slice(row, row := row + part.stop - part.start), part.job.options
         if not finite[rows].all():
             results.append(None)
-        elif part.job.options.per_token:
-            results.append(tokens[rows])
-        else:
-            results.append(np.ascontiguousarray(vectors[rows, : part.job.options.dimensions]))
+            continue
+        kept = np.ascontiguousarray(vectors[rows, : options.dimensions]) if options.pooled else vectors[:0]
+        results.append((kept, ragged[rows]))
     return results
 
 
@@ -471,7 +491,7 @@ def _halves(batch: list[Slice], num_seqs: int) -> tuple[list[Slice], list[Slice]
     return first, second
 
 
-def _hand_over(part: Slice, result: Vectors | list[Vectors], seconds: float) -> None:
+def _hand_over(part: Slice, result: tuple[Vectors, list[_Arrays]], seconds: float) -> None:
     job = part.job
     job.results[part.start] = result
     job.num_done += part.stop - part.start
@@ -482,14 +502,13 @@ def _hand_over(part: Slice, result: Vectors | list[Vectors], seconds: float) -> 
 
 def _succeed(job: Job) -> None:
     parts = [job.results[start] for start in sorted(job.results)]
-    vectors: Vectors | list[Vectors]
-    if job.options.per_token:
-        vectors = [array for part in parts for array in part]
-    else:
-        vectors = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    vectors = None
+    if job.options.pooled:
+        vectors = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
+    ragged = {name: [arrays[name] for _, part in parts for arrays in part] for name in job.options.outputs}
     assert job.first_cut_at is not None, "a finished job was cut"
     with suppress(InvalidStateError):  # its caller left while the last batch ran
-        job.future.set_result(Embeddings(vectors, job.first_cut_at - job.submitted_at, job.inference_s))
+        job.future.set_result(Embeddings(vectors, ragged, job.first_cut_at - job.submitted_at, job.inference_s))
 
 
 def _fail_all(batch: list[Slice], error: Exception) -> None:

@@ -13,6 +13,8 @@ from engine.errors import InvalidInput, ModelError
 
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
 Task = Literal["embedding", "classifier", "reranker"]
+# What a pass can give besides one vector per sequence.
+OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
 
 

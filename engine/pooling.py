@@ -9,7 +9,7 @@ from torch import Tensor
 from engine import kernels
 from engine.errors import InvalidInput
 from engine.kernels import reference
-from engine.model_config import Pooling
+from engine.model_config import OutputName, Pooling
 
 if TYPE_CHECKING:
     from engine.batch import PackedBatch
@@ -22,15 +22,17 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 
 @dataclass(frozen=True, slots=True)
 class EmbedOptions:
-    """How one request wants its vectors.
+    """What one request wants of each of its sequences, and how.
 
-    `per_token` asks for the hidden state of every token instead of one pooled vector: never cut, never normalised.
-    `dimensions` keeps that many leading dimensions (Matryoshka), None all of them.
+    `dimensions` keeps that many leading dimensions of a vector (Matryoshka), None all of them. `pooled` asks for one vector,
+    `outputs` for what comes besides: "tokens", the hidden state of every token, neither cut nor normalised.
     """
 
     normalize: bool = True
     dimensions: int | None = None
-    per_token: bool = False
+    pooled: bool = True
+    outputs: tuple[OutputName, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterable[Dense]" = ()) -> Tensor:

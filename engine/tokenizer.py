@@ -177,8 +177,8 @@ class Tokenizer:
                 kept = kept[self._cut_to(room, len(kept) + self.num_special, whole)]
         content = [i for i in kept if encoding.offsets[i][1] > len(prompt)]
         starts = range(0, max(1, len(content) - overlap), size - overlap) if content else ()
-        windows = [content[start : start + size] for start in starts]
         in_text = self._char_offsets(sound, len(prompt), dropped)
+        windows = [content[start : start + size] for start in starts]
         ids = [encoding.ids[i] for i in kept]
         return ChunkedText(
             np.array(ids if whole is None else self._prefix + ids + self._suffix, dtype=np.int32),

@@ -97,7 +97,7 @@ class StubEngine:
         self.passes_in_flight = 1
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
-    def launch(self, sequences: Sequence[Any], options: Any = None, want_hidden: bool = False) -> Any:
+    def launch(self, sequences: Sequence[Any], options: Any = None, want: Any = ()) -> Any:
         from engine.flight import Landed, Output
 
         return Landed(Output(self._vector.repeat(len(sequences), 0)))

@@ -8,9 +8,9 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
-from engine.model_config import Task
+from engine.model_config import OutputName, Task
 from engine.packer import Job
-from engine.pooling import EmbedOptions, OutputName
+from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
 from serve_app.errors import UnknownModel
 from serve_app.health import Health

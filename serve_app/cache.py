@@ -37,8 +37,8 @@ class CachedModel:
         metrics.cache_bytes.set_function(lambda: self._vectors.currsize)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-        """As `ServedModel.embed`; vectors per token are never kept: one text would displace hundreds."""
-        if options.per_token or not terms.store:
+        """As `ServedModel.embed`; only vectors are kept: what else one text may ask for would displace hundreds."""
+        if options.outputs or not options.pooled or not terms.store:
             return await self._model.embed(sequences, options, terms)
         keys = [(blake2b(ids.tobytes(), digest_size=32).digest(), options) for ids in sequences]
         found = [self._vectors.get(key) for key in keys]
@@ -46,11 +46,12 @@ class CachedModel:
         self._hits.inc(len(found) - len(missing))
         self._misses.inc(len(missing))
         if not missing:
-            return Embeddings(np.stack([vector for vector in found if vector is not None]), 0.0, 0.0)
+            return Embeddings(np.stack([vector for vector in found if vector is not None]), {}, 0.0, 0.0)
         computed = await self._model.embed([sequences[index] for index in missing], options, terms)
+        assert computed.vectors is not None, "they were asked for"
         for index, vector in zip(missing, computed.vectors, strict=True):
             found[index] = vector
             with suppress(ValueError):  # larger than the whole cache
                 self._vectors[keys[index]] = vector.copy()  # a row alone would hold its request's whole array
         vectors = np.stack([vector for vector in found if vector is not None])
-        return Embeddings(vectors, computed.queue_s, computed.inference_s)
+        return Embeddings(vectors, {}, computed.queue_s, computed.inference_s)

@@ -350,9 +350,13 @@ def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOpt
     """The parts' results in the order of the request's inputs."""
     queue_s, inference_s = max(each.queue_s for each in results), max(each.inference_s for each in results)
     order = [index for part in parts for index in part]
-    rows = [row for each in results for row in each.vectors]
-    ordered = [row for _, row in sorted(zip(order, rows, strict=True), key=lambda each: each[0])]
-    return Embeddings(ordered if options.per_token else np.stack(ordered), queue_s, inference_s)
+    place = np.argsort(order)  # of each input among the results
+    vectors = np.concatenate([each.vectors for each in results if each.vectors is not None])[place] if options.pooled else None
+    ragged = {}
+    for name in options.outputs:
+        arrays = [array for each in results for array in each.ragged[name]]
+        ragged[name] = [arrays[index] for index in place]
+    return Embeddings(vectors, ragged, queue_s, inference_s)
 
 
 async def _all(computations: Any) -> list[Embeddings]:

@@ -8,7 +8,8 @@ import numpy as np
 from engine.errors import InvalidInput
 from engine.flight import Vectors
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions, OutputName
+from engine.model_config import OutputName
+from engine.pooling import EmbedOptions
 from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import EmptyBatch, WrongTask
 from serve_app.quantize import OutputDtype, quantize
@@ -179,7 +180,7 @@ async def _hybrid(service: Service, call: Call, model: ServedModel, body: EmbedH
     ragged: list[OutputName] = [each for each in ("sparse", "colbert") if each in wanted]
     options = EmbedOptions(body.normalize, body.dimensions, pooled="dense" in wanted, outputs=tuple(ragged))
     result = await service.embed(call, model, body.inputs, body.encode_options(service.settings.auto_truncate), options)
-    columns: dict[HybridOutput, Sequence[Any]] = {}
+    columns: dict[HybridOutput, Any] = {}
     if result.vectors is not None:
         columns["dense"] = result.vectors
     if "sparse" in wanted:

@@ -14,7 +14,7 @@ def probabilities(logits: Vectors) -> Vectors:
     if x.shape[1] == 1:
         return (0.5 * (1 + np.tanh(0.5 * x))).astype(np.float32)  # 1 / (1 + exp(-x)), which cannot overflow
     shifted = np.exp(x - x.max(axis=1, keepdims=True))
-    return (shifted / shifted.sum(axis=1, keepdims=True)).astype(np.float32)
+    return np.asarray(shifted / shifted.sum(axis=1, keepdims=True), dtype=np.float32)
 
 
 def best_first(scores: NDArray[np.float32]) -> list[int]:
@@ -25,7 +25,7 @@ def best_first(scores: NDArray[np.float32]) -> list[int]:
 def weighted_mean(vectors: Vectors, num_tokens: Sequence[int], normalize: bool) -> Vectors:
     """[n, D] vectors of a text's chunks -> [D], their mean by tokens, of length 1 again where they were."""
     mean = np.average(vectors.astype(np.float64), axis=0, weights=num_tokens)
-    return (mean / max(np.linalg.norm(mean), 1e-12) if normalize else mean).astype(np.float32)
+    return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-12) if normalize else mean, dtype=np.float32)
 
 
 def lexical(query: NDArray[np.void], texts: Sequence[NDArray[np.void]]) -> Vectors:

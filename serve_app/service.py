@@ -13,7 +13,8 @@ import numpy as np
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.flight import Vectors
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions, OutputName, check_dimensions
+from engine.model_config import OutputName
+from engine.pooling import EmbedOptions, check_dimensions
 from engine.tokenizer import ChunkedText, EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from serve_app.backend import Backend, ServedModel
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded
@@ -208,9 +209,7 @@ class Service:
         cut: list[ChunkedText] = await self.off_loop(call.num_chars, _cut, *args)
         num_chunks, limit = sum(len(each.offsets) for each in cut), self.settings.max_client_batch_size
         if num_chunks > limit:
-            raise BatchTooLarge(
-                f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger chunks or send fewer texts"
-            )
+            raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger ones or send fewer texts")
         if late:
             return await self._late_chunks(call, model, cut, options)
         pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
@@ -227,18 +226,12 @@ class Service:
         """Each text is a job of its own: its spans are its job's."""
         self._metrics.tei.started(call.method, len(cut))
         self._tokenized(call, [each.token_ids for each in cut])
-        terms = call.terms.after(call.tokenization_s)
+        terms, asked = call.terms.after(call.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
 
         async def run() -> list[Embeddings]:
             async with asyncio.TaskGroup() as group:
-                jobs = [
-                    group.create_task(
-                        model.embed(
-                            [each.token_ids], replace(options, pooled=False, outputs=("chunks",), spans=each.spans), terms
-                        )
-                    )
-                    for each in cut
-                ]
+                work = [model.embed([each.token_ids], replace(asked, spans=each.spans), terms) for each in cut]
+                jobs = [group.create_task(each) for each in work]
             return [job.result() for job in jobs]
 
         try:

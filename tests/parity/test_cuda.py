@@ -14,6 +14,7 @@ import transformers
 
 from engine import BackendError, Engine
 from engine.loop import EngineLoop
+from engine.model_config import OutputName
 from engine.model_folder import load_model_config
 from engine.packer import Job
 from engine.pooling import EmbedOptions
@@ -98,15 +99,37 @@ def assert_as_exact_as_transformers(ours: np.ndarray, folder: Path, batch: list[
     assert np.linalg.norm(ours - expected) <= 1.5 * np.linalg.norm(theirs - expected)
 
 
-@pytest.mark.parametrize("graphed", [True, False], ids=["graph", "eager"])
+WANTS: dict[str, tuple[bool, tuple[OutputName, ...]]] = {
+    "graph": (True, ()),
+    "graph with tokens": (True, ("tokens",)),
+    "eager": (False, ()),
+    "eager with tokens": (False, ("tokens",)),
+}
+
+
+@pytest.mark.parametrize(("graphed", "want"), WANTS.values(), ids=WANTS.keys())
 @pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
-def test_vectors_are_right_in_every_company(folder: Path, engine: Engine, lengths: list[int], graphed: bool) -> None:
+def test_vectors_are_right_in_every_company(
+    folder: Path,
+    engine: Engine,
+    lengths: list[int],
+    graphed: bool,
+    want: tuple[OutputName, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Equal lengths are the case in which TEI loses the causal mask (TEI#882)."""
+    if not graphed:
+        monkeypatch.setattr(engine._cuda, "max_graph_tokens", 0)
+    row = 0 if engine.config.pooling == "cls" else -1
     for seed in range(3):  # a graph is captured, then replayed on other texts
         batch = sequences(lengths, seed)
-        output = engine.launch(batch, want_hidden=not graphed).wait()  # with hidden states, no graph is used
-        assert (output.hidden is None) == graphed
+        output = engine.launch(batch, want=want).wait()
         assert_as_exact_as_transformers(output.vectors, folder, batch)
+        for name in want:
+            tokens = [output.ragged[name][index] for index in range(len(batch))]
+            assert [len(each) for each in tokens] == lengths
+            pooled = torch.nn.functional.normalize(torch.from_numpy(np.stack([each[row] for each in tokens])), dim=-1)
+            np.testing.assert_allclose(pooled.numpy(), output.vectors, atol=1e-6)
 
 
 def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> None:
@@ -184,7 +207,7 @@ def test_without_memory_for_a_graph_the_pass_runs_all_the_same(
 ) -> None:
     engine = Engine.load(tiny("qwen3"), device="cuda")
     batch = sequences([100, 100, 100])  # a size that no graph was made for yet
-    expected = engine.launch(batch, want_hidden=True).wait().vectors
+    expected = engine.launch(batch, want=("tokens",)).wait().vectors
     forward = engine.model.forward
 
     def greedy(*arguments: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.flight import Flight, Landed
 from engine.loop import Embeddings
+from engine.model_config import OutputName
 from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions, TokenIds
 from serve_app.model_server import ModelServer
@@ -26,32 +27,32 @@ class SlowEngine(Engine):
     """Each forward pass takes a quarter of a second longer."""
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
     ) -> Flight:
         time.sleep(0.25)
-        return super().launch(sequences, options, want_hidden)
+        return super().launch(sequences, options, want)
 
 
 class HangingEngine(Engine):
     """A sequence that holds id 14 never comes back, the first time that any replica gets it."""
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
     ) -> Flight:
         if any(14 in ids for ids in sequences) and _first(os.environ[MARKER]):
             time.sleep(3600)
-        return super().launch(sequences, options, want_hidden)
+        return super().launch(sequences, options, want)
 
 
 class PoisonEngine(Engine):
     """A sequence that holds id 13 comes out as NaN, one that holds 14 breaks the whole forward pass."""
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
     ) -> Flight:
         if any(14 in ids for ids in sequences):
             raise RuntimeError("the device fell over")
-        output = super().launch(sequences, options, want_hidden).wait()
+        output = super().launch(sequences, options, want).wait()
         poisoned = np.array([13 in ids for ids in sequences])
         return Landed(replace(output, vectors=np.where(poisoned[:, None], np.nan, output.vectors)))
 

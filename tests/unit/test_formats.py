@@ -41,7 +41,7 @@ class FakeModel:
         self.info = ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0, ranges)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-        return Embeddings(np.stack([vector(ids, options) for ids in sequences]), 0.0, 0.0)
+        return Embeddings(np.stack([vector(ids, options) for ids in sequences]), {}, 0.0, 0.0)
 
 
 class FakeBackend:

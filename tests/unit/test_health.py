@@ -31,7 +31,7 @@ class Engine:
         self.value = 1.0
         self.passes: list[int] = []
 
-    def launch(self, sequences: Sequence[object], options: object = None, want_hidden: bool = False) -> Landed:
+    def launch(self, sequences: Sequence[object], options: object = None, want: object = ()) -> Landed:
         self.passes.append(len(sequences))
         assert self.free.wait(20)
         if self.error is not None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from engine import BackendError, Engine, EngineStopped
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, DeviceLost, OutOfMemory
 from engine.flight import Landed, Output
 from engine.loop import BatchReport, EngineLoop
+from engine.model_config import OutputName
 from engine.packer import Job, Priority
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
@@ -28,7 +30,7 @@ class Gate:
     passes_in_flight = 1
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
     ) -> Landed:
         self.entered.set()
         assert self.open.wait(10)
@@ -38,14 +40,20 @@ class Gate:
             raise RuntimeError("broken")
         if (first == 15).any() and len(sequences) > 1:
             raise OutOfMemory("too much")
-        hidden = np.concatenate([np.full((len(ids), 2), float(ids[0]), dtype=np.float32) for ids in sequences])
-        hidden[hidden == 16] = np.inf
-        return Landed(Output(np.where(first == 14, np.nan, first), hidden if want_hidden else None))
+        tokens = [np.full((len(ids), 2), np.inf if ids[0] == 16 else float(ids[0]), dtype=np.float32) for ids in sequences]
+        return Landed(Output(np.where(first == 14, np.nan, first), dict.fromkeys(want, tokens)))
 
 
 def job(*firsts: int, length: int = 4, priority: Priority = "interactive", within_s: float = inf, **options: object) -> Job:
     sequences = [np.full(length, first, dtype=np.int32) for first in firsts]
     return Job(sequences, EmbedOptions(normalize=False, **options), priority, perf_counter() + within_s)  # type: ignore[arg-type]
+
+
+TOKENS: dict[str, Any] = {"pooled": False, "outputs": ("tokens",)}
+
+
+def tokens_of(job: Job) -> list[Any]:
+    return [tokens.tolist() for tokens in job.future.result(5).ragged["tokens"]]
 
 
 @pytest.fixture
@@ -63,12 +71,14 @@ def loop(gate: Gate):  # type: ignore[no-untyped-def]
 
 def test_jobs_share_batches_and_keep_their_own_rows(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()
-    jobs = [job(1, 2, 3), job(4), job(5, dimensions=1), job(6, 7, per_token=True)]
+    jobs = [job(1, 2, 3), job(4), job(5, dimensions=1), job(6, 7, **TOKENS)]
     loop.submit(jobs)
     assert jobs[0].future.result(5).vectors.tolist() == [[1, 1], [2, 2], [3, 3]]
     assert jobs[1].future.result(5).vectors.tolist() == [[4, 4]]
     assert jobs[2].future.result(5).vectors.tolist() == [[5]]
-    assert [tokens.tolist() for tokens in jobs[3].future.result(5).vectors] == [[[6, 6]] * 4, [[7, 7]] * 4]
+    assert tokens_of(jobs[3]) == [[[6, 6]] * 4, [[7, 7]] * 4]
+    assert jobs[3].future.result(5).vectors is None
+    assert jobs[0].future.result(5).ragged == {}
     assert gate.batches == [2, 2, 2, 1]
     assert loop.queued_tokens == loop.queued_jobs == 0
 
@@ -105,12 +115,12 @@ def test_a_vector_that_is_not_finite_fails_its_job_only(gate: Gate, loop: Engine
 
 def test_a_token_that_is_not_finite_fails_who_asked_for_it(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()
-    bad, pooled, good = job(16, per_token=True), job(16), job(1, per_token=True)
+    bad, pooled, good = job(16, **TOKENS), job(16), job(1, **TOKENS)
     loop.submit([bad, pooled, good])
     with pytest.raises(BackendError, match="not finite"):
         bad.future.result(5)
     assert pooled.future.result(5).vectors.tolist() == [[16, 16]]
-    assert good.future.result(5).vectors[0].tolist() == [[1, 1]] * 4
+    assert tokens_of(good) == [[[1, 1]] * 4]
 
 
 def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate: Gate, loop: EngineLoop) -> None:
@@ -215,12 +225,13 @@ def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
     gate.open.set()
     reports: list[BatchReport] = []
     loop = EngineLoop(gate, max_batch_tokens=64, on_batch=reports.append)
-    jobs = [job(1, 2, 1), job(2, dimensions=1), job(1), job(2, per_token=True), job(1, length=5)]
+    jobs = [job(1, 2, 1), job(2, dimensions=1), job(1), job(2, outputs=("tokens",)), job(1, length=5)]
     loop.submit(jobs)
     assert jobs[0].future.result(5).vectors.tolist() == [[1, 1], [2, 2], [1, 1]]
     assert jobs[1].future.result(5).vectors.tolist() == [[2]]
     assert jobs[2].future.result(5).vectors.tolist() == [[1, 1]]
-    assert jobs[3].future.result(5).vectors[0].tolist() == [[2, 2]] * 4
+    assert jobs[3].future.result(5).vectors.tolist() == [[2, 2]]
+    assert tokens_of(jobs[3]) == [[[2, 2]] * 4]
     assert jobs[4].future.result(5).vectors.tolist() == [[1, 1]]
     assert gate.batches == [5]  # the same ids with other options, and the same first id in a longer text, are others
     assert [(report.num_tokens, report.num_seqs, report.num_duplicates) for report in reports] == [(21, 5, 2)]
@@ -229,10 +240,10 @@ def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
 
 def test_tokens_of_what_is_asked_twice_reach_both(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()
-    twice, once = job(1, 2, length=2, per_token=True), job(2, 3, length=2, per_token=True)
+    twice, once = job(1, 2, length=2, **TOKENS), job(2, 3, length=2, **TOKENS)
     loop.submit([twice, once])
-    assert [tokens.tolist() for tokens in twice.future.result(5).vectors] == [[[1, 1]] * 2, [[2, 2]] * 2]
-    assert [tokens.tolist() for tokens in once.future.result(5).vectors] == [[[2, 2]] * 2, [[3, 3]] * 2]
+    assert tokens_of(twice) == [[[1, 1]] * 2, [[2, 2]] * 2]
+    assert tokens_of(once) == [[[2, 2]] * 2, [[3, 3]] * 2]
     assert gate.batches == [3]
 
 
@@ -253,6 +264,18 @@ def test_duplicates_that_do_not_fit_into_memory_are_halved_with_their_batch(gate
     loop.submit(jobs)
     assert [each.future.result(5).vectors[:, 0].tolist() for each in jobs] == [[15, 2], [15], [2, 15]]
     loop.stop()
+
+
+def test_tokens_of_a_job_cut_over_passes_and_split_for_memory_come_in_order(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    both = {"outputs": ("tokens",)}
+    jobs = [job(1, 2, 3, **both), job(15, 4, 15, **TOKENS), job(5, 6, 14, **TOKENS)]
+    loop.submit(jobs)
+    assert jobs[0].future.result(5).vectors.tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert tokens_of(jobs[0]) == [[[first] * 2] * 4 for first in (1, 2, 3)]
+    assert tokens_of(jobs[1]) == [[[first] * 2] * 4 for first in (15, 4, 15)]
+    with pytest.raises(BackendError, match="not finite"):
+        jobs[2].future.result(5)
 
 
 def test_interactive_work_overtakes_batch_work(gate: Gate, loop: EngineLoop) -> None:

@@ -49,7 +49,7 @@ class Fake:
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         if any(13 in ids for ids in sequences):
             raise BackendError("broken")
-        return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), 0.5, 0.25)
+        return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), {}, 0.5, 0.25)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, Engi
 from engine.flight import Landed, Output
 from engine.hub import EMBEDDED_MODEL
 from engine.loop import Embeddings, EngineLoop
+from engine.model_config import OutputName
 from engine.model_folder import load_model_config
 from engine.packer import Job
 from engine.pooling import EmbedOptions
@@ -49,15 +50,15 @@ class Gate:
         self._rows = 0
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
     ) -> Landed:
         self.entered.set()
         assert self.open.wait(10)
         self.lengths += map(len, sequences)
         vectors = np.arange(self._rows + 1, self._rows + 1 + len(sequences), dtype=np.float32)[:, None] / [3, 7, 9, 11]
         self._rows += len(sequences)
-        hidden = np.ones((sum(map(len, sequences)), 4), dtype=np.float32) if want_hidden else None
-        return Landed(Output(vectors.astype(np.float32), hidden))
+        tokens = [np.ones((len(ids), 4), dtype=np.float32) for ids in sequences]
+        return Landed(Output(vectors.astype(np.float32), dict.fromkeys(want, tokens)))
 
 
 @dataclass
@@ -326,7 +327,7 @@ def test_kept_vectors_are_nobodys_to_change() -> None:
         info, tokenizer = INFO, None
 
         async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-            return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), 0.0, 0.0)
+            return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), {}, 0.0, 0.0)
 
     async def scenario() -> None:
         model: Any = CachedModel(Model(), 10_000, Metrics("m"))  # type: ignore[arg-type]
@@ -371,7 +372,7 @@ class Handle:
 
 
 def vectors(terms: Terms) -> Embeddings:
-    return Embeddings(np.ones((1, 4), dtype=np.float32), 0.0, 0.0)
+    return Embeddings(np.ones((1, 4), dtype=np.float32), {}, 0.0, 0.0)
 
 
 def remote_error(cause: Exception) -> Callable[[Terms], Embeddings]:
