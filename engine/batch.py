@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels.attention import TileShape, Tiling
 from engine.model_config import Pooling
+from engine.pairs import SECOND_SEGMENT
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 
@@ -33,6 +34,7 @@ class PackedBatch:
     pooled_tiles: Tensor  # [B, 2], the same for the pooled rows alone
     tile_shape: TileShape | None  # None for the reference
     lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences
+    token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
 
     @property
     def num_tokens(self) -> int:
@@ -47,10 +49,11 @@ class BatchShape:
     num_seqs: int
     num_tiles: int
     tile_shape: TileShape | None = None
+    typed: bool = False
 
     def parts(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each part, in order. Pairs come first: kernels read them eight bytes at a time."""
-        return {
+        parts: dict[str, tuple[int, ...]] = {
             "bounds": (self.num_tokens, 2),
             "tiles": (self.num_tiles, 2),
             "pooled_tiles": (self.num_seqs if self.num_tiles else 0, 2),
@@ -60,6 +63,7 @@ class BatchShape:
             "dimensions": (self.num_seqs,),
             "normalize": (self.num_seqs,),
         }
+        return parts | {"token_types": (self.num_tokens,)} if self.typed else parts
 
     @property
     def size(self) -> int:
@@ -88,6 +92,7 @@ class BatchPacker:
     pooling: Pooling
     embedding_size: int
     tiling: Tiling | None  # None where the reference attention runs
+    typed: bool = False  # the model tells the texts of a pair apart
 
     def pack(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, device: torch.device | None = None
@@ -116,11 +121,11 @@ class BatchPacker:
         if room is not None:
             num_seqs = min(4 ** -(-(num_seqs - 1).bit_length() // 2), room)  # the next power of four
         if self.tiling is None:
-            return BatchShape(num_tokens, num_seqs, 0), np.empty((0, 2), dtype=np.int32)
+            return BatchShape(num_tokens, num_seqs, 0, typed=self.typed), np.empty((0, 2), dtype=np.int32)
         tile_shape = self.tiling.shape(num_tokens)
         tiles = self.tiling.cut(lengths, tile_shape)
         num_tiles = len(tiles) if room is None else self.tiling.most_tiles(room, tile_shape)
-        return BatchShape(num_tokens, num_seqs, num_tiles, tile_shape), tiles
+        return BatchShape(num_tokens, num_seqs, num_tiles, tile_shape, self.typed), tiles
 
     def fill(
         self,
@@ -143,6 +148,9 @@ class BatchPacker:
 
         np.concatenate(sequences, out=part["token_ids"][:num_tokens])
         part["token_ids"][num_tokens:] = 0
+        if shape.typed:
+            np.right_shift(part["token_ids"], SECOND_SEGMENT.bit_length() - 1, out=part["token_types"])
+            part["token_ids"] &= ~SECOND_SEGMENT
         bounds = np.stack((starts, ends), axis=1)
         part["bounds"][:num_tokens] = np.repeat(bounds, ends - starts, axis=0)
         padding = np.arange(num_tokens, shape.num_tokens, dtype=np.int32)

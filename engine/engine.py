@@ -23,9 +23,11 @@ from engine.flight import Flight, Landed, Output, Ragged, Vectors
 from engine.hub import resolve_model
 from engine.kernels.attention import tiling
 from engine.layers.dense import Dense
-from engine.model_config import DenseConfig, ModelConfig, OutputName, Pooling
+from engine.layers.head import Head
+from engine.model_config import DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
 from engine.model_folder import load_model_config
 from engine.models import MODELS, Model
+from engine.models.decoder import Decoder
 from engine.pooling import ONE_TOKEN, EmbedOptions, check_dimensions, pool
 from engine.ragged import Rows
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
@@ -45,13 +47,13 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         max_batch_tokens: int | None,
-        dense: Sequence[Dense] = (),
+        dense: Sequence[Dense | Head] = (),
     ) -> None:
         self.config, self.tokenizer, self.model, self.dense = config, tokenizer, model, dense
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
         cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
-        self.packer = BatchPacker(config.pooling, config.embedding_size, cut)
+        self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments)
         self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
@@ -109,9 +111,10 @@ class Engine:
             num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * chosen_dtype.itemsize
             memory.check_fits(num_bytes, chosen_device, str(folder))
             network = family(config, checkpoint)
+            head = [] if config.head is None else [_load_head(config, config.head, network, checkpoint)]
             checkpoint.finish(network.needless)
             dense = [_load_dense(each, folder, chosen_device, chosen_dtype) for each in config.dense]
-            engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens, dense)
+            engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens, [*dense, *head])
             engine._warm_up(max_batch_tokens)
         return engine
 
@@ -248,3 +251,12 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
         layer = Dense(config, checkpoint)
         checkpoint.finish(())
     return layer
+
+
+def _load_head(config: ModelConfig, head: HeadConfig, network: Model, checkpoint: Checkpoint) -> Head:
+    if head.tokens is None:
+        return Head.load(config, head, checkpoint)
+    assert isinstance(network, Decoder)
+    tied = head.out == "embed_tokens"
+    shape = (config.vocab_size, config.hidden_size)
+    return Head.of_words(head, network.embed_tokens if tied else checkpoint.take_table(f"{head.out}.weight", *shape))

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from engine.errors import ModelError
+from engine.layers.head import Head
 from engine.model_config import ModelConfig
 from engine.models import MODELS
 from engine.weights import Shapes
@@ -75,7 +76,7 @@ def footprint(
     family = MODELS[config.architecture]
     per_token = dtype.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
     weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
-    weights += family.table_bytes(config)
+    weights += family.table_bytes(config) + head_parameters(config) * (4 - dtype.itemsize)  # a head is in fp32
     workspace = longest * per_token
     if kind == "cpu":
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
@@ -88,8 +89,11 @@ def footprint(
 def _pooling_values(config: ModelConfig) -> int:
     """What a text of one token holds while dense layers make its vector: hidden state, mean (fp32), the layers' in- and outputs.
 
-    Without them it is less than a pass takes.
+    A head holds the hidden state, what is pooled of it, and in fp32 its own in- and outputs. Without either it is less than
+    a pass takes.
     """
+    if config.head is not None:
+        return 10 * config.hidden_size
     if not config.dense:
         return 0
     widest = max(each.in_features + each.out_features for each in config.dense)
@@ -101,13 +105,24 @@ _INDEX_BYTES = 40
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Of the tensors that the engine loads; heads and other needless ones not counted."""
-    return _shapes(config).num_parameters + dense_parameters(config)
+    """Of the tensors that the engine loads; other heads than a classifier's, and what else is needless, not counted."""
+    return _shapes(config).num_parameters + dense_parameters(config) + head_parameters(config)
 
 
 def dense_parameters(config: ModelConfig) -> int:
     """Of the layers after pooling: a vector is multiplied with them, not each token."""
     return sum(each.num_parameters for each in config.dense)
+
+
+def head_parameters(config: ModelConfig) -> int:
+    """Of a classifier's head: as of the dense layers, each text is multiplied with them."""
+    if config.head is None:
+        return 0
+    if config.head.tokens is not None:  # the difference of two rows
+        return config.hidden_size
+    shapes = Shapes()
+    Head.load(config, config.head, shapes)
+    return shapes.num_parameters
 
 
 def body_parameters(config: ModelConfig) -> int:

@@ -34,11 +34,33 @@ class DenseConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
+    """What makes logits of a pooled vector: out(norm(activation(dense(x)))), each part by its name in the checkpoint.
+
+    A language model that answers with a word has `tokens`, (yes, no), and in `out` the matrix that gives a word's logit:
+    its one logit is yes's less no's, or yes's alone where no is None.
+    """
+
+    out: str = "classifier"
+    out_bias: bool = True
+    dense: str | None = None  # none before `out`
+    dense_bias: bool = True
+    activation: DenseActivation = "Tanh"
+    norm: str | None = None
+    norm_bias: bool = True
+    pooling: Pooling = "cls"
+    tokens: tuple[int, int | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What the forward pass and the tokenizer need to know of every model; a family adds what is its own.
 
     `max_input_length` counts tokens, special ones included. `prompts` maps a name to the text put in front;
-    `default_prompt` is put in front where a request asks for none, None where nobody has chosen one.
+    `default_prompt` is put in front where a request asks for none, None where nobody has chosen one. Classifiers and
+    rerankers have `labels`, one for each logit, and a `head`. `instruction` is the default one of a reranker whose pairs
+    go into Qwen3-Reranker's template; None where the tokenizer puts pairs together. `padding_id`: tokens of it at the end
+    of an input are left out, as transformers does before it takes the last token's logits.
     """
 
     architecture: str
@@ -54,6 +76,11 @@ class ModelConfig:
     causal: bool
     pooling: Pooling
     dense: tuple[DenseConfig, ...] = ()
+    type_vocab_size: int = 0  # none for a family without token types
+    labels: tuple[str, ...] = ()
+    head: HeadConfig | None = None
+    instruction: str | None = None
+    padding_id: int | None = None
     max_input_length: int
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
@@ -62,8 +89,21 @@ class ModelConfig:
 
     @property
     def embedding_size(self) -> int:
-        """Dimensions of a vector; `hidden_size` are those of a token."""
+        """Dimensions of a vector, or the number of a classifier's logits; `hidden_size` are those of a token."""
+        if self.labels:
+            return len(self.labels)
         return self.dense[-1].out_features if self.dense else self.hidden_size
+
+    @property
+    def task(self) -> Task:
+        if not self.labels:
+            return "embedding"
+        return "reranker" if len(self.labels) == 1 else "classifier"
+
+    @property
+    def tells_segments(self) -> bool:
+        """Whether the second text of a pair has a token type of its own. What only embeds never sees pairs."""
+        return bool(self.labels) and self.type_vocab_size > 1
 
     @property
     def idle_prompts(self) -> tuple[str, ...]:
@@ -151,3 +191,27 @@ def is_causal(keys: Keys) -> bool:
     if keys.get("use_bidirectional_attention"):
         return False
     return keys.get("is_causal", True) is not False
+
+
+_ACTIVATIONS: dict[str, DenseActivation] = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU", "swish": "SiLU", "tanh": "Tanh"}
+
+
+def head_activation(keys: Keys, key: str, default: str) -> DenseActivation:
+    """A head's activation, by transformers' name for it."""
+    name = keys.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"{keys.path}: {key} = {name!r} is not supported (one of {', '.join(_ACTIVATIONS)})")
+    return _ACTIVATIONS[name]
+
+
+def read_labels(keys: Keys) -> tuple[str, ...]:
+    """`id2label` in the order of its indices, or as transformers has it: LABEL_0 and so on, two where no number is given."""
+    names, count = keys.get("id2label"), keys.get("num_labels")
+    if names is None:
+        return tuple(f"LABEL_{index}" for index in range(keys.number("num_labels", 2)))
+    if not isinstance(names, dict) or sorted(map(str, names)) != sorted(map(str, range(len(names)))) or not names:
+        raise ModelError(f"{keys.path}: id2label {names!r} does not name every label from 0 up")
+    if count is not None and count != len(names):
+        raise ModelError(f"{keys.path}: id2label names {len(names)} labels, num_labels is {count!r}")
+    by_index = {int(index): str(name) for index, name in names.items()}
+    return tuple(by_index[index] for index in range(len(by_index)))

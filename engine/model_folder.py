@@ -1,12 +1,18 @@
 """A Hugging Face model folder -> `ModelConfig`: config.json by its family, and the sentence-transformers files beside it."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from tokenizers import Tokenizer as HFTokenizer
+
 from engine.errors import InvalidInput, ModelError
-from engine.model_config import DenseActivation, DenseConfig, Keys, ModelConfig, Pooling, named_prompt
+from engine.model_config import DenseActivation, DenseConfig, HeadConfig, Keys, ModelConfig, Pooling, named_prompt, read_labels
 from engine.models import MODELS
+from engine.pairs import DEFAULT_INSTRUCTION, JUDGE
+
+log = logging.getLogger(__name__)
 
 
 def load_model_config(
@@ -30,6 +36,9 @@ def load_model_config(
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     architectures = hf.get("architectures") or []
     architecture = architectures[0] if architectures else f"(none, model_type {hf.get('model_type')!r})"
+    if architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
+        # Published as its body alone, with the head in the weights; the model card's code loads it with one label.
+        architecture, hf = "JinaBertForSequenceClassification", hf | {"num_labels": 1}
     if architecture not in MODELS:
         raise ModelError(
             f"{folder / 'config.json'}: architecture {architecture} is not supported; supported are {', '.join(sorted(MODELS))}"
@@ -43,11 +52,13 @@ def load_model_config(
             default_prompt = named_prompt(prompts, default_prompt_name)
         except InvalidInput as error:
             raise ModelError(f"{folder}: {error}") from None
-    pooling_folder, dense = _read_modules(folder, fields["hidden_size"])
+    head = _read_head(folder, keys, architecture, pooling)
+    pooling_folder, dense = ("", ()) if head else _read_modules(folder, fields["hidden_size"])
     limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
     return family.Config(
         architecture=architecture,
-        pooling=pooling or _read_pooling(folder, pooling_folder, fields["hidden_size"]),
+        pooling=head.pooling if head else pooling or _read_pooling(folder, pooling_folder, fields["hidden_size"]),
+        **(_classifier_fields(folder, keys, head) if head else {}),
         dense=dense,
         max_input_length=limit,
         lower_case=lower_case,
@@ -86,6 +97,89 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     if default is not None and default not in prompts:
         raise ModelError(f"{path}: default_prompt_name {default!r} is not one of the prompts {sorted(prompts)}")
     return prompts, None if default is None else prompts[default]
+
+
+def _read_head(folder: Path, keys: Keys, architecture: str, pooling: Pooling | None) -> HeadConfig | None:
+    """The head of a classifier or a reranker, None of an embedding model (docs/decisions/016)."""
+    kinds = [module.get("type", "").rsplit(".", 1)[-1] for module in _read_json(folder / "modules.json") or []]
+    family = MODELS[architecture]
+    if architecture in family.classifiers:
+        if kinds not in ([], ["Transformer"]):
+            raise ModelError(
+                f"{folder / 'modules.json'}: modules {kinds} are not supported for {architecture}: it has its own head"
+            )
+        head = family.read_head(keys)
+    elif "LogitScore" in kinds:
+        head = _read_logit_score(folder, keys, architecture, kinds)
+    elif architecture == "Qwen3ForCausalLM" and _is_named(folder, pooling, "qwen3-reranker"):
+        head = _words_head(keys, *(_token_id(folder, word) for word in ("yes", "no")))
+    else:
+        return None
+    if pooling not in (None, head.pooling):
+        log.warning("%s: pooling %s is not used: %s has a head, which takes %s", folder, pooling, architecture, head.pooling)
+    return head
+
+
+def _is_named(folder: Path, pooling: Pooling | None, name: str) -> bool:
+    """Whether a folder that says nothing of pooling is called by this name, itself or as a model in the Hub's cache."""
+    silent = pooling is None and not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
+    model = folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
+    return silent and name in model.lower().replace("_", "-")
+
+
+def _read_logit_score(folder: Path, keys: Keys, architecture: str, kinds: list[str]) -> HeadConfig:
+    """Source: `LogitScore` of sentence-transformers."""
+    path = folder / "modules.json"
+    if architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
+        raise ModelError(f"{path}: {kinds} of {architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)")
+    if not _asks_as_qwen3(folder):
+        raise ModelError(
+            f"{folder}: its chat template is not that of Qwen3-Reranker, the only one for LogitScore that is supported"
+        )
+    module = Keys(folder / "1_LogitScore" / "config.json", _read_json(folder / "1_LogitScore" / "config.json") or {})
+    module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
+    yes, no = module.get("true_token_id"), module.get("false_token_id")
+    for name, token in (("true_token_id", yes), ("false_token_id", no)):
+        if not (isinstance(token, int) and 0 <= token < keys.number("vocab_size")) and (name, token) != ("false_token_id", None):
+            raise ModelError(f"{module.path}: {name} is {token!r}, expected a token of the vocabulary")
+    return _words_head(keys, yes, no)
+
+
+def _words_head(keys: Keys, yes: int, no: int | None) -> HeadConfig:
+    tied = keys.get("tie_word_embeddings")
+    return HeadConfig(out="embed_tokens" if tied else "lm_head", activation="Identity", pooling="last_token", tokens=(yes, no))
+
+
+def _asks_as_qwen3(folder: Path) -> bool:
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else None
+    template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
+    return JUDGE.split('"', 1)[0] in template
+
+
+def _token_id(folder: Path, word: str) -> int:
+    try:
+        token = HFTokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(word)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
+    if token is None:
+        raise ModelError(f"{folder / 'tokenizer.json'}: no token {word!r}, with which a reranker of this name answers")
+    return int(token)
+
+
+def _classifier_fields(folder: Path, keys: Keys, head: HeadConfig) -> dict[str, Any]:
+    """What a `ModelConfig` has of a classifier or a reranker."""
+    if head.tokens is not None:
+        return {"head": head, "labels": ("LABEL_0",), "instruction": DEFAULT_INSTRUCTION}
+    fields = {"head": head, "labels": read_labels(keys)}
+    if head.pooling == "last_token":
+        fields["padding_id"] = keys.get("pad_token_id")
+    path = folder / "sentence_bert_config.json"
+    if "message" in ((_read_json(path) or {}).get("modality_config") or {}):
+        if not _asks_as_qwen3(folder):
+            raise ModelError(f"{path}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
+        fields["instruction"] = DEFAULT_INSTRUCTION
+    return fields
 
 
 # In which order sentence-transformers' modules may follow one another; only Dense may come several times.
@@ -137,7 +231,8 @@ def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
     if config is None:
         raise ModelError(
             f"{folder} does not say how to pool (no {name}/config.json): "
-            f"choose one of {', '.join(get_args(Pooling))} with --pooling"
+            f"choose one of {', '.join(get_args(Pooling))} with --pooling; a reranker made of a language model needs the "
+            f"modules.json of sentence-transformers' CrossEncoder, or Qwen3-Reranker in its folder's name"
         )
     if config.get("include_prompt", True) is not True:
         raise ModelError(f"{path}: include_prompt = false is not supported")

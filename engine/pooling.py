@@ -14,6 +14,7 @@ from engine.model_config import OutputName, Pooling
 if TYPE_CHECKING:
     from engine.batch import PackedBatch
     from engine.layers.dense import Dense
+    from engine.layers.head import Head
 
 
 # Poolings that read one token of a sequence; the others read all.
@@ -35,8 +36,8 @@ class EmbedOptions:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterable[Dense]" = ()) -> Tensor:
-    """One vector per sequence: pooled, through the dense layers, cut to its dimensions, normalised where asked.
+def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterable[Dense | Head]" = ()) -> Tensor:
+    """One vector per sequence: pooled, through the dense layers or the head, cut to its dimensions, normalised where asked.
 
     Args:
         hidden: [T, hidden_size], or [B, hidden_size] when the model computed the pooled rows alone.

@@ -7,9 +7,9 @@ with different truncation may run in parallel.
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model_config import ModelConfig, named_prompt
+from engine.pairs import InstructTemplate, PairTemplate
 
 TokenIds = NDArray[np.int32]
 TextOrIds = str | list[int]
@@ -87,10 +88,12 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._config = config
         self._prefix, self._suffix = _special_tokens(tokenizer)
+        self._pairs = _pair_template(tokenizer, config)
         self.max_input_length = config.max_input_length
         self.max_chars = config.max_input_length * _CHARS_PER_TOKEN
-        if self.num_special >= self.max_input_length:
-            raise ModelError(f"max_input_length {self.max_input_length} leaves no room beside {self.num_special} special tokens")
+        num_special = max(self.num_special, self._pairs.num_special if self._pairs else 0)
+        if num_special >= self.max_input_length:
+            raise ModelError(f"max_input_length {self.max_input_length} leaves no room beside {num_special} special tokens")
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig) -> "Tokenizer":
@@ -118,8 +121,7 @@ class Tokenizer:
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded.
         """
         prompt = self._prompt_text(options)
-        if options.max_tokens is not None and options.max_tokens <= self.num_special:
-            raise InvalidInput(f"`max_tokens` should be more than {self.num_special}, the special tokens around an input")
+        _check_room(options, self.num_special)
         texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
         encodings = iter(self._encode_batch(texts, add_special_tokens=False))
         sequences = []
@@ -128,10 +130,32 @@ class Tokenizer:
                 ids = self._with_specials(next(encodings).ids, options)
             else:
                 ids = self._given_ids(index, item, options)
-            if not len(ids):
-                raise EmptyInput("`inputs` cannot be empty")
-            sequences.append(ids)
+            sequences.append(self._whole(ids))
         return sequences
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], options: EncodeOptions, instruction: str | None = None
+    ) -> list[TokenIds]:
+        """Encode pairs of texts for a classifier or a reranker, in order; of two empty texts, one may be.
+
+        Args:
+            options: without a prompt; the default one is not for pairs.
+            instruction: in place of the model's own, where its template has one.
+        Returns: one int32 array per pair, at most `max_input_length` ids; where the model tells the two texts apart,
+            SECOND_SEGMENT is set in those of the second.
+        Raises: EmptyInput, InvalidInput or TokenizerError naming the first pair that cannot be encoded.
+        """
+        assert self._pairs is not None, "pairs are for classifiers and rerankers"
+        for name in ("prompt_name", "prompt", "input_type"):
+            if getattr(options, name) is not None:
+                raise InvalidInput(f"`{name}` cannot be set with dual inputs")
+        _check_room(options, self._pairs.num_special)
+        checked = [self._checked_pair(index, pair, options) for index, pair in enumerate(pairs)]
+        if isinstance(self._pairs, InstructTemplate):
+            return self._instruct(self._pairs, checked, options, self._instruction(instruction))
+        if instruction is not None:
+            raise InvalidInput("`instruction` cannot be set: the model has none in its template")
+        return self._join(self._pairs, checked, options)
 
     def prompt(self, options: EncodeOptions) -> str:
         """What a request wants put before its texts, or the default, or nothing.
@@ -165,11 +189,11 @@ class Tokenizer:
                 bare tokens, however many.
         Raises: as `encode`.
         """
-        prompt, dropped, sound = "", 0, _sound_text(index, text)
+        prompt, dropped, sound = "", 0, _sound(index, (text,))
         if whole is not None:
-            prompt, sound = self._prompt_text(whole), self._cut_text(sound, whole)
-            dropped = len(text) - len(sound) if whole.truncation_direction == "left" else 0
-        (encoding,) = self._encode_batch([prompt + self._cased(sound)], add_special_tokens=False, offsets=True)
+            prompt, sound = self._prompt_text(whole), self._cut_texts(sound, whole)
+            dropped = len(text) - len(sound[0]) if whole.truncation_direction == "left" else 0
+        (encoding,) = self._encode_batch([prompt + self._cased(sound)[0]], add_special_tokens=False, offsets=True)
         kept, before = range(len(encoding.ids)), 0
         if whole is not None:
             room, before = self._limit(whole) - self.num_special, len(self._prefix)
@@ -177,7 +201,7 @@ class Tokenizer:
                 kept = kept[self._cut_to(room, len(kept) + self.num_special, whole)]
         content = [i for i in kept if encoding.offsets[i][1] > len(prompt)]
         starts = range(0, max(1, len(content) - overlap), size - overlap) if content else ()
-        in_text = self._char_offsets(sound, len(prompt), dropped)
+        in_text = self._char_offsets(sound[0], len(prompt), dropped)
         windows = [content[start : start + size] for start in starts]
         ids = [encoding.ids[i] for i in kept]
         return ChunkedText(
@@ -204,20 +228,60 @@ class Tokenizer:
         return prompt
 
     def _prompt_text(self, options: EncodeOptions) -> str:
-        return self._cased(self.prompt(options))
+        return self._cased((self.prompt(options),))[0]
 
     def _checked_text(self, index: int, text: str, options: EncodeOptions) -> str:
-        return self._cased(self._cut_text(_sound_text(index, text), options))
+        return self._cased(self._cut_texts(_sound(index, (text,)), options))[0]
 
-    def _cut_text(self, text: str, options: EncodeOptions) -> str:
-        if len(text) <= self.max_chars:
-            return text
+    def _checked_pair(self, index: int, pair: tuple[str, str], options: EncodeOptions) -> tuple[str, ...]:
+        return self._cased(self._cut_texts(_sound(index, pair), options))
+
+    def _cut_texts(self, texts: tuple[str, ...], options: EncodeOptions) -> tuple[str, ...]:
+        """The texts of one input, each cut to its share of the characters where they have too many."""
+        num_chars = sum(map(len, texts))
+        if num_chars <= self.max_chars:
+            return texts
         if not options.truncate:
-            raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {len(text)}")
-        return text[-self.max_chars :] if options.truncation_direction == "left" else text[: self.max_chars]
+            raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {num_chars}")
+        share = self.max_chars // len(texts)
+        return tuple(text[-share:] if options.truncation_direction == "left" else text[:share] for text in texts)
 
-    def _cased(self, text: str) -> str:
-        return text.lower() if self._config.lower_case else text
+    def _cased(self, texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(str.lower, texts)) if self._config.lower_case else texts
+
+    def _instruction(self, given: str | None) -> str:
+        if given is None:
+            return self._config.instruction or ""
+        if len(given) > _MAX_PROMPT_CHARS:
+            raise InvalidInput(f"`instruction` must have at most {_MAX_PROMPT_CHARS} characters. Given: {len(given)}")
+        if "\0" in given:
+            raise InvalidInput("`instruction` cannot contain NUL characters; remove them")
+        return given
+
+    def _join(self, template: PairTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions) -> list[TokenIds]:
+        texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # a query, which stands in many pairs, once
+        ids = {text: each.ids for text, each in zip(texts, self._encode_batch(texts, False), strict=True)}
+        room = self._limit(options) - template.num_special
+        if not options.truncate:
+            self._check_fits((len(ids[a]) + len(ids[b]) for a, b in pairs), room, template.num_special, options)
+        return [self._whole(template.join(ids[a], ids[b], room, options.truncation_direction)) for a, b in pairs]
+
+    def _instruct(
+        self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str
+    ) -> list[TokenIds]:
+        direction = options.truncation_direction
+        heads = [template.head(instruction, query) for query, _ in pairs]
+        bodies = [f"{head} {document}" for head, (_, document) in zip(heads, pairs, strict=True)]
+        encoded = self._encode_batch(bodies, False, offsets=direction == "left")
+        room = self._limit(options) - template.num_special
+        if not options.truncate:
+            self._check_fits((len(body.ids) for body in encoded), room, template.num_special, options)
+        return [template.wrap(body, len(head), room, direction) for body, head in zip(encoded, heads, strict=True)]
+
+    def _check_fits(self, lengths: Iterable[int], room: int, num_special: int, options: EncodeOptions) -> None:
+        for length in lengths:
+            if length > room:
+                raise self._too_long(length + num_special, options)
 
     def _char_offsets(self, text: str, before: int, dropped: int) -> Callable[[int], int]:
         """From a position in what was tokenised, `before` characters and then the text in its case, to one in the text as it was
@@ -259,8 +323,21 @@ class Tokenizer:
 
     def _cut_to(self, room: int, given: int, options: EncodeOptions) -> slice:
         if not options.truncate:
-            raise InvalidInput(f"`inputs` must have less than {self._limit(options)} tokens. Given: {given}")
+            raise self._too_long(given, options)
         return slice(-room, None) if options.truncation_direction == "left" else slice(room)
+
+    def _too_long(self, given: int, options: EncodeOptions) -> InvalidInput:
+        return InvalidInput(f"`inputs` must have less than {self._limit(options)} tokens. Given: {given}")
+
+    def _whole(self, ids: TokenIds) -> TokenIds:
+        """An input's ids, without the padding tokens at their end, of which one stays if there is nothing else."""
+        if not len(ids):
+            raise EmptyInput("`inputs` cannot be empty")
+        padding = self._config.padding_id
+        if padding is None or ids[-1] != padding:
+            return ids
+        others = np.flatnonzero(ids != padding)
+        return ids[: others[-1] + 1 if len(others) else 1]
 
     def _check_ids(self, index: int, ids: Sequence[int]) -> None:
         top = max(ids)
@@ -268,12 +345,27 @@ class Tokenizer:
             raise InvalidInput(f"input {index} has token id {top}, the vocabulary ends at {self._config.vocab_size - 1}")
 
 
-def _sound_text(index: int, text: str) -> str:
-    if not text:
+def _sound(index: int, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """The texts of one input. Raises: EmptyInput where all are empty, InvalidInput for NUL."""
+    if not any(texts):
         raise EmptyInput("`inputs` cannot be empty")
-    if "\0" in text:
+    if any("\0" in text for text in texts):
         raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
-    return text
+    return texts
+
+
+def _check_room(options: EncodeOptions, num_special: int) -> None:
+    if options.max_tokens is not None and options.max_tokens <= num_special:
+        raise InvalidInput(f"`max_tokens` should be more than {num_special}, the special tokens around an input")
+
+
+def _pair_template(tokenizer: HFTokenizer, config: ModelConfig) -> PairTemplate | InstructTemplate | None:
+    """How the model's pairs are put together; None for what only embeds."""
+    if config.task == "embedding":
+        return None
+    if config.instruction is not None:
+        return InstructTemplate(tokenizer)
+    return PairTemplate.learn(tokenizer, config.tells_segments)
 
 
 def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
@@ -307,7 +399,9 @@ def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
         return
     names = {each: str(tokenizer.id_to_token(each)) for each in (*prefix, *suffix, end_id)}
     parts = [*(names[each] for each in prefix), "$A", *(names[each] for each in (*suffix, end_id))]
-    tokenizer.post_processor = TemplateProcessing(single=parts, special_tokens=[(name, each) for each, name in names.items()])
+    pair = [*parts, *(f"{'$B' if part == '$A' else part}:1" for part in parts)]
+    specials = [(name, each) for each, name in names.items()]
+    tokenizer.post_processor = TemplateProcessing(single=parts, pair=pair, special_tokens=specials)
 
 
 def _tokens_of(text: str, encoding: Encoding) -> list[Token]:

@@ -96,7 +96,7 @@ class Checkpoint:
         return sum(map(math.prod, shapes)) * self.dtype.itemsize
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
-        """Settle which of `prefixes` the names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
+        """Settle which of `prefixes` the body's names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
         for prefix in prefixes:
             if prefix + probe in self._file_of:
                 self._prefix = prefix
@@ -143,9 +143,11 @@ class Checkpoint:
         return left
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        full = self._prefix + name
-        if full not in self._file_of:
-            raise ModelError(f"{self.folder}: tensor {full} is missing")
+        # A head stands outside of the body's prefix, and `finish` stops on whichever of two would be left over.
+        known = [each for each in (self._prefix + name, name) if each in self._file_of]
+        if not known:
+            raise ModelError(f"{self.folder}: tensor {' or '.join(dict.fromkeys((self._prefix + name, name)))} is missing")
+        full = known[0]
         file = self._file_of[full]
         tensor: Tensor = file.get_tensor(full)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != shape:

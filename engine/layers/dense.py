@@ -10,7 +10,7 @@ from engine.layers.linear import Linear
 from engine.model_config import DenseActivation, DenseConfig
 from engine.weights import Tensors
 
-_ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
     "ReLU": torch.relu,
@@ -27,7 +27,7 @@ class Dense:
         weight = checkpoint.take("linear.weight", config.out_features, config.in_features)
         bias = checkpoint.take("linear.bias", config.out_features) if config.bias else None
         self.dtype = weight.dtype
-        self.linear, self.activation = Linear(weight, bias), _ACTIVATIONS[config.activation]
+        self.linear, self.activation = Linear(weight, bias), ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, in_features], any dtype -> [B, out_features]."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine import kernels
 from engine.batch import PackedBatch
@@ -39,13 +40,27 @@ class SelfAttention:
         return qkv
 
 
-def take_typed_words(config: ModelConfig, checkpoint: Tensors, type_vocab_size: int) -> Tensor:
-    """The words' table, [vocab_size, C], with the first type's row added where there are types: a single text is all of it."""
+def take_typed_words(config: ModelConfig, checkpoint: Tensors) -> Tensor:
+    """The words' table, [vocab_size, C]. Where all tokens are of the first type, its row is added to it."""
     c = config.hidden_size
     words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
-    if not type_vocab_size:
+    if config.tells_segments or not config.type_vocab_size:
         return words
-    return words + checkpoint.take_table("embeddings.token_type_embeddings.weight", type_vocab_size, c)[0]
+    return words + checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)[0]
+
+
+def take_types(config: ModelConfig, checkpoint: Tensors) -> Tensor | None:
+    """The types' table, [type_vocab_size, C], for `add_types`; None where no token is of the second type."""
+    if not config.tells_segments:
+        return None
+    return checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, config.hidden_size)
+
+
+def add_types(embedded: Tensor, batch: PackedBatch, types: Tensor | None) -> Tensor:
+    """embedded + types[batch.token_types], in place. [T, C] -> [T, C]."""
+    if types is None or batch.token_types is None:
+        return embedded
+    return embedded.add_(F.embedding(batch.token_types, types))
 
 
 def add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:

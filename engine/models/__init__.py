@@ -20,6 +20,6 @@ from engine.models.roberta import Roberta
 FAMILIES: tuple[type[Model], ...] = (
     Bert, Roberta, DistilBert, MPNet, Deberta, ModernBert, NomicBert, Gte, JinaBert, Qwen3, Qwen2, Mistral, Llama, Gemma3,
 )  # fmt: skip
-MODELS: dict[str, type[Model]] = {name: family for family in FAMILIES for name in family.architectures}
+MODELS: dict[str, type[Model]] = {name: family for family in FAMILIES for name in (*family.architectures, *family.classifiers)}
 
 __all__ = ["MODELS", "Model"]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from engine.batch import PackedBatch
-from engine.model_config import Keys, ModelConfig
+from engine.model_config import HeadConfig, Keys, ModelConfig
 from engine.weights import Tensors
 
 
@@ -15,6 +15,8 @@ class Model(ABC):
 
     Config: ClassVar[type[ModelConfig]] = ModelConfig
     architectures: ClassVar[tuple[str, ...]]  # as config.json names them
+    classifiers: ClassVar[tuple[str, ...]] = ()  # those with a head for classification
+    head: ClassVar[HeadConfig] = HeadConfig()
     needless: ClassVar[tuple[str, ...]] = ()  # tensors of the checkpoint that embeddings do not use, as glob patterns
     overflows_float16: ClassVar[bool] = False
     walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
@@ -23,6 +25,11 @@ class Model(ABC):
     @abstractmethod
     def read_config(keys: Keys) -> dict[str, Any]:
         """The fields of `Config` that config.json decides. Raises: ModelError for a key that cannot be honoured."""
+
+    @classmethod
+    def read_head(cls, keys: Keys) -> HeadConfig:  # noqa: ARG003
+        """The head of `classifiers`. Raises: ModelError for a key that cannot be honoured."""
+        return cls.head
 
     @abstractmethod
     def __init__(self, config: Any, checkpoint: Tensors) -> None:

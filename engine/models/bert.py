@@ -9,15 +9,14 @@ from engine import kernels
 from engine.batch import PackedBatch
 from engine.layers.attention import Attention
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import PostNormLayer, PostNormNames
-from engine.model_config import Keys, ModelConfig, encoder_shape
+from engine.layers.post_norm import PostNormLayer, PostNormNames, add_types, take_types
+from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(ModelConfig):
-    type_vocab_size: int = 0  # none for a family without token types
     first_position: int = 0  # the row of the position table for a text's first token; rows before it are no text's
 
 
@@ -26,6 +25,8 @@ class Bert(Model):
 
     Config = BertConfig
     architectures: ClassVar[tuple[str, ...]] = ("BertModel", "BertForMaskedLM")
+    classifiers: ClassVar[tuple[str, ...]] = ("BertForSequenceClassification",)
+    head: ClassVar[HeadConfig] = HeadConfig(dense="pooler.dense")
     # Buffers of old transformers, the pooler (a tanh layer no embedding uses) and the masked-LM head.
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
     prefix: ClassVar[str] = "bert."
@@ -56,6 +57,7 @@ class Bert(Model):
     def __init__(self, config: BertConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", self.prefix), probe="embeddings.word_embeddings.weight")
         self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, config.hidden_size)
+        self.types = take_types(config, checkpoint)
         self.positions = _positions(config, checkpoint)
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
         self.layers = [PostNormLayer(config, checkpoint, self.names, index) for index in range(config.n_layers)]
@@ -63,7 +65,8 @@ class Bert(Model):
         self.bias: Tensor | None = None  # of scores by distance, where a cousin has it
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words, self.positions))  # [T, C]
+        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words, self.positions)
+        hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False, bias=self.bias)
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, batch, attention)
@@ -80,7 +83,7 @@ def _positions(config: BertConfig, checkpoint: Tensors) -> Tensor:
     """[max_position_embeddings, C], what is added to the words."""
     c, first = config.hidden_size, config.first_position
     table = checkpoint.take_table("embeddings.position_embeddings.weight", first + config.max_position_embeddings, c)[first:]
-    if not config.type_vocab_size:
+    if config.tells_segments or not config.type_vocab_size:
         return table
     # A single text is all of type 0, so its row is added to every position once, at load.
     types = checkpoint.take_table("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)

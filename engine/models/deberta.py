@@ -15,7 +15,7 @@ from engine.errors import ModelError
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.layers.post_norm import PostNormLayer, PostNormNames
-from engine.model_config import Keys, ModelConfig
+from engine.model_config import HeadConfig, Keys, ModelConfig, head_activation
 from engine.models.base import Model
 from engine.models.bert import Bert, read_encoder
 from engine.weights import Tensors
@@ -36,6 +36,7 @@ class Deberta(Model):
 
     Config = DebertaConfig
     architectures = ("DebertaV2Model", "DebertaV2ForMaskedLM")
+    classifiers = ("DebertaV2ForSequenceClassification",)
     # v3 was trained with a generator's and a discriminator's head. Absolute positions only served its masked-LM decoder.
     needless: ClassVar[tuple[str, ...]] = (
         "embeddings.position_ids", "embeddings.position_embeddings.weight", "cls.*", "lm_predictions.*", "mask_predictions.*",
@@ -69,6 +70,12 @@ class Deberta(Model):
             "position_buckets": buckets,
             "max_relative_positions": furthest,
         }
+
+    @classmethod
+    def read_head(cls, keys: Keys) -> HeadConfig:
+        width = keys.number("hidden_size")
+        _require(keys, "pooler_hidden_size", width, absent=width)
+        return HeadConfig(dense="pooler.dense", activation=head_activation(keys, "pooler_hidden_act", "gelu"))
 
     @staticmethod
     def peak_values(config: DebertaConfig) -> int:

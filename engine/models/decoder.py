@@ -13,7 +13,7 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.model_config import Keys, ModelConfig, is_causal, rope_theta
+from engine.model_config import HeadConfig, Keys, ModelConfig, is_causal, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -92,6 +92,7 @@ class Decoder(Model):
     """`forward` gives the last hidden states of the body that a causal language model's head sits on."""
 
     Config: ClassVar[type[ModelConfig]] = DecoderConfig
+    head: ClassVar[HeadConfig] = HeadConfig(out="score", out_bias=False, pooling="last_token")
     # Some checkpoints store the tied lm_head; none of it is needed without logits.
     needless: ClassVar[tuple[str, ...]] = ("lm_head.weight",)
 

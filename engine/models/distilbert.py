@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from engine.layers.post_norm import PostNormNames
-from engine.model_config import Keys
+from engine.model_config import HeadConfig, Keys
 from engine.models.bert import Bert
 
 
@@ -15,6 +15,8 @@ class DistilBert(Bert):
     """
 
     architectures = ("DistilBertModel", "DistilBertForMaskedLM")
+    classifiers = ("DistilBertForSequenceClassification",)
+    head = HeadConfig(dense="pre_classifier", activation="ReLU")
     needless: ClassVar[tuple[str, ...]] = (
         "embeddings.position_ids", "vocab_transform.*", "vocab_layer_norm.*", "vocab_projector.*",
     )  # fmt: skip

@@ -30,6 +30,7 @@ class Gemma3(Decoder):
 
     Config = Gemma3Config
     architectures = ("Gemma3TextModel", "Gemma3ForCausalLM")
+    classifiers = ("Gemma3TextForSequenceClassification",)
     overflows_float16 = True
 
     @staticmethod

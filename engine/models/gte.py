@@ -12,8 +12,8 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import SelfAttention, add_norm, take_typed_words
-from engine.model_config import Keys, ModelConfig, encoder_shape
+from engine.layers.post_norm import SelfAttention, add_norm, add_types, take_typed_words, take_types
+from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -23,7 +23,6 @@ class GteConfig(ModelConfig):
     """`rope_theta` and `rope_scale` are those of the table: the base, and what all angles are divided by."""
 
     rope_theta: float
-    type_vocab_size: int
     rope_scale: float = 1.0
 
 
@@ -36,6 +35,8 @@ class Gte(Model):
 
     Config = GteConfig
     architectures = ("NewModel", "NewForMaskedLM", "GteModel", "GteForMaskedLM")
+    classifiers = ("NewForSequenceClassification", "GteForSequenceClassification")
+    head = HeadConfig(dense="pooler.dense")
     # A tanh layer no embedding uses, the masked LM, and the multilingual model's weights of single words.
     needless: ClassVar[tuple[str, ...]] = ("pooler.*", "lm_head.*", "classifier.*")
 
@@ -66,14 +67,15 @@ class Gte(Model):
     def __init__(self, config: GteConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "new.", "gte."), probe="embeddings.word_embeddings.weight")
         c, positions = config.hidden_size, config.max_position_embeddings
-        self.words = take_typed_words(config, checkpoint, config.type_vocab_size)
+        self.words, self.types = take_typed_words(config, checkpoint), take_types(config, checkpoint)
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", c, config.norm_eps)
         angles = rope_table(config.head_dim, config.rope_theta, positions, checkpoint.device, config.rope_scale)
         self.layers = [_Layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
         self.heads = (config.n_heads, config.n_heads)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
+        hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False)
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, batch, attention)

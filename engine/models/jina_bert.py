@@ -12,8 +12,8 @@ from engine.errors import ModelError
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import SelfAttention, add_norm, take_typed_words
-from engine.model_config import Keys, ModelConfig, encoder_shape
+from engine.layers.post_norm import SelfAttention, add_norm, add_types, take_typed_words, take_types
+from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -22,7 +22,6 @@ from engine.weights import Tensors
 class JinaBertConfig(ModelConfig):
     """`qk_post_norm`: the second implementation, which normalises Q and K and the sum of attention and residual once more."""
 
-    type_vocab_size: int
     qk_post_norm: bool = False
 
 
@@ -35,6 +34,8 @@ class JinaBert(Model):
 
     Config = JinaBertConfig
     architectures = ("JinaBertModel", "JinaBertForMaskedLM")
+    classifiers = ("JinaBertForSequenceClassification",)
+    head = HeadConfig(dense="pooler.dense")
     # A buffer, the pooler (a tanh layer no embedding uses) and the masked-LM head.
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
 
@@ -61,14 +62,15 @@ class JinaBert(Model):
     def __init__(self, config: JinaBertConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
         c = config.hidden_size
-        self.words = take_typed_words(config, checkpoint, config.type_vocab_size)
+        self.words, self.types = take_typed_words(config, checkpoint), take_types(config, checkpoint)
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", c, config.norm_eps)
         self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
         self.heads = (config.n_heads, config.n_heads)
         self.alibi = symmetric_alibi(config.n_heads, config.max_position_embeddings, checkpoint.device)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
+        hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False, bias=self.alibi)
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, batch, attention)

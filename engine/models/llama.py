@@ -10,6 +10,7 @@ class Llama(Decoder):
     """Source: `LlamaModel` of transformers. Llama 3's scaled RoPE is refused."""
 
     architectures = ("LlamaModel", "LlamaForCausalLM")
+    classifiers = ("LlamaForSequenceClassification",)
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:

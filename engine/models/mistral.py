@@ -12,6 +12,7 @@ class Mistral(Decoder):
     """
 
     architectures = ("MistralModel", "MistralForCausalLM")
+    classifiers = ("MistralForSequenceClassification",)
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.model_config import Keys, ModelConfig, encoder_shape, rope_theta
+from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape, head_activation, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -39,6 +39,7 @@ class ModernBert(Model):
 
     Config = ModernBertConfig
     architectures = ("ModernBertModel", "ModernBertForMaskedLM")
+    classifiers = ("ModernBertForSequenceClassification",)
     needless: ClassVar[tuple[str, ...]] = ("head.*", "decoder.*")  # of the masked LM
 
     @staticmethod
@@ -56,6 +57,18 @@ class ModernBert(Model):
             "attention_bias": bool(keys.get("attention_bias")),
             "mlp_bias": bool(keys.get("mlp_bias")),
         }
+
+    @classmethod
+    def read_head(cls, keys: Keys) -> HeadConfig:
+        keys.refuse("classifier_pooling", ("cls", "mean"), "only cls and mean")
+        return HeadConfig(
+            dense="head.dense",
+            dense_bias=bool(keys.get("classifier_bias")),
+            activation=head_activation(keys, "classifier_activation", "gelu"),
+            norm="head.norm",
+            norm_bias=bool(keys.get("norm_bias")),
+            pooling=keys.get("classifier_pooling", "cls"),
+        )
 
     @staticmethod
     def peak_values(config: ModernBertConfig) -> int:

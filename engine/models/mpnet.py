@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.post_norm import PostNormNames
-from engine.model_config import Keys
+from engine.model_config import HeadConfig, Keys
 from engine.models.bert import Bert, BertConfig, read_encoder
 from engine.models.roberta import read_positions
 from engine.weights import Tensors
@@ -25,6 +25,8 @@ class MPNet(Bert):
     """
 
     architectures = ("MPNetModel", "MPNetForMaskedLM")
+    classifiers = ("MPNetForSequenceClassification",)
+    head = HeadConfig(dense="classifier.dense", out="classifier.out_proj")
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "pooler.dense.*", "lm_head.*")
     prefix = "mpnet."
     names = PostNormNames(

@@ -14,8 +14,8 @@ from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.moe import Experts
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import SelfAttention, add_norm, take_typed_words
-from engine.model_config import Keys, ModelConfig, rope_theta
+from engine.layers.post_norm import SelfAttention, add_norm, add_types, take_typed_words, take_types
+from engine.model_config import HeadConfig, Keys, ModelConfig, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
 
@@ -27,7 +27,6 @@ class NomicBertConfig(ModelConfig):
     """`activation` is swiglu, geglu or gelu; `has_experts` says which layers are mixtures."""
 
     rope_theta: float
-    type_vocab_size: int
     activation: str
     has_experts: tuple[bool, ...]
     num_experts: int = 0
@@ -46,6 +45,8 @@ class NomicBert(Model):
 
     Config = NomicBertConfig
     architectures = ("NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM")
+    classifiers = ("NomicBertForSequenceClassification",)
+    head = HeadConfig(dense="pooler.dense")
     needless: ClassVar[tuple[str, ...]] = ("cls.*", "pooler.*")  # of the masked LM; a tanh layer no embedding uses
 
     @staticmethod
@@ -67,14 +68,15 @@ class NomicBert(Model):
     def __init__(self, config: NomicBertConfig, checkpoint: Tensors) -> None:
         checkpoint.strip_prefix(("", "bert.", "nomic_bert."), probe="embeddings.word_embeddings.weight")
         c = config.hidden_size
-        self.words = take_typed_words(config, checkpoint, config.type_vocab_size)
+        self.words, self.types = take_typed_words(config, checkpoint), take_types(config, checkpoint)
         self.norm = LayerNorm.load(checkpoint, "emb_ln", c, config.norm_eps)
         angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
         self.layers = [_Layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
         self.heads = (config.n_heads, config.n_heads)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
+        hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False)
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, batch, attention)

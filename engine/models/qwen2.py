@@ -12,6 +12,7 @@ class Qwen2(Decoder):
     """
 
     architectures = ("Qwen2Model", "Qwen2ForCausalLM")
+    classifiers = ("Qwen2ForSequenceClassification",)
     overflows_float16 = True  # transformers#33615
 
     @staticmethod

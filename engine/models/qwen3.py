@@ -11,6 +11,7 @@ class Qwen3(Decoder):
     """Published: Qwen/Qwen3-Embedding-*, Qwen/Qwen3-Reranker-*. Source: `Qwen3Model` of transformers."""
 
     architectures = ("Qwen3Model", "Qwen3ForCausalLM")
+    classifiers = ("Qwen3ForSequenceClassification",)
     overflows_float16 = True  # TEI#845
 
     @staticmethod

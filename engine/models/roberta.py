@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from engine.errors import ModelError
-from engine.model_config import Keys
+from engine.model_config import HeadConfig, Keys
 from engine.models.bert import Bert
 
 
@@ -20,6 +20,12 @@ class Roberta(Bert):
         "RobertaModel", "RobertaForMaskedLM", "XLMRobertaModel", "XLMRobertaForMaskedLM",
         "CamembertModel", "CamembertForMaskedLM",
     )  # fmt: skip
+    classifiers = (
+        "RobertaForSequenceClassification",
+        "XLMRobertaForSequenceClassification",
+        "CamembertForSequenceClassification",
+    )
+    head = HeadConfig(dense="classifier.dense", out="classifier.out_proj")
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "lm_head.*")
     prefix = "roberta."
 

@@ -39,7 +39,8 @@ class FakeModel:
     """What it gives depends only on the ids; it remembers what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer, kind: str) -> None:
-        self.tokenizer = tokenizer
+        labels = KINDS[kind].get("labels", ())
+        self.tokenizer = Tokenizer(tokenizer._tokenizer, replace(tokenizer._config, labels=labels)) if labels else tokenizer
         self.info = replace(ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0), **KINDS[kind])
         self.asked: list[EmbedOptions] = []
 

@@ -1,0 +1,122 @@
+"""How two texts become one input: the tokenizer's own template for pairs, or Qwen3-Reranker's. No torch here.
+
+Both are learned once, at load, and what is too long is cut on the ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding
+from tokenizers import Tokenizer as HFTokenizer
+
+from engine.errors import ModelError
+
+# Set in an id whose token belongs to the second text, for models that tell the two apart; `BatchPacker.fill` takes it out.
+SECOND_SEGMENT = 1 << 30
+
+Direction = Literal["left", "right"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """prefix, first text, middle, second text, suffix. `mark` is SECOND_SEGMENT where the second text's tokens have it."""
+
+    prefix: list[int]
+    middle: list[int]
+    suffix: list[int]
+    mark: int
+
+    @classmethod
+    def learn(cls, tokenizer: HFTokenizer, typed: bool) -> "PairTemplate":
+        """What the tokenizer puts around the two texts of a pair, found by encoding one with and without.
+
+        Raises: ModelError where that cannot be told.
+        """
+        first, second = "hello world", "1 2"
+        a, b = (tokenizer.encode(text, add_special_tokens=False).ids for text in (first, second))
+        whole = tokenizer.encode(first, second)
+        start = _find(a, whole.ids, 0)
+        then = _find(b, whole.ids, start + len(a))
+        types = whole.type_ids
+        if start < 0 or then < 0 or any(types[start : start + len(a)]) or (typed and max(types) > 1):
+            raise ModelError("the tokenizer's template for pairs could not be told: its tokenizer.json is not supported")
+        marked = [token + SECOND_SEGMENT * (typed and kind == 1) for token, kind in zip(whole.ids, types, strict=True)]
+        mark = SECOND_SEGMENT if typed and types[then] else 0
+        return cls(marked[:start], marked[start + len(a) : then], marked[then + len(b) :], mark)
+
+    @property
+    def num_special(self) -> int:
+        return len(self.prefix) + len(self.middle) + len(self.suffix)
+
+    def join(self, first: list[int], second: list[int], room: int, direction: Direction) -> NDArray[np.int32]:
+        """`room` is that of the two texts."""
+        if len(first) + len(second) > room:
+            kept = longest_first(len(first), len(second), room)
+            first, second = _cut(first, kept[0], direction), _cut(second, kept[1], direction)
+        ids = np.array(self.prefix + first + self.middle + second + self.suffix, dtype=np.int32)
+        if self.mark:
+            start = len(self.prefix) + len(first) + len(self.middle)
+            ids[start : start + len(second)] |= self.mark
+        return ids
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many tokens of two texts stay where both do not fit: the longer one gives, until both are half the room.
+
+    Source: `TruncationStrategy::LongestFirst` of tokenizers.
+    """
+    shorter = min(first, second, room // 2)
+    return (room - shorter, shorter) if first > second else (shorter, room - shorter)
+
+
+# Source: the model cards of Qwen/Qwen3-Reranker-*.
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = f"<|im_start|>system\n{JUDGE}<|im_end|>\n<|im_start|>user\n"
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class InstructTemplate:
+    """Qwen3-Reranker's: what is asked of the model stands around the pair, and is never cut.
+
+    As on the model card, instruction, query and document are tokenised as one text, so that a document's first word is
+    the token it was in training; the document, at its end, is what is cut first.
+    """
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self.prefix, self.suffix = (tokenizer.encode(text, add_special_tokens=False).ids for text in (_BEFORE, _AFTER))
+
+    @property
+    def num_special(self) -> int:
+        return len(self.prefix) + len(self.suffix)
+
+    @staticmethod
+    def head(instruction: str, query: str) -> str:
+        """What stands before a document, which follows after a space."""
+        return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
+
+    def wrap(self, body: Encoding, head: int, room: int, direction: Direction) -> NDArray[np.int32]:
+        """`body`: head and document, with offsets where it is cut from the left; `head`: characters before the document."""
+        ids = body.ids
+        if len(ids) > room:
+            kept = 0 if direction == "right" else min(room, sum(start < head for start, _ in body.offsets))
+            ids = ids[:room] if direction == "right" else ids[:kept] + _cut(ids[kept:], room - kept, "left")
+        return np.array(self.prefix + ids + self.suffix, dtype=np.int32)
+
+
+def _cut(ids: list[int], room: int, direction: Direction) -> list[int]:
+    return ids[:room] if direction == "right" else ids[max(0, len(ids) - room) :]
+
+
+def _find(part: Sequence[int], whole: Sequence[int], start: int) -> int:
+    """Where `part` stands in `whole` from `start` on; -1 where it does not."""
+    if not part or start < 0:
+        return -1
+    places = range(start, len(whole) - len(part) + 1)
+    return next((place for place in places if whole[place : place + len(part)] == part), -1)
