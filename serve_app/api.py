@@ -313,11 +313,12 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """Raises: BadBody for another content type (415) or too many bytes (413), as soon as that is known."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        headers = request.headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise BadBody("Expected request with `Content-Type: application/json`", 415)
         limit = self._settings.payload_limit
-        length = request.headers.get("content-length", "")
+        length = headers.get("content-length", "")
         chunks, size = [], int(length) if length.isdigit() else 0
         if size <= limit:
             size = 0

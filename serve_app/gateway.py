@@ -211,6 +211,8 @@ class PooledModel:
             max_input_length=self.tokenizer.max_input_length,
             max_batch_tokens=MOST_BATCH_TOKENS,  # at most: each pool finds its own
             created=int(time()),
+            task=config.task,
+            labels=config.labels,
             int8_ranges=read_ranges(folder, config.embedding_size),
         )
 

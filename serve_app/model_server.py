@@ -53,6 +53,8 @@ class EngineServer:
             max_input_length=self._engine.tokenizer.max_input_length,
             max_batch_tokens=self._engine.max_batch_tokens,
             created=int(time()),
+            task=self._engine.config.task,
+            labels=self._engine.config.labels,
             int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
         )
         self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)

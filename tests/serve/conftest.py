@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ray import serve
 
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
+from serve_app import gateway, pool
 from serve_app.app import PoolArgs, bind
 from serve_app.model_server import ModelServer
 from serve_app.settings import Settings
@@ -48,6 +49,55 @@ def deployed(address: str) -> Deploy:
             wait_until_routed(client)
             yield client
         serve.delete(name)
+
+    return deploy
+
+
+POOL_SETTINGS = Settings(num_threads=1, dtype="float32")
+Clustered = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def clustered(address: str) -> Clustered:
+    """`with clustered("/x", {"mini": {"pool": server, ...}}, ...) as client:` serves these pools behind a gateway at `/x`."""
+
+    @contextmanager
+    def deploy(
+        prefix: str,
+        models: dict[str, dict[str, Any]],
+        replicas: dict[str, tuple[int, int]] | None = None,
+        folders: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
+        **args: Any,
+    ) -> Iterator[httpx.Client]:
+        given = []
+        with ExitStack() as stack:
+            for model, servers in models.items():
+                folder = (folders or {}).get(model, EMBEDDED_MODEL)
+                refs = []
+                for name, server in servers.items():
+                    least, most = (replicas or {}).get(name, (1, 1))
+                    ref = {"name": name, "tokens_per_s": 3000, "min_replicas": least, "max_replicas": most}
+                    pool_args = pool.PoolArgs(
+                        pool=name,
+                        model=folder,
+                        settings=POOL_SETTINGS.model_copy(update={"models": (folder,)}),
+                        **(ref | {"name": model}),
+                    )
+                    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env or {}}}
+                    serve.run(pool.bind(pool_args, server, ray_actor_options=options), name=name, route_prefix=None)
+                    stack.callback(serve.delete, name)
+                    refs.append(ref | {"node_class": "cpu"})
+                given.append({"name": model, "model": folder, "aliases": [f"{model}-alias"], "pools": refs})
+            settings = Settings(**{"models": (EMBEDDED_MODEL,), "max_client_batch_size": 512} | args.pop("settings", {}))
+            gateway_args = gateway.GatewayArgs.model_validate(
+                {"models": given, "default": next(iter(models)), "settings": settings} | args
+            )
+            serve.run(gateway.build(gateway_args), name="gateway" + prefix.strip("/"), route_prefix=prefix)
+            stack.callback(serve.delete, "gateway" + prefix.strip("/"))
+            with httpx.Client(base_url=address + prefix, timeout=40) as client:
+                wait_until_routed(client)
+                yield client
 
     return deploy
 

@@ -4,69 +4,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from conftest import wait_until_routed
+from conftest import POOL_SETTINGS, Clustered
 from ray import serve
 from servers import MARKER, BrokenPool, DyingPool, PoisonPool, SlowPool
 from test_behaviour import leave_at_once, metric, wait_for
 
 from engine.hub import EMBEDDED_MODEL
 from serve_app import gateway, pool
-from serve_app.settings import Settings
-
-SETTINGS = Settings(num_threads=1, dtype="float32")
-Clustered = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def clustered(address: str) -> Clustered:
-    """`with clustered("/x", {"mini": {"pool": server, ...}}, ...) as client:` serves these pools behind a gateway at `/x`."""
-
-    @contextmanager
-    def deploy(
-        prefix: str,
-        models: dict[str, dict[str, Any]],
-        replicas: dict[str, tuple[int, int]] | None = None,
-        folders: dict[str, str] | None = None,
-        env: dict[str, str] | None = None,
-        **args: Any,
-    ) -> Iterator[httpx.Client]:
-        given = []
-        with ExitStack() as stack:
-            for model, servers in models.items():
-                folder = (folders or {}).get(model, EMBEDDED_MODEL)
-                refs = []
-                for name, server in servers.items():
-                    least, most = (replicas or {}).get(name, (1, 1))
-                    ref = {"name": name, "tokens_per_s": 3000, "min_replicas": least, "max_replicas": most}
-                    pool_args = pool.PoolArgs(
-                        pool=name,
-                        model=folder,
-                        settings=SETTINGS.model_copy(update={"models": (folder,)}),
-                        **(ref | {"name": model}),
-                    )
-                    options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env or {}}}
-                    serve.run(pool.bind(pool_args, server, ray_actor_options=options), name=name, route_prefix=None)
-                    stack.callback(serve.delete, name)
-                    refs.append(ref | {"node_class": "cpu"})
-                given.append({"name": model, "model": folder, "aliases": [f"{model}-alias"], "pools": refs})
-            settings = Settings(**{"models": (EMBEDDED_MODEL,), "max_client_batch_size": 512} | args.pop("settings", {}))
-            gateway_args = gateway.GatewayArgs.model_validate(
-                {"models": given, "default": next(iter(models)), "settings": settings} | args
-            )
-            serve.run(gateway.build(gateway_args), name="gateway" + prefix.strip("/"), route_prefix=prefix)
-            stack.callback(serve.delete, "gateway" + prefix.strip("/"))
-            with httpx.Client(base_url=address + prefix, timeout=40) as client:
-                wait_until_routed(client)
-                yield client
-
-    return deploy
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +108,7 @@ def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
         wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # it answers, and has nobody to ask
         assert gate.get("v1/models").status_code == 200
         assert gate.post("embed", json={"inputs": "too early"}).status_code == 503
-        late = pool.PoolArgs(pool="late", model=EMBEDDED_MODEL, name="mini", tokens_per_s=3000, settings=SETTINGS)
+        late = pool.PoolArgs(pool="late", model=EMBEDDED_MODEL, name="mini", tokens_per_s=3000, settings=POOL_SETTINGS)
         serve.run(pool.bind(late, ray_actor_options={"num_cpus": 0.1}), name="late", route_prefix=None)
         wait_for(lambda: gate.post("embed", json={"inputs": "in time"}).status_code == 200)
         assert gate.get("health").status_code == 200
