@@ -27,6 +27,7 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sent
               "int8_ranges.json"]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
 # Weights as PyTorch files, for folders that have no safetensors.
+_CODE_FILES = ["*.py"]  # only where somebody trusts them
 _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 # A Hub id cannot hold an @, and cannot begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
@@ -38,8 +39,8 @@ def split_revision(model: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match and not Path(model).is_dir() else (model, None)
 
 
-def resolve_model(model: str, weights: bool = True) -> Path:
-    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); its weights only if asked for.
+def resolve_model(model: str, weights: bool = True, code: bool = False) -> Path:
+    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); weights and code only if asked for.
 
     Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, as huggingface_hub does.
     Raises: ModelError naming the model and the way out.
@@ -55,9 +56,10 @@ def resolve_model(model: str, weights: bool = True) -> Path:
     if revision is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
     try:
+        files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
         if not weights:
-            return _download(name, revision, _HUB_FILES, [*_HUB_SKIP, "*.safetensors"])
-        folder = _download(name, revision, _HUB_FILES, _HUB_SKIP)
+            return _download(name, revision, files, [*_HUB_SKIP, "*.safetensors"])
+        folder = _download(name, revision, files, _HUB_SKIP)
         pytorch = _pytorch_files(folder)
         return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has
     except RevisionNotFoundError as error:

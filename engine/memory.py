@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.model_config import ModelConfig
-from engine.models import MODELS
+from engine.models import family_of
 from engine.weights import Shapes
 
 # What a loaded engine may still take: CUDA graphs made later, and the allocator's rounding.
@@ -72,7 +72,7 @@ def footprint(
         weight_bytes: what the checkpoint's headers say; None computes it.
     """
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
-    family = MODELS[config.architecture]
+    family = family_of(config)
     per_token = dtype.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
     weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config)
@@ -118,7 +118,7 @@ def body_parameters(config: ModelConfig) -> int:
 @cache
 def _shapes(config: ModelConfig) -> Shapes:
     shapes = Shapes()
-    MODELS[config.architecture](config, shapes)
+    family_of(config)(config, shapes)
     return shapes
 
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from engine.errors import InvalidInput, ModelError
 
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
+# Whose network runs: ours, or transformers' for architectures we do not have.
+Backend = Literal["emberforge", "transformers"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
 
 

@@ -117,6 +117,11 @@ class Checkpoint:
             start += count
         return stacked
 
+    def take_all(self) -> dict[str, Tensor]:
+        """Every tensor by its name, as it is stored, for who has rules of his own for names and shapes."""
+        self._taken.update(self._file_of)
+        return {name: file.tensor(stored) for name, (file, stored) in self._file_of.items()}
+
     def finish(self, needless: Sequence[str]) -> list[str]:
         """Account for what was not taken.
 
