@@ -123,3 +123,20 @@ def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
     assert files() == set(fetched)
     assert revisions[:2] == [None, "v1"]
     assert set(revisions[2:]) <= {"abc"}  # what follows is of the commit that was found
+
+
+def test_code_is_fetched_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        repository = ["config.json", "modeling_x.py", "model.safetensors"]
+        fetched.extend(filter_repo_objects(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    resolve_model("org/x")
+    assert fetched == ["config.json", "model.safetensors"]
+    fetched.clear()
+    resolve_model("org/x", weights=False, code=True)
+    assert fetched == ["config.json", "modeling_x.py"]
