@@ -26,8 +26,8 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sent
               "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
               "int8_ranges.json"]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
-# Weights as PyTorch files, for folders that have no safetensors.
 _CODE_FILES = ["*.py"]  # only where somebody trusts them
+# Weights as PyTorch files, for folders that have no safetensors.
 _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 # A Hub id cannot hold an @, and cannot begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")

@@ -150,7 +150,10 @@ def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
             f"choose one of {', '.join(get_args(Pooling))} with --pooling"
         )
     if config.get("include_prompt", True) is not True:
-        raise ModelError(f"{path}: include_prompt = false is not supported")
+        raise ModelError(
+            f"{path}: include_prompt = false is not supported: poolings here read a text with its prompt; "
+            "where no text gets a prompt it makes no difference, and --pooling says that"
+        )
     width = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if width != hidden_size:
         raise ModelError(f"{path}: pools {width} dimensions, the model has {hidden_size}")

@@ -1,4 +1,4 @@
-"""The model families, one file each. A family is chosen by the architecture in config.json, never by code from a checkpoint."""
+"""The model families, one file each. A family is chosen by the architecture in config.json, or by whoever starts the engine."""
 
 from engine.model_config import ModelConfig
 from engine.models.base import Model

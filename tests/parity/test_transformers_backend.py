@@ -41,6 +41,10 @@ KINDS: dict[str, tuple[Any, str, str, bool]] = {
     "fnet": (transformers.FNetConfig(**_FNET), "FNetModel", "FNetModel", True),
     "ours too": (transformers.BertConfig(**_SHAPE), "BertModel", "BertModel", False),
 }
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
 LENGTHS = [33, 1, 90, 5, 47, 90, 2]
 
 
@@ -63,8 +67,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return save(getattr(transformers, saved)(config), tmp_path_factory.mktemp("model")), request.param
 
 
-def load(folder: Path, **options: Any) -> Engine:
-    return Engine.load(folder, dtype="float32", device="cpu", backend="transformers", **options)
+def load(folder: Path, device: str = "cpu", **options: Any) -> Engine:
+    return Engine.load(folder, dtype="float32", device=device, backend="transformers", **options)
 
 
 def sequences(lengths: list[int] = LENGTHS) -> list[np.ndarray]:
@@ -79,14 +83,15 @@ def alone(network: Any, ids: np.ndarray) -> torch.Tensor:
     return hidden[0]
 
 
-def test_a_ragged_batch_equals_plain_transformers_alone(checkpoint: tuple[Path, str]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_ragged_batch_equals_plain_transformers_alone(checkpoint: tuple[Path, str], device: str) -> None:
     folder, kind = checkpoint
     _, _, name, padding_matters = KINDS[kind]
     theirs = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
-    engine = load(folder)
+    engine = load(folder, device)
     batch = sequences()
     expected = [alone(theirs, ids) for ids in batch]
-    hidden = engine.forward(engine.packer.pack(batch)).split(LENGTHS)
+    hidden = engine.forward(engine.packer.pack(batch, device=engine.device)).cpu().split(LENGTHS)
     for ours, states in zip(hidden, expected, strict=True):
         torch.testing.assert_close(ours, states, rtol=1e-4, atol=2e-5)
     vectors = engine.launch(batch, [EmbedOptions(normalize=False)] * len(batch)).wait().vectors
