@@ -20,10 +20,10 @@ from cluster.throughput import estimated_tokens_per_s, has_bf16, is_known
 from engine.devices import DTYPES
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
-from engine.model_config import ModelConfig, Pooling
+from engine.model_config import Backend, ModelConfig, Pooling
 from engine.model_folder import load_model_config
-from engine.models import MODELS
-from serve_app.settings import Dtype, Settings, pool_name
+from engine.models import family_of
+from serve_app.settings import Dtype, Settings, check_remote_code, pool_name
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
@@ -34,7 +34,7 @@ _TRY_REPLICAS = 100_000
 # Settings that the plan gives each pool from its model's entry.
 _PER_MODEL = (
     "models", "served_model_name", "dtype", "pooling", "default_prompt_name", "default_prompt", "max_batch_tokens",
-    "max_input_tokens", "num_threads",
+    "max_input_tokens", "num_threads", "backend", "trust_remote_code",
 )  # fmt: skip
 
 
@@ -54,6 +54,8 @@ class ModelEntry(BaseModel):
     max_input_tokens: PositiveInt | None = None
     default_prompt_name: str | None = None
     default_prompt: str | None = None
+    backend: Backend = "emberforge"
+    trust_remote_code: bool = False
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
     tokens_per_s: dict[str, PositiveFloat] = {}  # measured, by node class
@@ -64,6 +66,7 @@ class ModelEntry(BaseModel):
             raise ValueError(f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}")
         if self.default_prompt_name is not None and self.default_prompt is not None:
             raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
+        check_remote_code(self.backend, self.trust_remote_code)
         return self
 
     @property
@@ -151,9 +154,11 @@ def load_models(path: Path) -> ModelsFile:
 
 def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's shape: from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
-    config = None if Path(entry.model).expanduser().is_dir() else known_model(entry.model)
+    ours = entry.backend == "emberforge" and not Path(entry.model).expanduser().is_dir()
+    config = known_model(entry.model) if ours else None
     if config is None:
-        config = load_model_config(resolve_model(entry.model, weights=False), entry.pooling)
+        folder = resolve_model(entry.model, weights=False, code=entry.trust_remote_code)
+        config = load_model_config(folder, entry.pooling, backend=entry.backend, trust_remote_code=entry.trust_remote_code)
     return _shortened(config, entry.max_input_tokens)
 
 
@@ -183,7 +188,7 @@ class Plan:
         self.slots = _slots(nodes, self.classes)
         _check_pins(file.models, {node.name for node in nodes})
         for entry in file.models:
-            if entry.dtype == "float16" and MODELS[self.shapes[entry.name].architecture].overflows_float16:
+            if entry.dtype == "float16" and family_of(self.shapes[entry.name]).overflows_float16:
                 raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
         self.demands = {entry.name: self._demand(entry) for entry in file.models}
@@ -374,8 +379,9 @@ class Plan:
 
     def _pool_application(self, pool: Pool) -> dict[str, Any]:
         entry = self.entries[pool.model]
-        given = {"dtype": entry.dtype, "pooling": entry.pooling, "num_threads": pool.num_threads}
+        given: dict[str, Any] = {"dtype": entry.dtype, "pooling": entry.pooling, "num_threads": pool.num_threads}
         given |= {"max_batch_tokens": entry.max_batch_tokens, "max_input_tokens": entry.max_input_tokens}
+        given |= {"backend": entry.backend, "trust_remote_code": entry.trust_remote_code}
         settings = self.file.settings.model_copy(
             update={"models": (source_of(entry),), "served_model_name": (entry.name,)} | {k: v for k, v in given.items() if v}
         )
@@ -417,6 +423,8 @@ class Plan:
             if pools:
                 given: dict[str, Any] = {"pooling": entry.pooling, "max_input_tokens": entry.max_input_tokens}
                 given |= {"default_prompt_name": entry.default_prompt_name, "default_prompt": entry.default_prompt}
+                if entry.backend != "emberforge":
+                    given |= {"backend": entry.backend, "trust_remote_code": entry.trust_remote_code}
                 models.append(
                     {"name": name, "model": source_of(entry), "aliases": list(entry.aliases)}
                     | {key: value for key, value in given.items() if value is not None}
@@ -485,7 +493,7 @@ def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype
         return DTYPES[entry.dtype]
     if has_bf16(node):
         return torch.bfloat16
-    return torch.float16 if node.cards and not MODELS[config.architecture].overflows_float16 else torch.float32
+    return torch.float16 if node.cards and not family_of(config).overflows_float16 else torch.float32
 
 
 def _may(entry: ModelEntry, node: str) -> bool:

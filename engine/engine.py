@@ -24,9 +24,9 @@ from engine.hub import resolve_model
 from engine.kernels.attention import tiling
 from engine.layers.dense import Dense
 from engine.layers.head import Head
-from engine.model_config import DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
+from engine.model_config import Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
 from engine.model_folder import load_model_config
-from engine.models import MODELS, Model
+from engine.models import Model, family_of
 from engine.models.decoder import Decoder
 from engine.pooling import ONE_TOKEN, EmbedOptions, check_dimensions, pool
 from engine.ragged import Rows
@@ -70,6 +70,8 @@ class Engine:
         max_batch_tokens: int | None = None,
         max_input_tokens: int | None = None,
         num_threads: int | None = None,
+        backend: Backend = "emberforge",
+        trust_remote_code: bool = False,
     ) -> "Engine":
         """Load a model folder, a Hub id, or the embedded model, and run it: once on a CPU; on a GPU until the best token
         budget is known and the memory of the largest batch is set aside.
@@ -83,13 +85,22 @@ class Engine:
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
+            backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
+            trust_remote_code: with that backend, run the code that a model's folder brings.
         Raises: ModelError with the file and the way out.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        folder = resolve_model(str(model))
-        config = load_model_config(folder, pooling, default_prompt_name=default_prompt_name, default_prompt=default_prompt)
-        family = MODELS[config.architecture]
+        folder = resolve_model(str(model), code=trust_remote_code)
+        config = load_model_config(
+            folder,
+            pooling,
+            default_prompt_name=default_prompt_name,
+            default_prompt=default_prompt,
+            backend=backend,
+            trust_remote_code=trust_remote_code,
+        )
+        family = family_of(config)
         if max_input_tokens is not None:
             config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))
         chosen_device = choose_device(device)

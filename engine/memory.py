@@ -14,7 +14,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers.head import Head
 from engine.model_config import ModelConfig
-from engine.models import MODELS
+from engine.models import family_of
 from engine.weights import Shapes
 
 # What a loaded engine may still take: CUDA graphs made later, and the allocator's rounding.
@@ -73,7 +73,7 @@ def footprint(
         weight_bytes: what the checkpoint's headers say; None computes it.
     """
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
-    family = MODELS[config.architecture]
+    family = family_of(config)
     per_token = dtype.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
     weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - dtype.itemsize)  # a head is in fp32
@@ -133,7 +133,7 @@ def body_parameters(config: ModelConfig) -> int:
 @cache
 def _shapes(config: ModelConfig) -> Shapes:
     shapes = Shapes()
-    MODELS[config.architecture](config, shapes)
+    family_of(config)(config, shapes)
     return shapes
 
 

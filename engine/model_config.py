@@ -15,6 +15,8 @@ Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted
 Task = Literal["embedding", "classifier", "reranker"]
 # What a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
+# Whose network runs: ours, or transformers' for architectures we do not have.
+Backend = Literal["emberforge", "transformers"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
 
 

@@ -8,8 +8,18 @@ from typing import Any, cast, get_args
 from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import InvalidInput, ModelError
-from engine.model_config import DenseActivation, DenseConfig, HeadConfig, Keys, ModelConfig, Pooling, named_prompt, read_labels
-from engine.models import MODELS
+from engine.model_config import (
+    Backend,
+    DenseActivation,
+    DenseConfig,
+    HeadConfig,
+    Keys,
+    ModelConfig,
+    Pooling,
+    named_prompt,
+    read_labels,
+)
+from engine.models import MODELS, Model, Transformers
 from engine.pairs import DEFAULT_INSTRUCTION, JUDGE
 
 log = logging.getLogger(__name__)
@@ -21,6 +31,8 @@ def load_model_config(
     *,
     default_prompt_name: str | None = None,
     default_prompt: str | None = None,
+    backend: Backend = "emberforge",
+    trust_remote_code: bool = False,
 ) -> ModelConfig:
     """Read `config.json` and the sentence-transformers files beside it.
 
@@ -29,6 +41,8 @@ def load_model_config(
         pooling: overrides the folder's own pooling; needed where the folder names none.
         default_prompt_name: the prompt of texts whose request asks for none; overrides the folder's own choice.
         default_prompt: the same, as a text.
+        backend: whose network is to run.
+        trust_remote_code: whether the folder's own code may, with transformers.
     Raises: ModelError naming the file, the key and what would help.
     """
     hf = _read_json(folder / "config.json")
@@ -39,22 +53,28 @@ def load_model_config(
     if architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
         # Published as its body alone, with the head in the weights; the model card's code loads it with one label.
         architecture, hf = "JinaBertForSequenceClassification", hf | {"num_labels": 1}
-    if architecture not in MODELS:
-        raise ModelError(
-            f"{folder / 'config.json'}: architecture {architecture} is not supported; supported are {', '.join(sorted(MODELS))}"
-        )
     keys = Keys(folder / "config.json", hf)
-    family = MODELS[architecture]
-    fields = family.read_config(keys)
+    family: type[Model] = Transformers
+    if backend == "transformers":
+        fields = Transformers.read_config(keys, trust_remote_code)
+    elif architecture in MODELS:
+        family = MODELS[architecture]
+        fields = family.read_config(keys)
+    else:
+        raise ModelError(
+            f"{keys.path}: architecture {architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
+            "others may run, slower, with --backend transformers"
+        )
     prompts, own_default = _read_prompts(folder)
     if default_prompt_name is not None:
         try:
             default_prompt = named_prompt(prompts, default_prompt_name)
         except InvalidInput as error:
             raise ModelError(f"{folder}: {error}") from None
-    head = _read_head(folder, keys, architecture, pooling)
+    head = _read_head(folder, keys, architecture, pooling) if family is not Transformers else None
     pooling_folder, dense = ("", ()) if head else _read_modules(folder, fields["hidden_size"])
     limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
+    fields["max_position_embeddings"] = fields["max_position_embeddings"] or limit
     return family.Config(
         architecture=architecture,
         pooling=head.pooling if head else pooling or _read_pooling(folder, pooling_folder, fields["hidden_size"]),
@@ -69,8 +89,8 @@ def load_model_config(
     )
 
 
-def _read_transformer_module(folder: Path, positions: int) -> tuple[int, bool]:
-    """(max_input_length, lower_case) from sentence_bert_config.json, bounded by the position table."""
+def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, bool]:
+    """(max_input_length, lower_case) from sentence_bert_config.json, bounded by the position table where there is one."""
     path = folder / "sentence_bert_config.json"
     module = _read_json(path) or {}
     limit = module.get("max_seq_length")
@@ -78,10 +98,10 @@ def _read_transformer_module(folder: Path, positions: int) -> tuple[int, bool]:
         limit = _tokenizer_limit(folder, positions)
     if not isinstance(limit, int) or limit <= 0:
         raise ModelError(f"{path}: max_seq_length is {limit!r}, expected a positive whole number")
-    return min(limit, positions), bool(module.get("do_lower_case"))
+    return min(limit, positions or limit), bool(module.get("do_lower_case"))
 
 
-def _tokenizer_limit(folder: Path, positions: int) -> int:
+def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:
     """`model_max_length` where it means something: transformers writes 1e30 for "not known"."""
     limit = (_read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
     return int(limit) if isinstance(limit, int | float) and 0 < limit < 1e9 else positions
@@ -235,7 +255,10 @@ def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
             f"modules.json of sentence-transformers' CrossEncoder, or Qwen3-Reranker in its folder's name"
         )
     if config.get("include_prompt", True) is not True:
-        raise ModelError(f"{path}: include_prompt = false is not supported")
+        raise ModelError(
+            f"{path}: include_prompt = false is not supported: poolings here read a text with its prompt; "
+            "where no text gets a prompt it makes no difference, and --pooling says that"
+        )
     width = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if width != hidden_size:
         raise ModelError(f"{path}: pools {width} dimensions, the model has {hidden_size}")

@@ -1,4 +1,4 @@
-"""safetensors files -> tensors, one at a time, straight from the memory map.
+"""Files of weights -> a model's tensors, one at a time, straight from the memory map.
 
 A model takes each tensor by name, moves it to its device and dtype, and keeps only the result: at the peak there is
 the finished model plus one tensor. Whatever no model took is either known to be needless for embeddings and reported,
@@ -6,20 +6,18 @@ or stops the load: an unknown tensor may be the one that makes the vectors right
 """
 
 import fnmatch
-import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.weight_files import WeightFile, open_weights
 
 log = logging.getLogger(__name__)
 
@@ -68,32 +66,28 @@ class Checkpoint:
     """The tensors of one model folder, single file or sharded. Use as a context manager."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises: ModelError when there is no safetensors file, or a shard the index names is missing."""
+        """Raises: ModelError when there is no file of weights, or one that cannot be read."""
         self.folder, self.device, self.dtype = folder, device, dtype
-        self._stack = ExitStack()
-        self._file_of: dict[str, safe_open] = {}
+        self._files = open_weights(folder)
+        self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
         self._taken: set[str] = set()
-        self._untaken: dict[safe_open, int] = {}  # how many tensors of a file are still to come
-        for path in _shards(folder):
-            try:
-                file = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-            self._file_of |= dict.fromkeys(file.keys(), file)
-            self._untaken[file] = len(file.keys())
+        self._untaken: dict[WeightFile, int] = {}  # how many tensors of a file are still to come
+        for file in self._files:
+            self._file_of |= {_today(name): (file, name) for name in file.names}
+            self._untaken[file] = len(file.names)
         self._prefix = ""
 
     def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._stack.close()
+        for file in self._files:
+            file.close()
 
     @property
     def num_bytes(self) -> int:
-        """What all tensors take in the model's dtype, from the headers alone."""
-        shapes: Iterator[list[int]] = (file.get_slice(name).get_shape() for name, file in self._file_of.items())  # type: ignore[no-untyped-call]
-        return sum(map(math.prod, shapes)) * self.dtype.itemsize
+        """What all tensors take in the model's dtype, before any is read."""
+        return sum(file.num_values for file in self._files) * self.dtype.itemsize
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         """Settle which of `prefixes` the body's names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
@@ -123,6 +117,11 @@ class Checkpoint:
             start += count
         return stacked
 
+    def take_all(self) -> dict[str, Tensor]:
+        """Every tensor by its name, as it is stored, for who has rules of his own for names and shapes."""
+        self._taken.update(self._file_of)
+        return {name: file.tensor(stored) for name, (file, stored) in self._file_of.items()}
+
     def finish(self, needless: Sequence[str]) -> list[str]:
         """Account for what was not taken.
 
@@ -148,8 +147,8 @@ class Checkpoint:
         if not known:
             raise ModelError(f"{self.folder}: tensor {' or '.join(dict.fromkeys((self._prefix + name, name)))} is missing")
         full = known[0]
-        file = self._file_of[full]
-        tensor: Tensor = file.get_tensor(full)  # type: ignore[no-untyped-call]
+        file, stored = self._file_of[full]
+        tensor = file.tensor(stored)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         if tensor.dtype not in _FLOATS:
@@ -158,7 +157,7 @@ class Checkpoint:
             self._taken.add(full)
             self._untaken[file] -= 1
             if not self._untaken[file]:  # drop the map of a shard that is done: its pages count as ours until then
-                file.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                file.close()
         return tensor
 
 
@@ -166,18 +165,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        single = folder / "model.safetensors"
-        if not single.is_file():
-            raise ModelError(f"{folder} has no model.safetensors (other weight formats are never loaded)")
-        return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read: {error!r}") from error
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise ModelError(f"{index} names shards that are not in the folder: {', '.join(missing)}")
-    return [folder / name for name in names]
+def _today(name: str) -> str:
+    """A tensor's name as it is now: checkpoints converted from TensorFlow call a norm's weight and bias gamma and beta."""
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name

@@ -123,12 +123,14 @@ def serve(settings: Settings) -> None:
         os.environ.pop(name, None)  # Ray's processes have no business with it
     for model in settings.models:
         console.print(f"model {model}")
-        folder = resolve_model(model)
+        folder = resolve_model(model, code=settings.trust_remote_code)
         config = load_model_config(
             folder,
             settings.pooling,
             default_prompt_name=settings.default_prompt_name,
             default_prompt=settings.default_prompt,
+            backend=settings.backend,
+            trust_remote_code=settings.trust_remote_code,
         )
         console.print(
             f"  {folder}\n  {config.architecture}, {config.embedding_size} dimensions, up to {config.max_input_length} tokens"

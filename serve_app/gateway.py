@@ -22,7 +22,7 @@ from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EmberErr
 from engine.hub import resolve_model
 from engine.loop import Embeddings
 from engine.memory import MOST_BATCH_TOKENS, num_parameters
-from engine.model_config import Pooling
+from engine.model_config import Backend, Pooling
 from engine.model_folder import load_model_config
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
@@ -71,6 +71,8 @@ class GatewayModel(BaseModel):
     max_input_tokens: int | None = None
     default_prompt_name: str | None = None
     default_prompt: str | None = None
+    backend: Backend = "emberforge"
+    trust_remote_code: bool = False
     pools: tuple[PoolRef, ...] = Field(min_length=1)
 
 
@@ -189,9 +191,14 @@ class PooledModel:
 
     def __init__(self, given: GatewayModel, settings: Settings, asleep: Literal["wait", "refuse"]) -> None:
         """Reads the model's configuration and tokenizer; never its weights."""
-        folder = resolve_model(given.model, weights=False)
+        folder = resolve_model(given.model, weights=False, code=given.trust_remote_code)
         config = load_model_config(
-            folder, given.pooling, default_prompt_name=given.default_prompt_name, default_prompt=given.default_prompt
+            folder,
+            given.pooling,
+            default_prompt_name=given.default_prompt_name,
+            default_prompt=given.default_prompt,
+            backend=given.backend,
+            trust_remote_code=given.trust_remote_code,
         )
         if config.idle_prompts:
             log.warning(IDLE_PROMPTS.format(model=given.name, names=", ".join(config.idle_prompts)))

@@ -73,6 +73,8 @@ class EngineServer:
             max_batch_tokens=settings.max_batch_tokens,
             max_input_tokens=settings.max_input_tokens,
             num_threads=num_threads,
+            backend=settings.backend,
+            trust_remote_code=settings.trust_remote_code,
         )
 
     @serve.batch(max_batch_size=1024, batch_wait_timeout_s=0.0)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from engine.devices import DtypeName
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, split_revision
-from engine.model_config import Pooling
+from engine.model_config import Backend, Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
 _NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_KERNEL_CACHE")  # read elsewhere, and for all commands
@@ -78,6 +78,10 @@ class Settings(BaseModel):
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
         None, description=f"{', '.join(get_args(Pooling))} [default: what the model's folder says]"
     )
+    backend: Backend = Field(
+        "emberforge", description="Whose network runs: emberforge, or transformers for architectures we do not have, slower"
+    )
+    trust_remote_code: bool = Field(False, description="With backend transformers, run code that comes with a model")
     default_prompt_name: str | None = Field(
         None, description="The model's prompt for texts whose request asks for none [default: what the model's folder says]"
     )
@@ -122,10 +126,21 @@ class Settings(BaseModel):
             raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
         return self
 
+    @model_validator(mode="after")
+    def _code_has_a_backend(self) -> "Settings":
+        check_remote_code(self.backend, self.trust_remote_code)
+        return self
+
     @property
     def names(self) -> tuple[str, ...]:
         """The name clients use for each model."""
         return self.served_model_name or tuple(split_revision(model)[0] for model in self.models)
+
+
+def check_remote_code(backend: Backend, trust_remote_code: bool) -> None:
+    """Raises: ValueError where code is trusted that nothing would run."""
+    if trust_remote_code and backend != "transformers":
+        raise ValueError("trust_remote_code has no effect without backend transformers: our engine never runs a model's code")
 
 
 def pool_name(name: str) -> str:

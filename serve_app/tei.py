@@ -117,12 +117,12 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """The command line with `--auto-truncate` spelled out: TEI takes it with a value and without."""
+    """The command line with the values of `--auto-truncate`, which TEI takes with one and without, and its like spelled out."""
     spelled: list[str] = []
     for index, argument in enumerate(arguments):
         spelled.append(argument)
         following = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if argument == "--auto-truncate" and following.lower() not in _BOOLEANS:
+        if argument in ("--auto-truncate", "--trust-remote-code") and following.lower() not in _BOOLEANS:
             spelled.append("true")
     return spelled
 

@@ -1,5 +1,6 @@
-"""The model families, one file each. A family is chosen by the architecture in config.json, never by code from a checkpoint."""
+"""The model families, one file each. A family is chosen by the architecture in config.json, or by whoever starts the engine."""
 
+from engine.model_config import ModelConfig
 from engine.models.base import Model
 from engine.models.bert import Bert
 from engine.models.deberta import Deberta
@@ -15,6 +16,7 @@ from engine.models.nomic_bert import NomicBert
 from engine.models.qwen2 import Qwen2
 from engine.models.qwen3 import Qwen3
 from engine.models.roberta import Roberta
+from engine.models.transformers import Transformers, TransformersConfig
 
 # By architecture.
 FAMILIES: tuple[type[Model], ...] = (
@@ -22,4 +24,10 @@ FAMILIES: tuple[type[Model], ...] = (
 )  # fmt: skip
 MODELS: dict[str, type[Model]] = {name: family for family in FAMILIES for name in (*family.architectures, *family.classifiers)}
 
-__all__ = ["MODELS", "Model"]
+
+def family_of(config: ModelConfig) -> type[Model]:
+    """Whose network a model's configuration is for."""
+    return Transformers if isinstance(config, TransformersConfig) else MODELS[config.architecture]
+
+
+__all__ = ["MODELS", "Model", "Transformers", "family_of"]

@@ -38,7 +38,7 @@ class FakeModel:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.load(folder, load_model_config(folder))
         ranges = {WIDTH: np.tile(np.float32([[-0.3], [0.4]]), WIDTH)}
-        self.info = ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0, ranges)
+        self.info = ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0, int8_ranges=ranges)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         return Embeddings(np.stack([vector(ids, options) for ids in sequences]), {}, 0.0, 0.0)

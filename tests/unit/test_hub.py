@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from engine import hub
 from engine.errors import ModelError
@@ -44,6 +45,7 @@ def test_the_hub_is_asked_for_that_revision(monkeypatch: pytest.MonkeyPatch, tmp
         asked.update(arguments, name=name)
         return str(tmp_path)
 
+    (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(hub, "snapshot_download", download)
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     assert resolve_model("org/x@v1") == tmp_path
@@ -68,3 +70,73 @@ def test_a_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in ("org/x", EMBEDDED_MODEL):
         with pytest.raises(ModelError, match="leave out 'v1'"):
             resolve_model(f"{name}@v1")
+
+
+SAFETENSORS = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "2_Dense/config.json"]
+PYTORCH = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
+OTHERS = [
+    "sparse_linear.pt",
+    "onnx/model.onnx",
+    "openvino/openvino_model.bin",
+    "training_args.bin",
+    "modeling_x.py",
+    "optimizer.bin",
+]
+
+
+@pytest.mark.parametrize(
+    ("repository", "fetched"),
+    [
+        ([*SAFETENSORS, *PYTORCH, "2_Dense/model.safetensors"], [*SAFETENSORS, "2_Dense/model.safetensors"]),
+        (
+            [*SAFETENSORS, *PYTORCH, "2_Dense/pytorch_model.bin", "3_Other/pytorch_model.bin"],
+            [*SAFETENSORS, "2_Dense/pytorch_model.bin"],
+        ),
+        (
+            ["config.json", *PYTORCH, "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"],
+            ["config.json", *PYTORCH, "2_Dense/config.json", "2_Dense/model.safetensors"],
+        ),
+        (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
+    ],
+)
+def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repository: list[str], fetched: list[str]
+) -> None:
+    """With the real patterns, on a Hub that is none."""
+    snapshot = tmp_path / "snapshots" / "abc"
+    revisions = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        revisions.append(revision)
+        for file in filter_repo_objects([*repository, *OTHERS], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+            (snapshot / file).touch()
+        return str(snapshot)
+
+    def files() -> set[str]:
+        return {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    resolve_model("org/x", weights=False)
+    assert files() == {file for file in fetched if file.endswith("config.json") or "safetensors.index" in file}
+    assert resolve_model("org/x@v1") == snapshot
+    assert files() == set(fetched)
+    assert revisions[:2] == [None, "v1"]
+    assert set(revisions[2:]) <= {"abc"}  # what follows is of the commit that was found
+
+
+def test_code_is_fetched_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        repository = ["config.json", "modeling_x.py", "model.safetensors"]
+        fetched.extend(filter_repo_objects(repository, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(tmp_path)
+
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    resolve_model("org/x")
+    assert fetched == ["config.json", "model.safetensors"]
+    fetched.clear()
+    resolve_model("org/x", weights=False, code=True)
+    assert fetched == ["config.json", "modeling_x.py"]

@@ -2,8 +2,9 @@
 
 import io
 import json
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from cluster.catalogue import CATALOGUE
 from cluster.files import ClusterError
 from cluster.nodes import GIB, Card, Node, load_nodes
 from cluster.plan import ModelEntry, ModelsFile, Plan, load_models
-from engine.errors import EmberError
+from engine.errors import EmberError, ModelError
 from serve_app.cli import cli
 from serve_app.gateway import GatewayArgs
 
@@ -267,6 +268,32 @@ def test_old_cards_hold_what_the_engine_will_load_there() -> None:
         assert weights[0] / weights[1] == pytest.approx(factor, rel=0.02)
 
 
+def test_a_model_may_run_on_transformers(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A folder, and no weights in it: planned by what the network would hold."""
+    folder = shutil.copytree(tiny("bert"), tmp_path / "own")
+    (folder / "model.safetensors").unlink()
+    own = {"backend": "transformers", "trust_remote_code": True}
+    plan = planned(MIXED, entry("ours", str(folder)), entry("theirs", str(folder), **own))
+    name = plan.pools[0].node_class
+    ours, theirs = plan.footprint("ours", name), plan.footprint("theirs", name)
+    assert ours.weights < theirs.weights < 1.1 * ours.weights  # and a pooler
+    assert theirs.workspace > ours.workspace
+    config = plan.serve_config()
+    assert lost(config, read_by_ray(config)) == []
+    pools = {pool["args"]["name"]: pool["args"]["settings"] for pool in config["applications"][:-1]}
+    assert own.items() <= pools["theirs"].items()
+    assert not own.keys() & pools["ours"].keys()
+    models = {model.name: model for model in GatewayArgs.model_validate(config["applications"][-1]["args"]).models}
+    assert (models["theirs"].backend, models["theirs"].trust_remote_code) == ("transformers", True)
+    assert (models["ours"].backend, models["ours"].trust_remote_code) == ("emberforge", False)
+
+
+def test_a_catalogue_is_of_our_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="neither a folder here nor in the Hub's cache"):
+        planned(MIXED, entry("a", "BAAI/bge-m3", backend="transformers"))
+
+
 BAD_MODELS = [
     ("", ["the file is None", "a mapping with models"]),
     ("models: [}", ["cannot be read", "line 1"]),
@@ -275,6 +302,8 @@ BAD_MODELS = [
     ("models: [{name: a}]", ["models.0.model is missing"]),
     ("models: [{name: a, model: qwen3-embedding-4b, repicas: 2}]", ["models.0.repicas is not a key", "min_replicas"]),
     ("models: [{name: a, model: qwen3-embedding-4b}]\nsettings: {prt: 1}", ["settings.prt is not a key", "port"]),
+    ("models: [{name: a, model: x}]\nsettings: {backend: transformers}", ["settings.backend", "each model's entry"]),
+    ("models: [{name: a, model: x, trust_remote_code: true}]", ["models.0", "no effect without backend transformers"]),
     ("models: [{name: a, model: x}]\nsettings: {dtype: fp32}", ["settings.dtype", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),

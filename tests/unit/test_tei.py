@@ -120,6 +120,7 @@ def test_what_has_no_effect_is_said_and_the_hubs_own_is_handed_on() -> None:
     [
         (["--auto-truncate"], ["--auto-truncate", "true"]),
         (["--auto-truncate", "--port", "1"], ["--auto-truncate", "true", "--port", "1"]),
+        (["--trust-remote-code", "a/b"], ["--trust-remote-code", "true", "a/b"]),
         (["--auto-truncate", "false"], ["--auto-truncate", "false"]),
         (["--auto-truncate=false", "x"], ["--auto-truncate=false", "x"]),
     ],

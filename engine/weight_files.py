@@ -1,0 +1,130 @@
+"""The files that hold a model's weights: safetensors, and PyTorch's own format where a folder has nothing else.
+
+Both are memory maps: a tensor costs memory when it is read, in pages that the system may drop again. PyTorch files are read with
+`weights_only`, which builds tensors and runs nothing (docs/decisions/017); one without a zip, as torch wrote until 1.5, cannot be
+mapped and is in memory as a whole until all its tensors are taken.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+
+# What torch names in a file that asks for more than tensors.
+_FORBIDDEN = re.compile(r"\bGLOBAL (\S+)")
+_CONVERT = (
+    "import torch, safetensors.torch as s; d = torch.load('pytorch_model.bin', weights_only=False); "
+    "s.save_file({k: v.clone() for k, v in d.items() if torch.is_tensor(v)}, 'model.safetensors')"
+)
+
+
+class WeightFile(Protocol):
+    """One file of named tensors."""
+
+    names: tuple[str, ...]
+    num_values: int  # in all tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """As it is stored, on the CPU."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory map. Tensors that share it stay valid, and keep it."""
+        ...
+
+
+def open_weights(folder: Path) -> list[WeightFile]:
+    """Every file of weights of a folder, single or sharded.
+
+    Raises: ModelError naming the file that is missing, damaged or refused, and the way out.
+    """
+    return [_Safetensors(path) if path.suffix == ".safetensors" else _PyTorch(path) for path in _paths(folder)]
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether the folder's weights are safetensors; what else it has is not read then."""
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+class _Safetensors:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = safe_open(str(path), framework="pt", device="cpu").__enter__()  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+        self.names: tuple[str, ...] = tuple(self._file.keys())
+        self.num_values = sum(math.prod(self._file.get_slice(name).get_shape()) for name in self.names)
+
+    def tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+
+class _PyTorch:
+    def __init__(self, path: Path) -> None:
+        self._tensors = _load(path)
+        self.names: tuple[str, ...] = tuple(self._tensors)
+        # Tied tensors are stored once under several names.
+        distinct = {(tensor.data_ptr(), tensor.shape): tensor.numel() for tensor in self._tensors.values()}
+        self.num_values = sum(distinct.values())
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name].detach()  # old files hold parameters
+
+    def close(self) -> None:
+        self._tensors.clear()
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+        content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except UnpicklingError as error:
+        found = _FORBIDDEN.search(str(error))
+        if found is None:
+            raise ModelError(f"{path} cannot be read as a PyTorch file: it is damaged, or none") from error
+        raise ModelError(
+            f"{path} holds more than tensors ({found[1]}), which is never run; if you trust its authors, convert it: "
+            f'python -c "{_CONVERT}"'
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as a PyTorch file: {(str(error) or repr(error)).splitlines()[0]}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}, expected tensors by name")
+    for name, value in content.items():
+        plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+        if not isinstance(name, str) or not plain:
+            raise ModelError(f"{path}: {name} is a {type(value).__name__} that is no plain tensor")
+    return content
+
+
+def _paths(folder: Path) -> Iterable[Path]:
+    single = "model.safetensors" if has_safetensors(folder) else "pytorch_model.bin"
+    index = folder / f"{single}.index.json"
+    if not index.is_file():
+        if not (folder / single).is_file():
+            raise ModelError(
+                f"{folder} has no model.safetensors and no pytorch_model.bin (other weight formats are never loaded)"
+            )
+        return [folder / single]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index} cannot be read: {error!r}") from error
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{index} names shards that are not in the folder: {', '.join(missing)}")
+    return [folder / name for name in names]
