@@ -71,6 +71,11 @@ class Api:
         self._service = Service(backend, settings, metrics)
         self.app = self._build()
 
+    @property
+    def service(self) -> Service:
+        """What gRPC's methods share with the routes."""
+        return self._service
+
     def _build(self) -> ASGIApp:
         def route(
             method: str, path: str, handler: Callable[[Request], Awaitable[Response]], form: Form = "tei", public: bool = False

@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from engine.errors import DeadlineOutOfReach, DeadlinePassed
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions, check_dimensions
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds
@@ -66,6 +69,7 @@ class Service:
     def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
         self._backend, self._settings, self._metrics = backend, settings, metrics
         self._in_flight = 0
+        self._stream_places = asyncio.Semaphore(settings.max_concurrent_requests)
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     def call(self, inputs: Sequence[TextOrIds], headers: Iterable[tuple[bytes, bytes]]) -> Call:
@@ -90,6 +94,20 @@ class Service:
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.dec()
+
+    async def place(self) -> Callable[[object], None]:
+        """A place for one message of a stream, once there is one; returns what gives it back, called with anything.
+
+        Streams have as many places as requests have, and others than theirs: one that is long neither fails nor fails others.
+        """
+        await self._stream_places.acquire()
+        self._metrics.in_flight.inc()
+
+        def leave(_: object) -> None:
+            self._stream_places.release()
+            self._metrics.in_flight.dec()
+
+        return leave
 
     async def embed(
         self,
@@ -127,6 +145,29 @@ class Service:
         self._metrics.inputs.inc(len(sequences))
         self._metrics.queue_seconds.observe(result.queue_s)
         return result
+
+    async def embed_sparse(
+        self, call: Call, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions
+    ) -> list[NDArray[np.void]]:
+        """One array of (index, value) an input, by index. Raises: as `embed`."""
+        raise BackendError("Model is not an embedding model with SPLADE pooling")
+
+    async def predict(
+        self,
+        call: Call,
+        model: ServedModel,
+        inputs: Sequence[str | tuple[str, str]],
+        encoding: EncodeOptions,
+        raw_scores: bool,
+    ) -> list[list[tuple[str, float]]]:
+        """The labels and their scores, best first, of each text or pair. Raises: as `embed`."""
+        raise BackendError("Model is not a classifier model")
+
+    async def rank(
+        self, call: Call, model: ServedModel, query: str, texts: Sequence[str], encoding: EncodeOptions, raw_scores: bool
+    ) -> list[tuple[int, float]]:
+        """The indices of the texts and their scores, best first. Raises: as `embed`."""
+        raise BackendError("model is not a re-ranker model")
 
     async def off_loop(self, size: int, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, on a thread where `size` characters are too many to hold up the loop."""
