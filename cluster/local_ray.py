@@ -38,6 +38,8 @@ SERVE_ENV = {
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # From the gateway to a replica and back: 2,048 vectors of 4,096 numbers are 32 MiB.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
+    # Of gRPC too, each way; it would be 2 GiB.
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(256 << 20),
     # Ray runs workers at nice 15; the engine is one, and would yield to whatever else the machine does.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -3,7 +3,8 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from engine.loop import Embeddings
 from engine.model_folder import load_model_config
 from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
+from serve_app import encode
 from serve_app.backend import ModelInfo
 from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.grpc import servicer, tei_pb2_grpc
 from serve_app.grpc import tei_pb2 as tei
-from serve_app.grpc import tei_pb2_grpc
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
@@ -214,6 +216,12 @@ def test_names_and_numbers_are_teis() -> None:
     assert tei.TruncationDirection.Name(0) == "TRUNCATION_DIRECTION_RIGHT"
 
 
+@pytest.mark.parametrize("width", [0, 1, 31, 32, 384, 4096, 20_000])
+def test_packed_floats_are_a_message(width: int) -> None:
+    values = np.random.default_rng(width).standard_normal((width, 2)).astype(np.float32)[:, 0]  # not contiguous
+    assert tei.EmbedResponse.FromString(encode.packed_floats(values)) == tei.EmbedResponse(embeddings=values.tolist())
+
+
 # --- one message, one answer
 
 
@@ -389,6 +397,7 @@ def test_metadata_say_what_headers_say(make: Make) -> None:
         request = tei.EmbedRequest(inputs="a")
         await server.embed.Embed(request, metadata=[("x-priority", "batch"), ("x-request-deadline-ms", "5000")])
         await server.embed.Embed(request, metadata=[("x-request-deadline-ms", "5000"), ("x-grpc-timeout", "2S")])
+        await server.embed.Embed(request, metadata=[("x-request-deadline-ms", "3000"), ("x-grpc-timeout", "6S")])
         expected = Code.INVALID_ARGUMENT, "`x-priority` is `urgent`; send interactive or batch"
         assert await refused(server.embed.Embed(request, metadata=[("x-priority", "urgent")])) == expected
         expected = Code.NOT_FOUND, "model `missing` is not served here; there is fake"
@@ -400,6 +409,7 @@ def test_metadata_say_what_headers_say(make: Make) -> None:
     assert (terms[0].priority, terms[1].priority) == ("batch", "interactive")
     assert terms[0].deadline_s == pytest.approx(5, abs=0.5)
     assert terms[1].deadline_s == pytest.approx(2, abs=0.5)
+    assert terms[2].deadline_s == pytest.approx(3, abs=0.5)
 
 
 @pytest.mark.parametrize(
@@ -491,7 +501,50 @@ def test_a_client_that_leaves_or_is_out_of_time_drops_its_work(make: Make) -> No
     assert server.metric("emberforge_requests_in_flight") == 0
 
 
+def test_a_stream_that_is_left_while_it_waits_for_a_place_takes_none(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        server.model.hold[4] = asyncio.Event()
+        messages = [tei.EmbedRequest(inputs="two words")]
+        holding = asyncio.ensure_future(collect(server.embed.EmbedStream(iter(messages))))
+        await until(lambda: server.model.running == 1)
+        waiting = server.embed.EmbedStream(iter(messages))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waiting.read(), 0.2)
+        waiting.cancel()
+        await until(lambda: server.metric("emberforge_cancelled_requests_total") == 1)
+        server.model.hold[4].set()
+        assert len(await holding) == 1
+        assert len(await collect(server.embed.EmbedStream(iter(messages)))) == 1
+        assert len(server.model.asked) == 2
+
+    make(max_concurrent_requests=1).run(scenario)
+
+
 # --- streams
+
+
+def test_no_more_is_read_than_answers_are_taken(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "_WINDOW", 3)
+    server = make()
+    made = TeiServicer(server.service, server.backend, Settings(), server.metrics)
+    num_read = 0
+
+    async def messages() -> AsyncIterator[int]:
+        nonlocal num_read
+        for num_read in range(1, 11):
+            yield num_read
+
+    async def one(message: int) -> tuple[int, None]:
+        return message, None
+
+    async def scenario() -> None:
+        async with aclosing(made._in_order(messages(), one)) as answers:
+            for taken in range(1, 6):
+                assert await anext(answers) == (taken, None)
+                await asyncio.sleep(0.01)
+                assert num_read == taken + 3  # the last of them waits to be computed
+
+    asyncio.run(scenario())
 
 
 def test_answers_come_in_the_order_of_the_messages(make: Make) -> None:
