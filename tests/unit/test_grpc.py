@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.serve.config import gRPCOptions
 
 from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
 from engine.hub import EMBEDDED_MODEL
@@ -20,6 +21,7 @@ from engine.model_folder import load_model_config
 from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
 from serve_app import encode
+from serve_app.app import deploy_config, machine_share
 from serve_app.backend import ModelInfo
 from serve_app.errors import Unhealthy, UnknownModel
 from serve_app.grpc import servicer, tei_pb2_grpc
@@ -692,7 +694,9 @@ def test_health_is_the_engines(make: Make) -> None:
 
 def test_the_port_turns_grpc_on() -> None:
     assert Settings().grpc_options == {}
-    options = load_settings({"grpc_port": "9100"}, {}).grpc_options["grpc_options"]
-    assert options == {"port": 9100, "grpc_servicer_functions": ["serve_app.grpc.services.add_services"]}
+    assert "grpc_options" not in deploy_config(Settings(), machine_share(1, 2, 0))
+    config = deploy_config(load_settings({"grpc_port": "9100"}, {}), machine_share(1, 2, 0))
+    options = gRPCOptions(**config["grpc_options"])
+    assert (options.port, options.grpc_servicer_func_callable) == (9100, [add_services])
     with pytest.raises(SettingsError, match="port and grpc_port are both 8000; HTTP and gRPC need one each"):
         load_settings({"grpc_port": "8000", "models": [EMBEDDED_MODEL]}, {})
