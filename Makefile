@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check test-gpu bench bench-gpu clean
+.PHONY: serve test check test-gpu bench bench-gpu proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -34,6 +34,10 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.elementwise
 	$(BIN)/python -m loadtests.kernels.attention
 	$(BIN)/python -m loadtests.engine
+
+# After a change of tei.proto; a test says when this was forgotten.
+proto: $(VENV)/.installed-test
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve_app/grpc/tei.proto
 
 clean:
 	rm -rf $(VENV)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from cluster import haproxy
+
 # Ray reads these when it is imported and when a node starts, so they are set before either, on every node.
 SERVE_ENV = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -28,11 +30,16 @@ SERVE_ENV = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # A replica that failed three checks computes nothing any more: waiting a minute for its requests would only keep its card.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # Replicas' gRPC ports stand next to their HTTP ports, below those that the kernel gives away for outgoing connections.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": "31001",
+    "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": "32000",
     # Autoscaling hears of a burst this often; it is ten seconds otherwise.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # From the gateway to a replica and back: 2,048 vectors of 4,096 numbers are 32 MiB.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
+    # Of gRPC too, each way; it would be 2 GiB.
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(256 << 20),
     # Ray runs workers at nice 15; the engine is one, and would yield to whatever else the machine does.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -83,7 +90,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
     """
     with tempfile.TemporaryDirectory(prefix="ef-") as state:
-        set_environment(serve_environment(Path(state)))
+        set_environment(serve_environment(Path(state)) | haproxy.environment())
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
 

@@ -374,6 +374,7 @@ class Plan:
         return {
             "proxy_location": "EveryNode",
             "http_options": {"host": settings.host, "port": settings.port},
+            **settings.grpc_options,
             "applications": [*applications, self._gateway_application()],
         }
 

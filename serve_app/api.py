@@ -39,8 +39,6 @@ from serve_app.metrics import Metrics
 from serve_app.native import (
     NativeRequest,
     answer,
-    check_embeds,
-    check_reranks,
     check_task,
     chunk_texts,
     inputs_of,
@@ -70,6 +68,7 @@ from serve_app.schemas import (
 from serve_app.scores import best_first
 from serve_app.service import TOKENIZING_THREADS, Chunks, Service
 from serve_app.settings import Settings
+from serve_app.tasks import check_embed, check_rerank
 from serve_app.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -85,6 +84,11 @@ class Api:
         self._keys = Keys.of(settings)
         self._service = Service(backend, settings, metrics)
         self.app = self._build()
+
+    @property
+    def service(self) -> Service:
+        """What gRPC's methods share with the routes."""
+        return self._service
 
     def _build(self) -> ASGIApp:
         def route(
@@ -137,7 +141,7 @@ class Api:
     async def openai_embeddings(self, request: Request) -> Response:
         body = await self._read(request, OpenAIEmbeddingsRequest)
         model = self._backend.get(body.model)
-        check_embeds(model.info)
+        check_embed(model.info)
         dtype = body.output_dtype or "float"
         with self._service.admit(len(body.input)):
             call = self._service.call(body.input, request.headers.raw)
@@ -162,7 +166,7 @@ class Api:
     async def cohere_embed(self, request: Request, version: Literal["1", "2"]) -> Response:
         body = await self._read(request, CohereEmbedRequest)
         model = self._backend.get(body.model)
-        check_embeds(model.info)
+        check_embed(model.info)
         texts = body.all_texts()
         types = body.embedding_types or ["float"]
         dtypes: dict[CohereType, OutputDtype] = {each: "float" if each == "base64" else each for each in types}
@@ -295,7 +299,7 @@ class Api:
         texts, model = body.texts, self._backend.get(body.model)
         if not texts:
             raise EmptyBatch("`documents` cannot be empty")
-        check_reranks(model.info)
+        check_rerank(model.info)
         with self._service.admit(len(texts)):
             call = self._service.call([(body.query, text) for text in texts], request.headers.raw)
             scores = await self._service.rerank(

@@ -96,6 +96,7 @@ def deploy_config(settings: Settings, share: Share) -> dict[str, Any]:
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
+        **settings.grpc_options,
         "applications": [
             {
                 "name": pool_name(name),
@@ -111,7 +112,8 @@ def deploy_config(settings: Settings, share: Share) -> dict[str, Any]:
 
 def run(settings: Settings, share: Share) -> None:
     """Start the applications on the Ray this process is connected to; returns when they answer."""
-    serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=settings.host, port=settings.port))
+    http = HTTPOptions(host=settings.host, port=settings.port)
+    serve.start(proxy_location="HeadOnly", http_options=http, **settings.grpc_options)
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
     for model, name in zip(settings.models, settings.names, strict=True):
         app = bind(PoolArgs(model=model, settings=settings), **share.options())

@@ -117,7 +117,9 @@ def _tei_option(option: tei.Option) -> Any:
 def serve(settings: Settings) -> None:
     """Start Ray and the server on this machine, until Ctrl-C."""
     _end_on_signal()
-    _check_port(settings)
+    _check_port(settings.host, settings.port, "--port")
+    if settings.grpc_port is not None:
+        _check_port(settings.host, settings.grpc_port, "--grpc-port")
     keys.Keys.of(settings)  # a keys file that is none stops the start here, not in a replica
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes have no business with it
@@ -359,16 +361,14 @@ def _end_on_signal() -> None:
         signal.signal(number, end)
 
 
-def _check_port(settings: Settings) -> None:
+def _check_port(host: str, port: int, flag: str) -> None:
     """HAProxy would only fail minutes later, and not by name. Raises: SettingsError."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((settings.host, settings.port))
+            probe.bind((host, port))
         except OSError as error:
-            raise SettingsError(
-                f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another with --port"
-            ) from error
+            raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from error
 
 
 def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
@@ -400,6 +400,8 @@ def _announce(settings: Settings) -> None:
     console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
     for name in settings.names[1:]:
         console.print(f"      {address}{app.route_prefix(settings, name)}  {name}")
+    if settings.grpc_port is not None:
+        console.print(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
     key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""
     console.print(
         f"\ncurl {address}/v1/embeddings -H 'Content-Type: application/json' {key}"

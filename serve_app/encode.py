@@ -73,6 +73,17 @@ def base64_rows(vectors: Vectors) -> list[str]:
     return [binascii.b2a_base64(row, newline=False).decode("ascii") for row in rows]
 
 
+def packed_floats(vector: NDArray[np.float32]) -> bytes:
+    """A protobuf message whose field 1, `repeated float`, is the vector: parsing it is a copy, where assigning floats is not
+    (1 us against 10 for 384 of them, 3 against 108 for 4,096)."""
+    size, length = vector.size * 4, bytearray()
+    while size > 127:
+        length.append(size & 127 | 128)
+        size >>= 7
+    length.append(size)
+    return b"\x0a" + length + vector.astype("<f4", copy=False).tobytes()
+
+
 def tokens(batches: Sequence[Sequence[Token]]) -> bytes:
     """TEI's `/tokenize` answer."""
     return to_json(batches)

@@ -2,6 +2,7 @@
 
 Native routes answer TEI's `{"error", "error_type"}`; OpenAI routes answer OpenAI's envelope and TEI's flat fields in
 one object, so that the openai SDK and TEI's own scripts both find what they look for; Cohere's answer `{"message"}`.
+gRPC's methods end with a code for the type, and the same text.
 """
 
 import math
@@ -18,6 +19,18 @@ Form = Literal["tei", "openai", "cohere"]
 # Cohere answers 400 to whatever is wrong with a request, and knows no 424.
 _COHERE_STATUS = {422: 400, 424: 500}
 
+_GRPC_CODES = {
+    "Empty": "INVALID_ARGUMENT",
+    "Validation": "INVALID_ARGUMENT",
+    "Tokenizer": "FAILED_PRECONDITION",
+    "Backend": "FAILED_PRECONDITION",
+    "Overloaded": "RESOURCE_EXHAUSTED",
+    "Unhealthy": "UNAVAILABLE",
+    "Unauthorized": "UNAUTHENTICATED",
+    "NotFound": "NOT_FOUND",
+    "Timeout": "DEADLINE_EXCEEDED",
+}
+
 
 class ApiError(EmberError):
     """A request the HTTP layer itself answers with an error. `error_type` is what the body calls it."""
@@ -29,6 +42,12 @@ class ApiError(EmberError):
 
 class BadInstance(ApiError):
     """An instance of `/vertex` is not the JSON of any route."""
+
+    status, error_type = 422, "Validation"
+
+
+class BadMessage(ApiError):
+    """A gRPC message that its schema allows and its method does not."""
 
     status, error_type = 422, "Validation"
 
@@ -142,6 +161,17 @@ def error_response(error: EmberError, form: Form) -> Response:
     if isinstance(error, BadBody):
         return Response(message, status, headers, media_type="text/plain; charset=utf-8")
     return _json({"error": message, "error_type": error_type}, status, headers)
+
+
+def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
+    """(name of the code, details, trailing metadata) of a call that failed."""
+    status, error_type, message = _describe(error)
+    if isinstance(error, Unauthorized):
+        message = "No valid auth token"
+    if isinstance(error, WrongTask):
+        message = message.removeprefix("Backend error: ")  # as TEI
+    code = "INTERNAL" if status == 500 else _GRPC_CODES[error_type]
+    return code, message, error.headers if isinstance(error, ApiError) else {}
 
 
 def _describe(error: EmberError) -> tuple[int, str, str]:

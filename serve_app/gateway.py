@@ -30,6 +30,7 @@ from serve_app.api import Api
 from serve_app.app import deployment_options
 from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
+from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
 from serve_app.quantize import read_ranges
 from serve_app.settings import IDLE_PROMPTS, Settings
@@ -323,22 +324,23 @@ class PooledBackend:
         return self._default.finish_s(0)
 
 
-class Gateway:
-    """The gateway's deployment: HTTP in, handles out."""
+class Gateway(TeiServicer):
+    """The gateway's deployment: HTTP and gRPC in, handles out."""
 
     def __init__(self, args: GatewayArgs) -> None:
-        self._args = args
-        self._backend = PooledBackend(args)
+        self._pools = PooledBackend(args)
+        metrics = Metrics("gateway")
+        self._pools.show_in(metrics)
+        self._api = Api(self._pools, args.settings, metrics)
+        super().__init__(self._api.service, self._pools, args.settings, metrics)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        metrics = Metrics("gateway")
-        self._backend.show_in(metrics)
-        return Api(self._backend, self._args.settings, metrics).app
+        return self._api.app
 
     async def check_health(self) -> None:
         """Ray Serve calls this every few seconds: pools deployed meanwhile are found. Where there are none, a new gateway
         would find none either, so it is not replaced; its `/health` says so."""
-        await self._backend.connect()
+        await self._pools.connect()
 
 
 def build(args: GatewayArgs) -> serve.Application:

@@ -24,7 +24,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
-        self.requests = self._counter("requests", "HTTP requests answered", "route", "status")
+        self.requests = self._counter("requests", "Requests answered", "route", "status")
         self.request_seconds = self._histogram("request_seconds", "Whole request, body read to bytes ready", _SECONDS, "route")
         self.tokenize_seconds = self._histogram("tokenize_seconds", "Tokenisation of a request", _SECONDS).labels(model)
         self.queue_seconds = self._histogram("queue_seconds", "Wait for the first batch of a request", _SECONDS).labels(model)
@@ -67,12 +67,13 @@ class Metrics:
         self._pool_queued.labels(model, pool).set_function(queued)
         self._pool_rate.labels(model, pool).set_function(rate)
 
-    def observe_request(self, route: str, status: int, seconds: float) -> None:
+    def observe_request(self, route: str, status: int | str, seconds: float) -> None:
+        """`status` is HTTP's, or the name of gRPC's code."""
         count, histogram = self._of_route(route, status)
         count.inc()
         histogram.observe(seconds)
 
-    def _series_of_route(self, route: str, status: int) -> tuple[Counter, Histogram]:
+    def _series_of_route(self, route: str, status: int | str) -> tuple[Counter, Histogram]:
         return self.requests.labels(self._model, route, str(status)), self.request_seconds.labels(self._model, route)
 
     def observe_batch(self, report: BatchReport) -> None:

@@ -19,6 +19,7 @@ from engine.tokenizer import EncodeOptions
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import CachedModel
+from serve_app.grpc.servicer import TeiServicer
 from serve_app.health import Health
 from serve_app.metrics import Metrics
 from serve_app.quantize import read_ranges
@@ -94,17 +95,19 @@ class EngineServer:
         await asyncio.to_thread(self._loop.stop)
 
 
-class ModelServer(EngineServer):
-    """A replica that answers HTTP itself. `elsewhere` maps the names of the server's other models to their paths."""
+class ModelServer(EngineServer, TeiServicer):
+    """A replica that answers HTTP and gRPC itself. `elsewhere` maps the names of the server's other models to their paths."""
 
     def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
-        super().__init__(model, name, settings)
-        self._backend = LocalBackend(self._model, self._loop, self._health, elsewhere)
+        EngineServer.__init__(self, model, name, settings)
+        backend = LocalBackend(self._model, self._loop, self._health, elsewhere)
+        self._api = Api(backend, settings, self._metrics)
+        TeiServicer.__init__(self, self._api.service, backend, settings, self._metrics)
         if idle := self._engine.config.idle_prompts:
             log.warning(IDLE_PROMPTS.format(model=name, names=", ".join(idle)))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return Api(self._backend, self._settings, self._metrics).app
+        return self._api.app
 
 
 def _assigned_cpus() -> int:

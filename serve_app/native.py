@@ -11,7 +11,7 @@ from engine.loop import Embeddings
 from engine.model_config import OutputName
 from engine.pooling import EmbedOptions
 from serve_app.backend import ModelInfo, ServedModel
-from serve_app.errors import EmptyBatch, WrongTask
+from serve_app.errors import EmptyBatch
 from serve_app.quantize import OutputDtype, quantize
 from serve_app.schemas import (
     EmbedAllRequest,
@@ -27,6 +27,15 @@ from serve_app.schemas import (
 )
 from serve_app.scores import best_first
 from serve_app.service import Call, Service
+from serve_app.tasks import (
+    check_embed,
+    check_embed_all,
+    check_embed_hybrid,
+    check_embed_sparse,
+    check_predict,
+    check_rerank,
+    hybrid_outputs,
+)
 
 NativeRequest = (
     EmbedRequest | EmbedAllRequest | EmbedSparseRequest | EmbedHybridRequest | SimilarityRequest | PredictRequest | RerankRequest
@@ -60,47 +69,22 @@ def inputs_of(body: NativeRequest) -> Sequence[Any]:
 
 
 def check_task(info: ModelInfo, body: NativeRequest) -> None:
-    """Raises: WrongTask where a model of this kind has no answer, in TEI's words where it has some."""
+    """Raises: WrongTask where a model of this kind has no answer."""
     match body:
         case RerankRequest():
-            check_reranks(info)
+            check_rerank(info)
         case PredictRequest():
-            if info.task == "embedding":
-                raise WrongTask("Model is not a classifier model")
-        case _:
-            check_embeds(info)
-    match body:
-        case EmbedRequest() if info.pooling == "splade" and body.normalize:
-            raise WrongTask("`normalize` is not available for SPLADE models")
-        case EmbedAllRequest() if info.pooling == "splade":
-            raise WrongTask("`embed_all` is not available for SPLADE models")
-        case EmbedSparseRequest() if "sparse" not in info.outputs:
-            raise WrongTask("Model is not an embedding model with SPLADE pooling")
-        case EmbedHybridRequest(outputs=wanted):
-            has = hybrid_outputs(info)
-            if missing := [each for each in wanted or () if each not in has]:
-                raise WrongTask(f"the model has no {', '.join(missing)}; it gives {', '.join(has)}")
-        case _:
-            pass
-
-
-def check_embeds(info: ModelInfo) -> None:
-    """Raises: WrongTask for a model that gives no vectors."""
-    if info.task != "embedding":
-        raise WrongTask("Model is not an embedding model")
-
-
-def check_reranks(info: ModelInfo) -> None:
-    """Raises: WrongTask for a model that cannot tell how well a text answers a query better than by a cosine."""
-    if info.task != "reranker" and not {"sparse", "colbert"} & set(hybrid_outputs(info)[1:]):
-        raise WrongTask("model is not a re-ranker model")
-
-
-def hybrid_outputs(info: ModelInfo) -> list[HybridOutput]:
-    """What `/embed_hybrid` has of a model; the vector of a SPLADE model is its sparse weights."""
-    dense: list[HybridOutput] = [] if info.pooling == "splade" or info.task != "embedding" else ["dense"]
-    more: tuple[HybridOutput, ...] = ("sparse", "colbert")
-    return dense + [each for each in more if each in info.outputs]
+            check_predict(info)
+        case EmbedAllRequest():
+            check_embed_all(info)
+        case EmbedSparseRequest():
+            check_embed_sparse(info)
+        case EmbedHybridRequest():
+            check_embed_hybrid(info, body.outputs)
+        case EmbedRequest():
+            check_embed(info, body.normalize)
+        case SimilarityRequest():
+            check_embed(info, normalize=False)
 
 
 async def answer(service: Service, call: Call, model: ServedModel, body: NativeRequest) -> Any:
@@ -110,15 +94,10 @@ async def answer(service: Service, call: Call, model: ServedModel, body: NativeR
         case EmbedRequest():
             return await _embed(service, call, model, body)
         case EmbedAllRequest():
-            result = await service.embed(
-                call, model, body.inputs, body.encode_options(truncating), EmbedOptions(pooled=False, outputs=("tokens",))
-            )
-            return result.ragged["tokens"]
+            return await service.embed_all(call, model, body.inputs, body.encode_options(truncating))
         case EmbedSparseRequest():
-            result = await service.embed(
-                call, model, body.inputs, body.encode_options(truncating), EmbedOptions(pooled=False, outputs=("sparse",))
-            )
-            return [sparse(each) for each in result.ragged["sparse"]]
+            weights = await service.embed_sparse(call, model, body.inputs, body.encode_options(truncating))
+            return [sparse(each) for each in weights]
         case EmbedHybridRequest():
             return await _hybrid(service, call, model, body)
         case SimilarityRequest(parameters=parameters):

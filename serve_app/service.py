@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.flight import Vectors
@@ -86,6 +87,7 @@ class Service:
     def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
         self._backend, self.settings, self._metrics = backend, settings, metrics
         self._in_flight = 0
+        self._stream_places = asyncio.Semaphore(settings.max_concurrent_requests)
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     def call(self, inputs: Sequence[TextOrIds | TextOrPair], headers: Iterable[tuple[bytes, bytes]]) -> Call:
@@ -111,6 +113,20 @@ class Service:
             self._in_flight -= 1
             self._metrics.in_flight.dec()
 
+    async def place(self) -> Callable[[object], None]:
+        """A place for one message of a stream, once there is one; returns what gives it back, called with anything.
+
+        Streams have as many places as requests have, and others than theirs: one that is long neither fails nor fails others.
+        """
+        await self._stream_places.acquire()
+        self._metrics.in_flight.inc()
+
+        def leave(_: object) -> None:
+            self._stream_places.release()
+            self._metrics.in_flight.dec()
+
+        return leave
+
     async def embed(
         self,
         call: Call,
@@ -126,6 +142,20 @@ class Service:
         self._check(model, options, dtypes)
         size = call.num_chars + len(encoding.prompt or "") * len(inputs)
         return await self._compute(call, model, options, size, model.tokenizer.encode, inputs, encoding)
+
+    async def embed_all(
+        self, call: Call, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions
+    ) -> list[Vectors]:
+        """Of each input [tokens, hidden_size] fp32. Raises: as `embed`."""
+        options = EmbedOptions(pooled=False, outputs=("tokens",))
+        return (await self.embed(call, model, inputs, encoding, options)).ragged["tokens"]
+
+    async def embed_sparse(
+        self, call: Call, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions
+    ) -> list[NDArray[np.void]]:
+        """Of each input an array of (index, value), by index. Raises: as `embed`."""
+        options = EmbedOptions(normalize=False, pooled=False, outputs=("sparse",))
+        return (await self.embed(call, model, inputs, encoding, options)).ragged["sparse"]
 
     async def predict(
         self, call: Call, model: ServedModel, inputs: Sequence[TextOrPair], encoding: EncodeOptions, raw_scores: bool

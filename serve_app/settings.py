@@ -74,6 +74,7 @@ class Settings(BaseModel):
     served_model_name: Names = Field((), description="Names clients use, one per model [default: the model's own]")
     host: str = Field("0.0.0.0", description="Address to listen on")  # noqa: S104 - what a server in a container needs
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
+    grpc_port: int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
     dtype: Dtype = Field("auto", description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it")
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
         None, description=f"{', '.join(get_args(Pooling))} [default: what the model's folder says]"
@@ -121,6 +122,12 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _ports_differ(self) -> "Settings":
+        if self.grpc_port == self.port:
+            raise ValueError(f"port and grpc_port are both {self.port}; HTTP and gRPC need one each")
+        return self
+
+    @model_validator(mode="after")
     def _prompts_agree(self) -> "Settings":
         if self.default_prompt_name is not None and self.default_prompt is not None:
             raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
@@ -130,6 +137,14 @@ class Settings(BaseModel):
     def _code_has_a_backend(self) -> "Settings":
         check_remote_code(self.backend, self.trust_remote_code)
         return self
+
+    @property
+    def grpc_options(self) -> dict[str, Any]:
+        """What Ray Serve is told beside `http_options`; nothing where there is no gRPC."""
+        if self.grpc_port is None:
+            return {}
+        servicers = ["serve_app.grpc.services.add_services"]
+        return {"grpc_options": {"port": self.grpc_port, "grpc_servicer_functions": servicers}}
 
     @property
     def names(self) -> tuple[str, ...]:

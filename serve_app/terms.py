@@ -31,7 +31,8 @@ USUAL: Final = Terms()
 
 
 def read_terms(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Terms:
-    """The terms that a request's headers ask for, names in lower case as ASGI has them; a deadline beyond `timeout_s` is that.
+    """The terms that a request's headers ask for, names in lower case as ASGI has them; a deadline beyond `timeout_s` is that,
+    and of two the sooner counts.
 
     Raises: BadHeader naming the header and its value.
     """
@@ -41,7 +42,7 @@ def read_terms(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Term
         if name == _PRIORITY:
             terms = replace(terms, priority=_priority(value))
         elif name == _DEADLINE:
-            terms = replace(terms, deadline_s=min(_seconds(value), timeout_s))
+            terms = replace(terms, deadline_s=min(_seconds(value), terms.deadline_s or timeout_s))
         elif "no-store" in (directive.strip().lower() for directive in value.split(",")):
             terms = replace(terms, store=False)
     return terms

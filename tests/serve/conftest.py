@@ -21,13 +21,20 @@ from serve_app.settings import Settings
 
 
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
+def grpc_port() -> int:
+    """Where the same HAProxy listens for gRPC, once there is `address`."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def address(grpc_port: int) -> Iterator[str]:
     """Ray and Ray Serve, with HAProxy listening at this address."""
     port = free_port()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # Ray's workers import servers.py
     with local_ray(num_cpus=8):
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        http, grpc = {"host": "127.0.0.1", "port": port}, Settings(grpc_port=grpc_port).grpc_options
+        serve.start(proxy_location="HeadOnly", http_options=http, **grpc)
         yield f"http://127.0.0.1:{port}"
 
 

@@ -14,11 +14,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
 from cluster.local_ray import free_port
 from engine.hub import EMBEDDED_MODEL
+from serve_app.grpc import tei_pb2 as tei
+from serve_app.grpc import tei_pb2_grpc
 
 EMBERFORGE = str(Path(sys.executable).parent / "emberforge")
 
@@ -64,9 +67,20 @@ class Terminal:
 
 def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
     """As one would start TEI, with a key that nobody finds on the machine."""
-    port = free_port()
+    port, grpc_port = free_port(), free_port()
     key = "ef-" + secrets.token_hex(16)
-    terminal = Terminal(EMBERFORGE, "serve", "--model-id", EMBEDDED_MODEL, "-p", str(port), "--api-key", key, "--auto-truncate")
+    arguments = [
+        "--model-id",
+        EMBEDDED_MODEL,
+        "-p",
+        str(port),
+        "--api-key",
+        key,
+        "--auto-truncate",
+        "--grpc-port",
+        str(grpc_port),
+    ]
+    terminal = Terminal(EMBERFORGE, "serve", *arguments)
     try:
         terminal.wait_for("curl ", 90)
         terminal.wait_for("}'", 5)
@@ -83,6 +97,10 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
                 assert process.pid == terminal.process.pid or key not in process.environ().values()
         assert key not in terminal.text
         assert '"object":"embedding"' in answer
+        assert f" 127.0.0.1:{grpc_port}  (gRPC)" in terminal.text
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+            embed, metadata = tei_pb2_grpc.EmbedStub(channel).Embed, [("authorization", f"Bearer {key}")]
+            assert len(embed(tei.EmbedRequest(inputs="x"), metadata=metadata, wait_for_ready=True).embeddings) == 384
         start = time.monotonic()
         os.write(terminal.master, b"\x03")
         assert terminal.process.wait(timeout=20) == 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from test_behaviour import leave_at_once, metric, wait_for
 
 from engine.hub import EMBEDDED_MODEL
 from serve_app import gateway, pool
+from serve_app.grpc import tei_pb2 as tei
+from serve_app.grpc import tei_pb2_grpc
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,24 @@ def test_the_body_names_the_model(two_models: httpx.Client, client: httpx.Client
     assert len(two_models.post("v1/embeddings", json={"input": "w1", "model": "small"}).json()["data"][0]["embedding"]) == 64
     assert np.shape(two_models.post("embed", json={"inputs": ["w1", "w2 w3"], "model": "small-alias"}).json()) == (2, 64)
     assert np.shape(two_models.post("embed_all", json={"inputs": "w1 w2", "model": "small"}).json()) == (1, 4, 64)
+
+
+def test_metadata_name_the_model_of_a_grpc_call(two_models: httpx.Client, client: httpx.Client, grpc_port: int) -> None:
+    """With the gateway at `/` nothing has to name it; here another application is there."""
+    direct = client.post("embed", json={"inputs": "one address for all"}).json()[0]
+    application = ("application", "gatewaytwo")
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        embed = tei_pb2_grpc.EmbedStub(channel).Embed
+        request = tei.EmbedRequest(inputs="one address for all")
+        answer = embed(request, metadata=[application], wait_for_ready=True)
+        np.testing.assert_allclose(answer.embeddings, direct, atol=1e-6)
+        small = tei.EmbedRequest(inputs="w1")
+        assert len(embed(small, metadata=[application, ("x-model", "small-alias")]).embeddings) == 64
+        with pytest.raises(grpc.RpcError) as caught:
+            embed(small, metadata=[application, ("x-model", "nope")])
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        stream = tei_pb2_grpc.EmbedStub(channel).EmbedStream(iter([request] * 20), metadata=[application])
+        assert len([each.embeddings for each in stream]) == 20
 
 
 def test_an_unknown_model_is_told_what_there_is(two_models: httpx.Client) -> None:

@@ -115,7 +115,7 @@ def test_every_option_reaches_the_config() -> None:
     plan = planned(
         MIXED, entry("a/x", "qwen3-embedding-0.6b", nodes=["pc1", "pc2"], default_prompt_name="query", **limits),
         entry("b", not_nodes=["pc1", "big"], default_prompt=""),
-        default="b", gateways=3, asleep="refuse", settings={"port": 9000, "max_client_batch_size": 7},
+        default="b", gateways=3, asleep="refuse", settings={"port": 9000, "grpc_port": 9001, "max_client_batch_size": 7},
     )  # fmt: skip
     config = plan.serve_config()
     assert lost(config, read_by_ray(config)) == []
@@ -130,6 +130,7 @@ def test_every_option_reaches_the_config() -> None:
     assert kept_off["deployments"][0]["ray_actor_options"]["label_selector"]["emberforge-node"] == "!in(pc1,big)"
     gateway = by_name["gateway"]
     assert (gateway["args"]["default"], gateway["args"]["asleep"], config["http_options"]["port"]) == ("b", "refuse", 9000)
+    assert config["grpc_options"]["port"] == 9001
     assert gateway["deployments"][0]["num_replicas"] == 3
     first, second = GatewayArgs.model_validate(gateway["args"]).models
     assert (first.default_prompt_name, first.default_prompt, first.max_input_tokens) == ("query", None, 1024)

@@ -1,0 +1,23 @@
+"""Which services Ray Serve's gRPC ingress has: it calls `add_services` wherever it listens (`Settings.grpc_options` names it).
+
+Its proxy imports this too, so nothing of the engine is imported here.
+"""
+
+from typing import Any
+
+from grpc_health.v1 import health_pb2_grpc
+
+from serve_app.grpc import tei_pb2_grpc
+
+
+def add_services(servicer: Any, server: Any) -> None:
+    """Register TEI's services and the standard health service; reflection is Serve's own."""
+    for add in (
+        tei_pb2_grpc.add_InfoServicer_to_server,
+        tei_pb2_grpc.add_EmbedServicer_to_server,
+        tei_pb2_grpc.add_PredictServicer_to_server,
+        tei_pb2_grpc.add_RerankServicer_to_server,
+        tei_pb2_grpc.add_TokenizeServicer_to_server,
+        health_pb2_grpc.add_HealthServicer_to_server,
+    ):
+        add(servicer, server)

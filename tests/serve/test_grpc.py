@@ -1,0 +1,163 @@
+"""TEI's gRPC services through Ray Serve's ingress: HAProxy in front, the replica's own gRPC server behind it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from ray import serve
+from servers import SlowServer
+from test_behaviour import metric, wait_for
+
+from engine.hub import EMBEDDED_MODEL
+from serve_app.app import PoolArgs, bind
+from serve_app.grpc import tei_pb2 as tei
+from serve_app.grpc import tei_pb2_grpc
+from serve_app.settings import Settings
+
+Code = grpc.StatusCode
+Deploy = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def channel(client: httpx.Client, grpc_port: int) -> Iterator[grpc.Channel]:
+    """To the application at `/`, which `client` has made."""
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as made:
+        grpc.channel_ready_future(made).result(20)
+        health = health_pb2_grpc.HealthStub(made)
+        wait_for(lambda: answers(lambda: health.Check(health_pb2.HealthCheckRequest())))
+        yield made
+
+
+def answers(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def test_a_call_answers_what_http_answers(client: httpx.Client, channel: grpc.Channel) -> None:
+    embed = tei_pb2_grpc.EmbedStub(channel)
+    answer, call = embed.Embed.with_call(tei.EmbedRequest(inputs="Hello, world"))
+    expected = client.post("embed", json={"inputs": "Hello, world"})
+    np.testing.assert_allclose(answer.embeddings, expected.json()[0], atol=1e-6)
+    assert answer.metadata.compute_tokens == int(expected.headers["x-compute-tokens"]) == 5
+    assert dict(call.trailing_metadata())["x-compute-tokens"] == "5"
+    everything = embed.EmbedAll(tei.EmbedAllRequest(inputs="Hello, world")).token_embeddings
+    assert np.shape([each.embeddings for each in everything]) == (5, 384)
+    info = tei_pb2_grpc.InfoStub(channel).Info(tei.InfoRequest())
+    assert (info.model_id, info.max_client_batch_size) == (EMBEDDED_MODEL, 64)
+
+
+def test_a_call_that_fails_has_its_code_and_words(channel: grpc.Channel) -> None:
+    def refused(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        return caught.value.code(), caught.value.details()
+
+    embed, rerank = tei_pb2_grpc.EmbedStub(channel), tei_pb2_grpc.RerankStub(channel)
+    empty = Code.INVALID_ARGUMENT, "Input validation error: `inputs` cannot be empty"
+    assert refused(lambda: embed.Embed(tei.EmbedRequest())) == empty
+    assert refused(lambda: list(embed.EmbedStream(iter([tei.EmbedRequest()])))) == empty
+    assert (
+        refused(lambda: rerank.RerankStream(iter([tei.RerankStreamRequest(query="a", text="b")])))[0] == Code.FAILED_PRECONDITION
+    )
+
+
+def test_streams_of_either_kind_pass_the_ingress(client: httpx.Client, channel: grpc.Channel) -> None:
+    texts = [f"text number {i}" + " and more" * (i % 7) for i in range(60)]
+    requests = (tei.EmbedRequest(inputs=text) for text in texts)
+    vectors = [each.embeddings for each in tei_pb2_grpc.EmbedStub(channel).EmbedStream(requests)]
+    np.testing.assert_allclose(vectors, client.post("embed", json={"inputs": texts}).json(), atol=1e-6)
+
+    sent = threading.Semaphore(1)
+
+    def one_by_one() -> Iterator[tei.EncodeRequest]:
+        for _ in range(3):
+            assert sent.acquire(timeout=10)
+            yield tei.EncodeRequest(inputs="tea")
+
+    for answer in tei_pb2_grpc.TokenizeStub(channel).TokenizeStream(one_by_one(), timeout=20):
+        assert len(answer.tokens) == 1
+        sent.release()
+
+
+def test_reflection_is_enough_for_a_client(channel: grpc.Channel) -> None:
+    database = ProtoReflectionDescriptorDatabase(channel)
+    services = {"tei.v1.Info", "tei.v1.Embed", "tei.v1.Predict", "tei.v1.Rerank", "tei.v1.Tokenize", "grpc.health.v1.Health"}
+    assert services <= set(database.get_services())
+    method = DescriptorPool(database).FindServiceByName("tei.v1.Embed").FindMethodByName("Embed")
+    request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    call = channel.unary_unary(
+        "/tei.v1.Embed/Embed", request_serializer=request.SerializeToString, response_deserializer=response.FromString
+    )
+    assert len(call(request(inputs="x")).embeddings) == 384
+
+
+def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, channel: grpc.Channel) -> None:
+    """No name means the one at `/`. A deadline is the replica's too, which refuses what it cannot meet, and so is leaving."""
+    info, embed = tei_pb2_grpc.InfoStub(channel), tei_pb2_grpc.EmbedStub(channel)
+    slow = [("application", "slow")]
+    with deployed("/slow", SlowServer, max_client_batch_size=9) as client, ThreadPoolExecutor(12) as pool:
+        wait_for(lambda: answers(lambda: info.Info(tei.InfoRequest(), metadata=slow)))
+        assert info.Info(tei.InfoRequest()).max_client_batch_size == 64
+        assert info.Info(tei.InfoRequest(), metadata=slow).max_client_batch_size == 9
+
+        request = tei.EmbedRequest(inputs="word " * 50)
+        for _ in range(2):  # so that it knows its speed
+            embed.Embed(request, metadata=slow)
+        held = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(10)]  # 2.5 s of passes
+        wait_for(lambda: metric(client, "requests_in_flight") >= 10)
+        with pytest.raises(grpc.RpcError) as caught:
+            embed.Embed(request, metadata=slow, timeout=1)
+        assert (caught.value.code(), caught.value.details()[:19]) == (Code.RESOURCE_EXHAUSTED, "Model is overloaded")
+
+        before, computed = metric(client, "cancelled_requests_total"), metric(client, "tokens_total")
+        leaving = embed.Embed.future(request, metadata=slow)
+        wait_for(lambda: metric(client, "requests_in_flight") >= 6)
+        leaving.cancel()
+        wait_for(lambda: metric(client, "cancelled_requests_total") == before + 1)
+        assert {each.result().status_code for each in held} == {200}
+        wait_for(lambda: metric(client, "queue_tokens") == 0)
+        assert metric(client, "tokens_total") - computed <= 10 * 52
+
+
+def test_a_redeploy_under_load_loses_no_call(deployed: Deploy, channel: grpc.Channel) -> None:
+    info, embed = tei_pb2_grpc.InfoStub(channel), tei_pb2_grpc.EmbedStub(channel)
+    again = [("application", "again")]
+    done: list[int] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            done.append(len(embed.Embed(tei.EmbedRequest(inputs="hello"), metadata=again).embeddings))
+
+    def limit() -> int:
+        return info.Info(tei.InfoRequest(), metadata=again).max_client_batch_size
+
+    with deployed("/again", options={"max_surge_percent": 100}), ThreadPoolExecutor(4) as pool:
+        wait_for(lambda: answers(limit))
+        workers = [pool.submit(load) for _ in range(4)]
+        wait_for(lambda: len(done) > 50)
+        changed = PoolArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", max_client_batch_size=7))
+        try:
+            serve.run(bind(changed, max_surge_percent=100), name="again", route_prefix="/again")
+            wait_for(lambda: limit() == 7, 30)
+            time.sleep(3)  # until the old replica is gone
+            seen = len(done)
+            wait_for(lambda: len(done) > seen + 50)
+        finally:
+            stop.set()
+        for worker in workers:
+            worker.result()
+    assert set(done) == {384}

@@ -1,0 +1,707 @@
+"""TEI's gRPC services over a real grpc.aio server, a fake model behind them."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ray.serve.config import gRPCOptions
+
+from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
+from engine.hub import EMBEDDED_MODEL
+from engine.loop import Embeddings
+from engine.model_folder import load_model_config
+from engine.pooling import EmbedOptions
+from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
+from serve_app import encode
+from serve_app.app import deploy_config, machine_share
+from serve_app.backend import ModelInfo
+from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.grpc import servicer, tei_pb2_grpc
+from serve_app.grpc import tei_pb2 as tei
+from serve_app.grpc.metadata import headers
+from serve_app.grpc.servicer import TeiServicer
+from serve_app.grpc.services import add_services
+from serve_app.metrics import Metrics
+from serve_app.service import Service
+from serve_app.settings import Settings, SettingsError, load_settings
+from serve_app.terms import Terms
+
+ROOT = Path(__file__).parents[2]
+WIDTH = 8
+Code = grpc.StatusCode
+
+
+class FakeModel:
+    """Vectors that depend on the ids alone. `hold` keeps texts of so many tokens waiting, `fail` is raised."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer.load(folder, load_model_config(folder))
+        self.info = ModelInfo("org/fake@v1", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0)
+        self.asked: list[tuple[EmbedOptions, Terms]] = []
+        self.running = self.most = self.cancelled = 0
+        self.hold: dict[int, asyncio.Event] = {}
+        self.fail: Exception | None = None
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        self.asked.append((options, terms))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if len(sequences[0]) in self.hold:
+                await self.hold[len(sequences[0])].wait()
+            if self.fail is not None and len(sequences[0]) != 3:
+                raise self.fail
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        ragged: dict[Any, Any] = {}
+        if "tokens" in options.outputs:
+            ragged["tokens"] = [np.stack([vector([each]) for each in ids]) for ids in sequences]
+        return Embeddings(np.stack([vector(ids)[: options.dimensions] for ids in sequences]), ragged, 0.5, 0.25)
+
+
+class FakeBackend:
+    def __init__(self, model: FakeModel) -> None:
+        self._model, self.healthy = model, True
+
+    def get(self, name: str | None) -> FakeModel:
+        if name == "missing":
+            raise UnknownModel("model `missing` is not served here; there is fake")
+        return self._model
+
+    def models(self) -> list[dict[str, Any]]:
+        return []
+
+    async def check_health(self) -> None:
+        if not self.healthy:
+            raise Unhealthy("unhealthy")
+
+    def backlog_s(self) -> float:
+        return 2.5
+
+
+def vector(ids: Sequence[int]) -> np.ndarray:
+    return np.random.default_rng(int(sum(ids))).standard_normal(WIDTH).astype(np.float32)
+
+
+class Server:
+    """A server for one scenario, and its clients."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.model = FakeModel(folder)
+        self.backend, self.metrics = FakeBackend(self.model), Metrics("fake")
+        self._settings = Settings(**settings)
+        self.service = Service(self.backend, self._settings, self.metrics)
+
+    def run(self, scenario: Callable[["Server"], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            server = grpc.aio.server()
+            add_services(TeiServicer(self.service, self.backend, self._settings, self.metrics), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            try:
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                    self.info = tei_pb2_grpc.InfoStub(channel)
+                    self.embed = tei_pb2_grpc.EmbedStub(channel)
+                    self.predict = tei_pb2_grpc.PredictStub(channel)
+                    self.rerank = tei_pb2_grpc.RerankStub(channel)
+                    self.tokenize = tei_pb2_grpc.TokenizeStub(channel)
+                    self.health = health_pb2_grpc.HealthStub(channel)
+                    return await asyncio.wait_for(scenario(self), 20)
+            finally:
+                await server.stop(None)
+
+        return asyncio.run(run())
+
+    def metric(self, line: str) -> float:
+        lines = self.metrics.exposition().decode().splitlines()
+        return next((float(each.rsplit(" ", 1)[1]) for each in lines if each.startswith(line)), 0.0)
+
+
+Make = Callable[..., Server]
+
+
+@pytest.fixture
+def make(minilm: Path) -> Make:
+    return lambda **settings: Server(minilm, **settings)
+
+
+async def refused(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to that")
+
+
+# --- the contract
+
+
+def test_the_generated_files_are_of_this_proto(tmp_path: Path) -> None:
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT}", *outputs, "serve_app/grpc/tei.proto"]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=60)
+    for made in (tmp_path / "serve_app/grpc").iterdir():
+        assert made.read_text() == (ROOT / "serve_app/grpc" / made.name).read_text(), f"{made.name} is old; run: make proto"
+
+
+def test_names_and_numbers_are_teis() -> None:
+    """`?` marks an optional field, `*` a repeated one."""
+    expected = {
+        "InfoRequest": "",
+        "InfoResponse": "version=1 sha?=2 docker_label?=3 model_id=4 model_sha?=5 model_dtype=6 model_type=7 "
+        "max_concurrent_requests=8 max_input_length=9 max_batch_tokens=10 max_batch_requests?=11 max_client_batch_size=12 "
+        "tokenization_workers=13",
+        "Metadata": "compute_chars=1 compute_tokens=2 total_time_ns=3 tokenization_time_ns=4 queue_time_ns=5 inference_time_ns=6",
+        "EmbedRequest": "inputs=1 truncate=2 normalize?=3 truncation_direction=4 prompt_name?=5 dimensions?=6",
+        "EmbedResponse": "embeddings*=1 metadata=2",
+        "EmbedSparseRequest": "inputs=1 truncate=2 truncation_direction=3 prompt_name?=4",
+        "SparseValue": "index=1 value=2",
+        "EmbedSparseResponse": "sparse_embeddings*=1 metadata=2",
+        "EmbedAllRequest": "inputs=1 truncate=2 truncation_direction=3 prompt_name?=4",
+        "TokenEmbedding": "embeddings*=1",
+        "EmbedAllResponse": "token_embeddings*=1 metadata=2",
+        "PredictRequest": "inputs=1 truncate=2 raw_scores=3 truncation_direction=4",
+        "PredictPairRequest": "inputs*=1 truncate=2 raw_scores=3 truncation_direction=4",
+        "Prediction": "score=1 label=2",
+        "PredictResponse": "predictions*=1 metadata=2",
+        "RerankRequest": "query=1 texts*=2 truncate=3 raw_scores=4 return_text=5 truncation_direction=6",
+        "RerankStreamRequest": "query=1 text=2 truncate=3 raw_scores=4 return_text=5 truncation_direction=6",
+        "Rank": "index=1 text?=2 score=3",
+        "RerankResponse": "ranks*=1 metadata=2",
+        "EncodeRequest": "inputs=1 add_special_tokens=2 prompt_name?=3",
+        "SimpleToken": "id=1 text=2 special=3 start?=4 stop?=5",
+        "EncodeResponse": "tokens*=1",
+        "DecodeRequest": "ids*=1 skip_special_tokens=2",
+        "DecodeResponse": "text=1",
+    }
+    file = tei.DESCRIPTOR
+
+    def mark(field: Any) -> str:
+        optional = field.containing_oneof is not None  # proto3's `optional` is a oneof of one
+        return "*" if field.is_repeated else "?" if optional else ""
+
+    found = {
+        name: " ".join(f"{field.name}{mark(field)}={field.number}" for field in message.fields)
+        for name, message in file.message_types_by_name.items()
+    }
+    assert found == expected
+    assert file.package == "tei.v1"
+    methods = {service.name: [each.name for each in service.methods] for service in file.services_by_name.values()}
+    assert methods == {
+        "Info": ["Info"],
+        "Embed": ["Embed", "EmbedStream", "EmbedSparse", "EmbedSparseStream", "EmbedAll", "EmbedAllStream"],
+        "Predict": ["Predict", "PredictPair", "PredictStream", "PredictPairStream"],
+        "Rerank": ["Rerank", "RerankStream"],
+        "Tokenize": ["Tokenize", "TokenizeStream", "Decode", "DecodeStream"],
+    }
+    for service in file.services_by_name.values():
+        for each in service.methods:
+            streams = each.name.endswith("Stream")
+            assert (each.client_streaming, each.server_streaming) == (streams, streams and each.name != "RerankStream"), each.name
+    assert [each.number for each in file.enum_types_by_name["ModelType"].values] == [0, 1, 2]
+    assert tei.TruncationDirection.Name(0) == "TRUNCATION_DIRECTION_RIGHT"
+
+
+@pytest.mark.parametrize("width", [0, 1, 31, 32, 384, 4096, 20_000])
+def test_packed_floats_are_a_message(width: int) -> None:
+    values = np.random.default_rng(width).standard_normal((width, 2)).astype(np.float32)[:, 0]  # not contiguous
+    assert tei.EmbedResponse.FromString(encode.packed_floats(values)) == tei.EmbedResponse(embeddings=values.tolist())
+
+
+# --- one message, one answer
+
+
+def test_embed_answers_the_vector_and_what_it_cost(make: Make) -> None:
+    server = make()
+    ids = server.model.tokenizer.encode(["a short text"], EncodeOptions())[0]
+
+    async def scenario(server: Server) -> None:
+        call = server.embed.Embed(tei.EmbedRequest(inputs="a short text"))
+        answer = await call
+        assert list(answer.embeddings) == vector(ids).tolist()
+        cost = answer.metadata
+        assert (cost.compute_chars, cost.compute_tokens) == (12, len(ids))
+        assert (cost.queue_time_ns, cost.inference_time_ns) == (500_000_000, 250_000_000)
+        assert 0 < cost.tokenization_time_ns < cost.total_time_ns
+        trailing = dict(await call.trailing_metadata())
+        assert (trailing["x-compute-tokens"], trailing["x-queue-time"]) == (str(len(ids)), "500")
+        assert trailing["x-compute-type"] == "gpu+optimized"
+        await server.embed.Embed(tei.EmbedRequest(inputs="a", normalize=False))
+        assert len((await server.embed.Embed(tei.EmbedRequest(inputs="a", dimensions=3))).embeddings) == 3
+
+    server.run(scenario)
+    assert [(options.normalize, options.dimensions) for options, _ in server.model.asked] == [
+        (True, None),
+        (False, None),
+        (True, 3),
+    ]
+    assert server.metric('emberforge_requests_total{model="fake",route="/tei.v1.Embed/Embed",status="OK"}') == 3
+    assert server.metric('te_request_success{method="single"}') == 3
+
+
+def test_the_other_methods_of_text_and_tokens(make: Make) -> None:
+    server = make()
+    ids = server.model.tokenizer.encode(["tea"], EncodeOptions())[0].tolist()
+
+    async def scenario(server: Server) -> None:
+        everything = await server.embed.EmbedAll(tei.EmbedAllRequest(inputs="tea"))
+        assert [list(each.embeddings) for each in everything.token_embeddings] == [vector([each]).tolist() for each in ids]
+        assert everything.metadata.compute_tokens == len(ids)
+        tokens = (await server.tokenize.Tokenize(tei.EncodeRequest(inputs="tea", add_special_tokens=True))).tokens
+        assert [each.id for each in tokens] == ids
+        assert (tokens[0].special, tokens[0].HasField("start")) == (True, False)
+        assert (tokens[1].text, tokens[1].start, tokens[1].stop, tokens[1].HasField("start")) == ("tea", 0, 3, True)
+        assert [each.id for each in (await server.tokenize.Tokenize(tei.EncodeRequest(inputs="tea"))).tokens] == ids[1:-1]
+        assert (await server.tokenize.Decode(tei.DecodeRequest(ids=ids, skip_special_tokens=True))).text == "tea"
+        assert (await server.tokenize.Decode(tei.DecodeRequest(ids=ids))).text == "[CLS] tea [SEP]"
+        info = await server.info.Info(tei.InfoRequest())
+        assert (info.model_id, info.model_sha, info.model_type) == ("org/fake", "v1", tei.MODEL_TYPE_EMBEDDING)
+        assert (info.max_input_length, info.max_batch_tokens, info.HasField("max_batch_requests")) == (256, 1000, False)
+
+    server.run(scenario)
+
+
+def test_truncate_is_false_unless_it_is_asked_for(make: Make) -> None:
+    """Whatever `auto_truncate`, which is on by default; from the end that is asked for."""
+    long = "one " + "word " * 400 + "last"
+
+    async def scenario(server: Server) -> None:
+        code, details = await refused(server.embed.Embed(tei.EmbedRequest(inputs=long)))
+        assert code == Code.INVALID_ARGUMENT
+        assert details.startswith("Input validation error: `inputs` must have less than 256 tokens. Given: ")
+        right = await server.embed.Embed(tei.EmbedRequest(inputs=long, truncate=True))
+        left = tei.EmbedRequest(inputs=long, truncate=True, truncation_direction=tei.TRUNCATION_DIRECTION_LEFT)
+        assert right.metadata.compute_tokens == 256
+        assert right.embeddings != (await server.embed.Embed(left)).embeddings
+
+    make().run(scenario)
+
+
+FAILURES = [
+    ("Embed", tei.EmbedRequest(), Code.INVALID_ARGUMENT, "Input validation error: `inputs` cannot be empty"),
+    (
+        "Embed",
+        tei.EmbedRequest(inputs="a", dimensions=0),
+        Code.INVALID_ARGUMENT,
+        "Input validation error: `dimensions` should be positive",
+    ),
+    (
+        "Embed",
+        tei.EmbedRequest(inputs="a", prompt_name="nope"),
+        Code.INVALID_ARGUMENT,
+        "Input validation error: `default-prompt-name` is set to `nope` but no prompts were found in the Sentence "
+        "Transformers configuration",
+    ),
+    (
+        "EmbedSparse",
+        tei.EmbedSparseRequest(inputs="a"),
+        Code.FAILED_PRECONDITION,
+        "Model is not an embedding model with SPLADE pooling",
+    ),
+    (
+        "Predict",
+        tei.PredictRequest(inputs="a"),
+        Code.FAILED_PRECONDITION,
+        "Model is not a classifier model",
+    ),
+    (
+        "PredictPair",
+        tei.PredictPairRequest(inputs=["a", "b", "c"]),
+        Code.INVALID_ARGUMENT,
+        "`inputs` must have a single or two elements. Given: 3",
+    ),
+    ("Rerank", tei.RerankRequest(query="a"), Code.INVALID_ARGUMENT, "`texts` cannot be empty"),
+    (
+        "Rerank",
+        tei.RerankRequest(query="a", texts=["b"] * 3),
+        Code.INVALID_ARGUMENT,
+        "batch size 3 > maximum allowed batch size 2",
+    ),
+    ("Decode", tei.DecodeRequest(), Code.INVALID_ARGUMENT, "Input validation error: `input_ids` cannot be empty"),
+]
+
+
+@pytest.mark.parametrize(("method", "request_", "code", "details"), FAILURES)
+def test_errors_have_teis_codes_and_words(make: Make, method: str, request_: Any, code: Any, details: str) -> None:
+    async def scenario(server: Server) -> None:
+        stubs = (server.embed, server.predict, server.rerank, server.tokenize)
+        call = next(getattr(stub, method) for stub in stubs if hasattr(stub, method))
+        assert await refused(call(request_)) == (code, details)
+
+    make(max_client_batch_size=2).run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "details"),
+    [
+        (BackendError("the card burns"), Code.FAILED_PRECONDITION, "Backend error: the card burns"),
+        (EngineStopped("gone"), Code.UNAVAILABLE, "unhealthy"),
+        (TimeoutError(), Code.DEADLINE_EXCEEDED, "the request was not finished within 60 s; send fewer inputs or retry later"),
+        (ValueError("secret"), Code.INTERNAL, "internal error; the server's log has the details"),
+    ],
+)
+def test_what_the_engine_says_has_its_code(make: Make, failure: Exception, code: Any, details: str) -> None:
+    server = make()
+    server.model.fail = failure
+
+    async def scenario(server: Server) -> None:
+        assert await refused(server.embed.Embed(tei.EmbedRequest(inputs="two words"))) == (code, details)
+
+    server.run(scenario)
+    assert server.metric(f'emberforge_requests_total{{model="fake",route="/tei.v1.Embed/Embed",status="{code.name}"}}') == 1
+
+
+# --- metadata
+
+
+def test_keys_are_wanted_everywhere_but_for_health(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        request = tei.EmbedRequest(inputs="a")
+        for metadata in ([], [("authorization", "Bearer wrong")]):
+            expected = (Code.UNAUTHENTICATED, "No valid auth token")
+            assert await refused(server.embed.Embed(request, metadata=metadata)) == expected
+            assert await refused(server.info.Info(tei.InfoRequest(), metadata=metadata)) == expected
+            assert await refused(server.rerank.RerankStream(iter([]), metadata=metadata)) == expected
+            assert await refused(first(server.embed.EmbedStream(iter([request]), metadata=metadata))) == expected
+        key = [("authorization", "Bearer right")]
+        assert (await server.embed.Embed(request, metadata=key)).embeddings
+        assert await first(server.embed.EmbedStream(iter([request]), metadata=key))
+        assert (await server.health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+
+    make(api_key="right").run(scenario)
+
+
+async def first(stream: Any) -> Any:
+    async for each in stream:
+        return each
+
+
+def test_metadata_say_what_headers_say(make: Make) -> None:
+    server = make()
+
+    async def scenario(server: Server) -> None:
+        request = tei.EmbedRequest(inputs="a")
+        await server.embed.Embed(request, metadata=[("x-priority", "batch"), ("x-request-deadline-ms", "5000")])
+        await server.embed.Embed(request, metadata=[("x-request-deadline-ms", "5000"), ("x-grpc-timeout", "2S")])
+        await server.embed.Embed(request, metadata=[("x-request-deadline-ms", "3000"), ("x-grpc-timeout", "6S")])
+        expected = Code.INVALID_ARGUMENT, "`x-priority` is `urgent`; send interactive or batch"
+        assert await refused(server.embed.Embed(request, metadata=[("x-priority", "urgent")])) == expected
+        expected = Code.NOT_FOUND, "model `missing` is not served here; there is fake"
+        assert await refused(server.embed.Embed(request, metadata=[("x-model", "missing")])) == expected
+        assert (await server.embed.Embed(request, metadata=[("x-model", "fake"), ("trace-bin", b"\xff\x00")])).embeddings
+
+    server.run(scenario)
+    terms = [terms for _, terms in server.model.asked]
+    assert (terms[0].priority, terms[1].priority) == ("batch", "interactive")
+    assert terms[0].deadline_s == pytest.approx(5, abs=0.5)
+    assert terms[1].deadline_s == pytest.approx(2, abs=0.5)
+    assert terms[2].deadline_s == pytest.approx(3, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "ms"),
+    [("2H", 7_200_000), ("3M", 180_000), ("1S", 1000), ("250m", 250), ("1500u", 1.5), ("2500n", 0.0025)],
+)
+def test_a_calls_deadline_is_a_header(timeout: str, ms: float) -> None:
+    ((name, value),) = headers([("x-grpc-timeout", timeout)])
+    assert (name, float(value)) == (b"x-request-deadline-ms", ms)
+
+
+@pytest.mark.parametrize("timeout", ["", "S", "1", "-1S", "1x", "0m", "1.5S", "\u0661S"])
+def test_what_is_no_deadline_is_none(timeout: str) -> None:
+    assert list(headers([("x-grpc-timeout", timeout)])) == []
+
+
+def test_a_deadline_out_of_reach_is_refused_with_the_time_to_retry(make: Make) -> None:
+    server = make()
+    server.model.fail = DeadlineOutOfReach(8.0, 2.0)
+
+    async def scenario(server: Server) -> None:
+        call = server.embed.Embed(tei.EmbedRequest(inputs="two words"))
+        code, details = await refused(call)
+        assert (code, details.partition(":")[0]) == (Code.RESOURCE_EXHAUSTED, "Model is overloaded")
+        assert dict(await call.trailing_metadata())["retry-after"] == "6"
+
+    server.run(scenario)
+
+
+# --- places, cancellation
+
+
+def test_a_call_without_a_place_fails_at_once_and_a_stream_waits(make: Make) -> None:
+    """Streams have places of their own: calls go on beside one that has taken all of its."""
+
+    async def scenario(server: Server) -> None:
+        server.model.hold[4] = asyncio.Event()
+        held = [asyncio.ensure_future(server.embed.Embed(tei.EmbedRequest(inputs="two words"))) for _ in range(2)]
+        await until(lambda: server.model.running == 2)
+        third = server.embed.Embed(tei.EmbedRequest(inputs="two words"))
+        assert await refused(third) == (Code.RESOURCE_EXHAUSTED, "Model is overloaded")
+        assert dict(await third.trailing_metadata())["retry-after"] == "3"
+        server.model.hold[4].set()
+        await asyncio.gather(*held)
+        server.model.hold[4].clear()
+
+        stream = server.embed.EmbedStream(iter([tei.EmbedRequest(inputs="two words")] * 5))
+        answers = asyncio.ensure_future(collect(stream))
+        await until(lambda: server.model.running == 2)
+        assert (await server.embed.Embed(tei.EmbedRequest(inputs="tea"))).embeddings
+        await asyncio.sleep(0.05)
+        assert server.model.running == 2
+        server.model.hold[4].set()
+        assert len(await answers) == 5
+        assert server.model.most == 3
+
+    server = make(max_concurrent_requests=2)
+    server.run(scenario)
+    assert server.metric("emberforge_requests_in_flight") == 0
+
+
+async def collect(stream: Any) -> list[Any]:
+    return [each async for each in stream]
+
+
+def test_a_client_that_leaves_or_is_out_of_time_drops_its_work(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        server.model.hold[4] = asyncio.Event()
+        request = tei.EmbedRequest(inputs="two words")
+        call = server.embed.Embed(request)
+        await until(lambda: server.model.running == 1)
+        call.cancel()
+        await until(lambda: server.model.cancelled == 1)
+        code, _ = await refused(server.embed.Embed(request, timeout=0.2))
+        assert code == Code.DEADLINE_EXCEEDED
+        await until(lambda: server.model.cancelled == 2)
+        stream = server.embed.EmbedStream(iter([request] * 3))
+        reading = asyncio.ensure_future(collect(stream))
+        await until(lambda: server.model.running == 3)
+        stream.cancel()
+        await until(lambda: server.model.cancelled == 5)
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert server.model.running == 0
+
+    server = make()
+    server.run(scenario)
+    assert server.metric("emberforge_cancelled_requests_total") == 3
+    assert server.metric("emberforge_requests_in_flight") == 0
+
+
+def test_a_stream_that_is_left_while_it_waits_for_a_place_takes_none(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        server.model.hold[4] = asyncio.Event()
+        messages = [tei.EmbedRequest(inputs="two words")]
+        holding = asyncio.ensure_future(collect(server.embed.EmbedStream(iter(messages))))
+        await until(lambda: server.model.running == 1)
+        waiting = server.embed.EmbedStream(iter(messages))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(waiting.read(), 0.2)
+        waiting.cancel()
+        await until(lambda: server.metric("emberforge_cancelled_requests_total") == 1)
+        server.model.hold[4].set()
+        assert len(await holding) == 1
+        assert len(await collect(server.embed.EmbedStream(iter(messages)))) == 1
+        assert len(server.model.asked) == 2
+
+    make(max_concurrent_requests=1).run(scenario)
+
+
+# --- streams
+
+
+def test_no_more_is_read_than_answers_are_taken(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "_WINDOW", 3)
+    server = make()
+    made = TeiServicer(server.service, server.backend, Settings(), server.metrics)
+    num_read = 0
+
+    async def messages() -> AsyncIterator[int]:
+        nonlocal num_read
+        for num_read in range(1, 11):
+            yield num_read
+
+    async def one(message: int) -> tuple[int, None]:
+        return message, None
+
+    async def scenario() -> None:
+        async with aclosing(made._in_order(messages(), one)) as answers:
+            for taken in range(1, 6):
+                assert await anext(answers) == (taken, None)
+                await asyncio.sleep(0.01)
+                assert num_read == taken + 3  # the last of them waits to be computed
+
+    asyncio.run(scenario())
+
+
+def test_answers_come_in_the_order_of_the_messages(make: Make) -> None:
+    server = make()
+    texts = ["two words", "tea", "three more words"]
+    expected = [vector(ids).tolist() for ids in server.model.tokenizer.encode(texts, EncodeOptions())]
+
+    async def scenario(server: Server) -> None:
+        server.model.hold[4] = asyncio.Event()
+        stream = server.embed.EmbedStream(iter([tei.EmbedRequest(inputs=text) for text in texts]))
+        answers = asyncio.ensure_future(collect(stream))
+        await until(lambda: len(server.model.asked) == 3 and server.model.running == 1)
+        server.model.hold[4].set()
+        assert [list(each.embeddings) for each in await answers] == expected
+        assert [each.metadata.compute_tokens for each in await answers] == [4, 3, 5]
+
+    server.run(scenario)
+
+
+def test_a_client_may_send_one_message_after_the_other_is_answered(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        stream = server.tokenize.TokenizeStream()
+        for text in ("tea", "two words", "tea"):
+            await stream.write(tei.EncodeRequest(inputs=text))
+            assert len((await stream.read()).tokens) == len(text.split())
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+        ids = await collect(server.tokenize.DecodeStream(iter([tei.DecodeRequest(ids=[5572])] * 2)))
+        assert [each.text for each in ids] == ["tea", "tea"]
+        assert await collect(server.embed.EmbedStream(iter([]))) == []
+
+    make().run(scenario)
+
+
+def test_the_first_message_that_fails_ends_the_stream(make: Make) -> None:
+    """What was answered before it has arrived; what comes after is not computed to its end."""
+
+    async def scenario(server: Server) -> None:
+        server.model.hold[5] = asyncio.Event()
+        texts = ["tea", "", "three more words", ""]
+        stream = server.embed.EmbedAllStream(iter([tei.EmbedAllRequest(inputs=text) for text in texts]))
+        assert len((await stream.read()).token_embeddings) == 3
+        expected = Code.INVALID_ARGUMENT, "Input validation error: `inputs` cannot be empty"
+        assert await refused(stream.read()) == expected
+        await until(lambda: server.model.running == 0)
+
+    server = make()
+    server.run(scenario)
+    assert server.metric("emberforge_requests_in_flight") == 0
+
+
+# --- predict and rerank, whose scores come from elsewhere
+
+
+def test_predictions_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    async def predict(call: Any, model: Any, inputs: Any, encoding: Any, raw_scores: bool) -> Any:
+        asked.append((inputs, encoding.truncate, raw_scores))
+        return np.array([[0.25, 0.75]], dtype=np.float32)
+
+    server = make()
+    server.model.info = replace(server.model.info, task="classifier", labels=("anger", "joy"))
+    monkeypatch.setattr(server.service, "predict", predict)
+
+    async def scenario(server: Server) -> None:
+        answer = await server.predict.Predict(tei.PredictRequest(inputs="a", raw_scores=True))
+        assert [(each.label, each.score) for each in answer.predictions] == [("joy", 0.75), ("anger", 0.25)]
+        await server.predict.PredictPair(tei.PredictPairRequest(inputs=["a", "b"], truncate=True))
+        await server.predict.PredictPair(tei.PredictPairRequest(inputs=["c"]))
+        await collect(server.predict.PredictPairStream(iter([tei.PredictPairRequest(inputs=["d", "e"])])))
+
+    server.run(scenario)
+    assert asked == [(["a"], False, True), ([("a", "b")], True, False), (["c"], False, False), ([("d", "e")], False, False)]
+
+
+def test_ranks_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    async def rerank(call: Any, model: Any, query: str, texts: list[str], encoding: Any, raw_scores: bool) -> Any:
+        asked.append((query, texts, raw_scores))
+        return np.array([len(text) for text in texts], dtype=np.float32)
+
+    server = make()
+    server.model.info = replace(server.model.info, task="reranker", labels=("yes",))
+    monkeypatch.setattr(server.service, "rerank", rerank)
+
+    async def scenario(server: Server) -> None:
+        answer = await server.rerank.Rerank(tei.RerankRequest(query="q", texts=["a", "ccc", "bb"], return_text=True))
+        assert [(each.index, each.text, each.score) for each in answer.ranks] == [(1, "ccc", 3), (2, "bb", 2), (0, "a", 1)]
+        answer = await server.rerank.Rerank(tei.RerankRequest(query="q", texts=["a"]))
+        assert not answer.ranks[0].HasField("text")
+        messages = [
+            tei.RerankStreamRequest(query="q", text="bb", raw_scores=True, return_text=True),
+            tei.RerankStreamRequest(query="r", text="a"),
+            tei.RerankStreamRequest(query="q", text="dd"),
+        ]
+        answer = await server.rerank.RerankStream(iter(messages))
+        assert [(each.index, each.text) for each in answer.ranks] == [(2, "dd"), (0, "bb"), (1, "a")]
+        assert answer.metadata.compute_chars == 8
+        assert await refused(server.rerank.RerankStream(iter([]))) == (Code.INVALID_ARGUMENT, "`texts` cannot be empty")
+
+    server.run(scenario)
+    assert asked[2:] == [("q", ["bb"], True), ("r", ["a"], True), ("q", ["dd"], True)]
+
+
+def test_sparse_values_go_out_as_they_come(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def embed_sparse(*_: Any) -> Any:
+        return [np.array([(3, 0.5), (70000, 2.0)], dtype=[("index", "<i4"), ("value", "<f4")])]
+
+    server = make()
+    server.model.info = replace(server.model.info, pooling="splade", outputs=("sparse",))
+    monkeypatch.setattr(server.service, "embed_sparse", embed_sparse)
+
+    async def scenario(server: Server) -> None:
+        answer = await server.embed.EmbedSparse(tei.EmbedSparseRequest(inputs="a"))
+        assert [(each.index, each.value) for each in answer.sparse_embeddings] == [(3, 0.5), (70000, 2.0)]
+
+    server.run(scenario)
+
+
+# --- health, settings
+
+
+def test_health_is_the_engines(make: Make) -> None:
+    status = health_pb2.HealthCheckResponse
+
+    async def scenario(server: Server) -> None:
+        async def check(service: str) -> Any:
+            return (await server.health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+        assert [await check(each) for each in ("", "tei.v1.Embed", "tei.v1.Info")] == [status.SERVING] * 3
+        assert await check("tei.v1.Rerank") == status.NOT_SERVING
+        server.backend.healthy = False
+        assert [await check(each) for each in ("", "tei.v1.Embed", "tei.v1.Info")] == [
+            status.NOT_SERVING,
+            status.NOT_SERVING,
+            status.SERVING,
+        ]
+        listed = (await server.health.List(health_pb2.HealthListRequest())).statuses
+        assert {name: each.status for name, each in listed.items()}["tei.v1.Embed"] == status.NOT_SERVING
+        assert (await refused(server.health.Check(health_pb2.HealthCheckRequest(service="nope"))))[0] == Code.NOT_FOUND
+        watch = first(server.health.Watch(health_pb2.HealthCheckRequest()))
+        assert (await refused(watch))[0] == Code.UNIMPLEMENTED
+
+    make().run(scenario)
+
+
+def test_the_port_turns_grpc_on() -> None:
+    assert Settings().grpc_options == {}
+    assert "grpc_options" not in deploy_config(Settings(), machine_share(1, 2, 0))
+    config = deploy_config(load_settings({"grpc_port": "9100"}, {}), machine_share(1, 2, 0))
+    options = gRPCOptions(**config["grpc_options"])
+    assert (options.port, options.grpc_servicer_func_callable) == (9100, [add_services])
+    with pytest.raises(SettingsError, match="port and grpc_port are both 8000; HTTP and gRPC need one each"):
+        load_settings({"grpc_port": "8000", "models": [EMBEDDED_MODEL]}, {})
