@@ -682,6 +682,10 @@ def test_health_is_the_engines(make: Make) -> None:
 
         assert [await check(each) for each in ("", "tei.v1.Embed", "tei.v1.Info")] == [status.SERVING] * 3
         assert await check("tei.v1.Rerank") == status.NOT_SERVING
+        embedding, server.model.info = server.model.info, replace(server.model.info, task="reranker", labels=("yes",))
+        assert [await check(f"tei.v1.{each}") for each in ("Rerank", "Predict")] == [status.SERVING] * 2
+        assert await check("tei.v1.Embed") == status.NOT_SERVING
+        server.model.info = embedding
         server.backend.healthy = False
         assert [await check(each) for each in ("", "tei.v1.Embed", "tei.v1.Info")] == [
             status.NOT_SERVING,
