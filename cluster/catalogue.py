@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.model_config import DenseConfig, ModelConfig, Pooling
+from engine.model_config import DenseConfig, HeadConfig, ModelConfig, Pooling
+from engine.models import MODELS
 from engine.models.bert import BertConfig
 from engine.models.decoder import DecoderConfig
 from engine.models.gemma3 import Gemma3Config
@@ -10,6 +11,7 @@ from engine.models.gte import GteConfig
 from engine.models.jina_bert import JinaBertConfig
 from engine.models.modernbert import ModernBertConfig
 from engine.models.nomic_bert import NomicBertConfig
+from engine.pairs import DEFAULT_INSTRUCTION
 
 _CLS: Pooling = "cls"
 _MEAN: Pooling = "mean"
@@ -131,6 +133,18 @@ def _embeddinggemma() -> ModelConfig:
     )  # fmt: skip
 
 
+def _head(config: ModelConfig, architecture: str) -> ModelConfig:
+    """The classifier of one label on a body."""
+    head = MODELS[architecture].head
+    return replace(config, architecture=architecture, labels=("LABEL_0",), head=head, pooling=head.pooling)
+
+
+def _qwen3_reranker(layers: int, hidden: int, heads: int, intermediate: int, out: str) -> ModelConfig:
+    head = HeadConfig(out=out, activation="Identity", pooling="last_token", tokens=(9693, 2152))  # yes, no
+    body = _qwen3(layers, hidden, heads, intermediate, 151669, 40960)
+    return replace(body, labels=("LABEL_0",), head=head, instruction=DEFAULT_INSTRUCTION)
+
+
 def _dense(folder: str, in_features: int, out_features: int, bias: bool = True) -> DenseConfig:
     return DenseConfig(folder, in_features, out_features, bias, "Identity")
 
@@ -139,9 +153,16 @@ CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
     "Qwen/Qwen3-Embedding-8B": _qwen3(36, 4096, 32, 12288, 151665, 40960),
-    "Qwen/Qwen3-Reranker-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 40960),
-    "Qwen/Qwen3-Reranker-4B": _qwen3(36, 2560, 32, 9728, 151669, 40960),
-    "Qwen/Qwen3-Reranker-8B": _qwen3(36, 4096, 32, 12288, 151669, 40960),
+    "Qwen/Qwen3-Reranker-0.6B": _qwen3_reranker(28, 1024, 16, 3072, "embed_tokens"),
+    "Qwen/Qwen3-Reranker-4B": _qwen3_reranker(36, 2560, 32, 9728, "embed_tokens"),
+    "Qwen/Qwen3-Reranker-8B": _qwen3_reranker(36, 4096, 32, 12288, "lm_head"),
+    "BAAI/bge-reranker-base": _head(_roberta(12, 768, _CLS), "XLMRobertaForSequenceClassification"),
+    "BAAI/bge-reranker-large": _head(_roberta(24, 1024, _CLS), "XLMRobertaForSequenceClassification"),
+    "BAAI/bge-reranker-v2-m3": _head(_roberta(24, 1024, _CLS, positions=8192), "XLMRobertaForSequenceClassification"),
+    "cross-encoder/ms-marco-MiniLM-L-6-v2": _head(_bert(6, 384, _CLS), "BertForSequenceClassification"),
+    "Alibaba-NLP/gte-multilingual-reranker-base": _head(
+        _gte(12, 768, 250048, types=1, theta=20_000, ntk=8), "NewForSequenceClassification"
+    ),
     "BAAI/bge-small-en-v1.5": _bert(12, 384, _CLS),
     "BAAI/bge-base-en-v1.5": _bert(12, 768, _CLS),
     "BAAI/bge-large-en-v1.5": _bert(24, 1024, _CLS),

@@ -152,11 +152,8 @@ def _read_logit_score(folder: Path, keys: Keys, architecture: str, kinds: list[s
     path = folder / "modules.json"
     if architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
         raise ModelError(f"{path}: {kinds} of {architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)")
-    if not _asks_as_qwen3(folder):
-        raise ModelError(
-            f"{folder}: its chat template is not that of Qwen3-Reranker, the only one for LogitScore that is supported"
-        )
-    module = Keys(folder / "1_LogitScore" / "config.json", _read_json(folder / "1_LogitScore" / "config.json") or {})
+    path = folder / Path(_read_json(path)[1].get("path", "")).name / "config.json"
+    module = Keys(path, _read_json(path) or {})
     module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
     yes, no = module.get("true_token_id"), module.get("false_token_id")
     for name, token in (("true_token_id", yes), ("false_token_id", no)):
@@ -171,10 +168,12 @@ def _words_head(keys: Keys, yes: int, no: int | None) -> HeadConfig:
 
 
 def _asks_as_qwen3(folder: Path) -> bool:
+    """Whether the folder's chat template, which sentence-transformers puts pairs into, is the one of `InstructTemplate`."""
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else None
     template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
-    return JUDGE.split('"', 1)[0] in template
+    parts = (JUDGE.split('"', 1)[0], "<Instruct>: ", "<Query>: ", "<Document>: ", "<think>", "</think>")
+    return all(part in template for part in parts)
 
 
 def _token_id(folder: Path, word: str) -> int:
@@ -189,17 +188,27 @@ def _token_id(folder: Path, word: str) -> int:
 
 def _classifier_fields(folder: Path, keys: Keys, head: HeadConfig) -> dict[str, Any]:
     """What a `ModelConfig` has of a classifier or a reranker."""
-    if head.tokens is not None:
-        return {"head": head, "labels": ("LABEL_0",), "instruction": DEFAULT_INSTRUCTION}
-    fields = {"head": head, "labels": read_labels(keys)}
-    if head.pooling == "last_token":
-        fields["padding_id"] = keys.get("pad_token_id")
-    path = folder / "sentence_bert_config.json"
-    if "message" in ((_read_json(path) or {}).get("modality_config") or {}):
-        if not _asks_as_qwen3(folder):
-            raise ModelError(f"{path}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
-        fields["instruction"] = DEFAULT_INSTRUCTION
-    return fields
+    answers = head.tokens is not None
+    return {
+        "head": head,
+        "labels": ("LABEL_0",) if answers else read_labels(keys),
+        "padding_id": keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
+        "instruction": DEFAULT_INSTRUCTION if _uses_chat_template(folder, answers) else None,
+    }
+
+
+def _uses_chat_template(folder: Path, answers: bool) -> bool:
+    """Whether pairs go through a chat template, as sentence-transformers decides it; there is one that we have.
+
+    Raises: ModelError for another one.
+    """
+    if not (folder / "modules.json").exists():
+        return answers
+    modalities = (_read_json(folder / "sentence_bert_config.json") or {}).get("modality_config")
+    uses = answers if modalities is None else "message" in modalities
+    if uses and not _asks_as_qwen3(folder):
+        raise ModelError(f"{folder}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
+    return uses
 
 
 # In which order sentence-transformers' modules may follow one another; only Dense may come several times.

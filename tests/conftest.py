@@ -8,7 +8,7 @@ os.environ["RAY_AUTH_MODE"] = "token"
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,27 @@ TINY = {
     "gemma3_lm": Tiny(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _GEMMA3, encoder=False),
     "llama_lm": Tiny(transformers.LlamaConfig, transformers.LlamaForCausalLM, _GROUPED, encoder=False),
 }
+# Classifiers, of the shape that a kind above has.
+_CLASSIFIERS: dict[str, type[Any]] = {
+    "bert": transformers.BertForSequenceClassification,
+    "roberta": transformers.RobertaForSequenceClassification,
+    "camembert": transformers.CamembertForSequenceClassification,
+    "xlm_roberta": transformers.XLMRobertaForSequenceClassification,
+    "distilbert": transformers.DistilBertForSequenceClassification,
+    "mpnet": transformers.MPNetForSequenceClassification,
+    "deberta": transformers.DebertaV2ForSequenceClassification,
+    "modernbert": transformers.ModernBertForSequenceClassification,
+    "nomic_bert": transformers.NomicBertForSequenceClassification,
+    "gte": transformers.GteForSequenceClassification,
+    "gte_ntk": gte_reference.NewForSequenceClassification,
+    "jina_bert": jina_bert_reference.JinaBertForSequenceClassification,
+    "qwen3": transformers.Qwen3ForSequenceClassification,
+    "qwen2": transformers.Qwen2ForSequenceClassification,
+    "mistral": transformers.MistralForSequenceClassification,
+    "llama": transformers.LlamaForSequenceClassification,
+    "gemma3": transformers.Gemma3TextForSequenceClassification,
+}
+TINY |= {f"{kind}_classifier": replace(TINY[kind], model=model) for kind, model in _CLASSIFIERS.items()}
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +145,8 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "10GB")
     _save_tokenizer(folder, vocab, made_of.encoder)
+    if kind.endswith("_classifier"):  # its head has its own pooling
+        return folder
     pooling = "cls" if made_of.encoder else "lasttoken"
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(
@@ -140,6 +163,7 @@ def _save_tokenizer(folder: Path, vocab: int, encoder: bool) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(specials)
     single = "[CLS] $A [SEP]" if encoder else "$A <|endoftext|>"
+    pair = "[CLS] $A [SEP] $B:1 [SEP]:1" if encoder else "$A $B:1 <|endoftext|>:1"
     used = [(word, words.index(word)) for word in specials if word in single]
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=used)
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
     tokenizer.save(str(folder / "tokenizer.json"))

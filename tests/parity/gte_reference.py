@@ -6,8 +6,8 @@ transformers has this network as well, but not the NTK scaling of its rotary emb
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 
 class NewConfig(PreTrainedConfig):
@@ -73,8 +73,8 @@ class Embeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=1e-12)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.LayerNorm(self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0])
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        return self.LayerNorm(self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids))
 
 
 class Encoder(nn.Module):
@@ -91,12 +91,33 @@ class NewModel(PreTrainedModel):
         self.embeddings, self.encoder = Embeddings(config), Encoder(config)
         self.post_init()
 
-    def forward(self, input_ids: Tensor) -> BaseModelOutput:
-        hidden = self.embeddings(input_ids)
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> BaseModelOutput:
+        hidden = self.embeddings(input_ids, torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
         for layer in self.encoder.layer:
             hidden = layer(hidden)
         return BaseModelOutput(last_hidden_state=hidden)
 
 
+class Pooler(nn.Module):
+    def __init__(self, config: NewConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+
+class NewForSequenceClassification(PreTrainedModel):
+    config_class = NewConfig
+
+    def __init__(self, config: NewConfig) -> None:
+        super().__init__(config)
+        self.new, self.classifier = NewModel(config), nn.Linear(config.hidden_size, config.num_labels)
+        self.new.pooler = Pooler(config)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> SequenceClassifierOutput:
+        first = self.new(input_ids, token_type_ids).last_hidden_state[:, 0]
+        return SequenceClassifierOutput(logits=self.classifier(torch.tanh(self.new.pooler.dense(first))))
+
+
 AutoConfig.register(NewConfig.model_type, NewConfig)
+AutoModelForSequenceClassification.register(NewConfig, NewForSequenceClassification)
 AutoModel.register(NewConfig, NewModel)

@@ -6,8 +6,8 @@ Both implementations: the first, and with `qk_post_norm` the one of jina-embeddi
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 
 class JinaConfig(PreTrainedConfig):
@@ -112,8 +112,8 @@ class Embeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = layer_norm(config)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.LayerNorm(self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0])
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        return self.LayerNorm(self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids))
 
 
 class Encoder(nn.Module):
@@ -137,12 +137,26 @@ class JinaBertModel(PreTrainedModel):
         self.embeddings, self.encoder, self.pooler = Embeddings(config), Encoder(config), Pooler(config)
         self.post_init()
 
-    def forward(self, input_ids: Tensor) -> BaseModelOutput:
-        hidden = self.embeddings(input_ids)
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> BaseModelOutput:
+        hidden = self.embeddings(input_ids, torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
         for layer in self.encoder.layer:
             hidden = layer(hidden)
         return BaseModelOutput(last_hidden_state=hidden)
 
 
+class JinaBertForSequenceClassification(PreTrainedModel):
+    config_class = JinaConfig
+
+    def __init__(self, config: JinaConfig) -> None:
+        super().__init__(config)
+        self.bert, self.classifier = JinaBertModel(config), nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> SequenceClassifierOutput:
+        first = self.bert(input_ids, token_type_ids).last_hidden_state[:, 0]
+        return SequenceClassifierOutput(logits=self.classifier(torch.tanh(self.bert.pooler.dense(first))))
+
+
 AutoConfig.register(JinaConfig.model_type, JinaConfig)
+AutoModelForSequenceClassification.register(JinaConfig, JinaBertForSequenceClassification)
 AutoModel.register(JinaConfig, JinaBertModel)

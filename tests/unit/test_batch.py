@@ -45,6 +45,29 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
     assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([8] * 4, [1] * 4)
 
 
+def test_the_types_of_tokens_leave_their_ids() -> None:
+    second = 1 << 30
+    sequences = [np.array([5, 6 | second, 0 | second], dtype=np.int32), np.array([7], dtype=np.int32)]
+    packed = BatchPacker("cls", 8, None, typed=True).pack(sequences)
+    assert packed.token_ids.tolist() == [5, 6, 0, 7]
+    assert packed.token_types is not None
+    assert packed.token_types.tolist() == [0, 1, 1, 0]
+    assert sequences[0].tolist() == [5, 6 | second, second]  # the request's own array is as it was
+    packer = BatchPacker("cls", 8, Tiling(64, 2, 2, (9, 0), 132), typed=True)
+    shape, tiles = packer.shape([3, 1], room=16)
+    buffer = np.full(shape.size, -1, dtype=np.int32)
+    packer.fill(buffer, shape, sequences, tiles)
+    batch = shape.view(torch.from_numpy(buffer), ())
+    assert batch.token_types is not None
+    assert batch.token_types.tolist() == [0, 1, 1, *[0] * 13]
+    assert batch.token_ids.tolist() == [5, 6, 0, 7, *[0] * 12]
+
+
+def test_a_batch_of_a_model_without_types_has_none_of_them() -> None:
+    assert BatchPacker("cls", 8, None).pack([np.array([5], dtype=np.int32)]).token_types is None
+    assert "token_types" not in BatchPacker("cls", 8, None).shape([5])[0].parts()
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 7]), st.sampled_from([32, 64, 128]))
 def test_a_shape_with_room_holds_every_batch_of_its_tokens(lengths: list[int], group: int, head_dim: int) -> None:
     tiling = Tiling(head_dim, group, 2, (9, 0), 132)

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
+from engine.layers.head import Head
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_config import DenseConfig
 from engine.model_folder import load_model_config
@@ -48,6 +49,10 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
         ("Alibaba-NLP/gte-Qwen2-7B-instruct", 7_615_616_512 - (152_064 + 152_064 - 151_646) * 3584),
         ("google/embeddinggemma-300m", 302_863_104 + 2 * 768 * 3072),  # the body, and two Dense layers
         ("sentence-transformers/LaBSE", 470_926_848),  # its Dense layer is as large as the pooler that is not loaded
+        ("BAAI/bge-reranker-base", 278_044_417),
+        ("BAAI/bge-reranker-v2-m3", 567_755_777),
+        ("cross-encoder/ms-marco-MiniLM-L-6-v2", 22_713_601),
+        ("Qwen/Qwen3-Reranker-0.6B", 595_776_512 + 1024),  # of its tied lm_head, the difference of two rows
         # Mistral-7B-v0.1 without lm_head.
         ("intfloat/e5-mistral-7b-instruct", 7_241_732_096 - 32_000 * 4096),
     ],
@@ -104,6 +109,17 @@ HAS_NEEDLESS = {
     "gte_ntk": False,
     "jina_bert": True,
     "jina_bert_code": True,
+    "bert_classifier": False,
+    "roberta_classifier": False,
+    "distilbert_classifier": False,
+    "mpnet_classifier": False,
+    "deberta_classifier": False,
+    "modernbert_classifier": False,
+    "nomic_bert_classifier": False,
+    "gte_classifier": False,
+    "jina_bert_classifier": False,
+    "qwen3_classifier": False,
+    "gemma3_classifier": False,
 }
 NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.", "vocab_")
 
@@ -117,9 +133,11 @@ def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, shar
     config = load_model_config(folder)
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
         model = MODELS[config.architecture](config, checkpoint)
+        if config.head is not None:
+            Head.load(config, config.head, checkpoint)
         needless = set(checkpoint.finish(model.needless))
     sizes = dict(header_sizes(folder))
-    assert needless == {name for name in sizes if name.startswith(NEEDLESS)}
+    assert needless == (set() if config.head else {name for name in sizes if name.startswith(NEEDLESS)})
     assert bool(needless) == HAS_NEEDLESS[kind]
     assert num_parameters(config) == sum(size for name, size in sizes.items() if name not in needless)
 
@@ -197,6 +215,18 @@ def test_dense_layers_after_pooling_are_counted_once_a_vector() -> None:
     assert wide.embedding_size == 8192
     rows = [footprint(each, torch.float32, "gpu", 1024).workspace_per_token for each in (bare, config, wide)]
     assert rows[0] == rows[1] < rows[2]
+
+
+def test_a_head_is_counted_once_a_text_and_in_fp32() -> None:
+    config = CATALOGUE["cross-encoder/ms-marco-MiniLM-L-6-v2"]
+    bare = replace(config, head=None, labels=())
+    assert num_parameters(config) - num_parameters(bare) == 384 * 385 + 385
+    assert body_parameters(config) == body_parameters(bare)
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = [footprint(each, dtype, "gpu", 1024).weights for each in (bare, config)]
+        assert weights[1] - weights[0] == 4 * (384 * 385 + 385)
+    reranker, embedder = CATALOGUE["Qwen/Qwen3-Reranker-0.6B"], CATALOGUE["Qwen/Qwen3-Embedding-0.6B"]
+    assert num_parameters(reranker) == num_parameters(embedder) + 1024
 
 
 def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:

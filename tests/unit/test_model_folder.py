@@ -149,6 +149,23 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("modernbert", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn'"),
         ("modernbert", {"rope_parameters": "DELETE", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ("modernbert", {"rope_parameters": "DELETE", "local_rope_theta": -1}, "rope_theta is -1"),
+        ("bert_classifier", {"id2label": {"0": "a", "2": "b"}}, "does not name every label from 0 up"),
+        ("bert_classifier", {"id2label": {}}, "id2label {} does not name every label"),
+        ("bert_classifier", {"id2label": ["a", "b"]}, "id2label ['a', 'b'] does not name every label"),
+        ("bert_classifier", {"id2label": {"0": "a"}, "num_labels": 2}, "id2label names 1 labels, num_labels is 2"),
+        ("bert_classifier", {"num_labels": 0}, "num_labels is 0"),
+        (
+            "deberta_classifier",
+            {"pooler_hidden_act": "gelu_new"},
+            "pooler_hidden_act = 'gelu_new' is not supported (one of gelu,",
+        ),
+        ("deberta_classifier", {"pooler_hidden_size": 32}, "pooler_hidden_size = 32"),
+        (
+            "modernbert_classifier",
+            {"classifier_pooling": "max"},
+            "classifier_pooling = 'max' is not supported (only cls and mean)",
+        ),
+        ("modernbert_classifier", {"classifier_activation": "relu6"}, "classifier_activation = 'relu6'"),
     ],
 )
 def test_a_key_that_cannot_be_honoured_is_refused(
@@ -157,6 +174,33 @@ def test_a_key_that_cannot_be_honoured_is_refused(
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         load_model_config(copy(kind, **changes))
     assert message in str(caught.value)
+
+
+def test_labels_are_in_the_order_of_their_indices(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    names = {str(index): f"name {index}" for index in (10, *range(10))}
+    folder = copy("bert_classifier", id2label=names)
+    assert load_model_config(folder).labels == tuple(f"name {index}" for index in range(11))
+    with pytest.raises(ModelError, match=r"classifier\.weight has shape \[2, 64\], config\.json asks for \[11, 64\]"):
+        Engine.load(folder)
+    edit(folder / "config.json", {"id2label": "DELETE", "num_labels": 3})
+    assert load_model_config(folder).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    edit(folder / "config.json", {"num_labels": "DELETE"})  # transformers' default
+    assert load_model_config(folder).labels == ("LABEL_0", "LABEL_1")
+    assert load_model_config(folder, "cls").task == load_model_config(folder, "mean").task == "classifier"
+    assert caplog.text.count("pooling mean is not used") == 1
+
+
+def test_the_first_jina_rerankers_are_known_by_their_name(copy: Callable[..., Path], tmp_path: Path) -> None:
+    """Their config.json names the body alone, and no labels."""
+    folder = copy("jina_bert_classifier", architectures=["JinaBertModel"], id2label="DELETE", label2id="DELETE")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensors[name][:1].contiguous() for name in ("classifier.weight", "classifier.bias")}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="--pooling"):
+        load_model_config(folder)
+    folder.rename(tmp_path / "jina-reranker-v1-tiny-en")
+    engine = Engine.load(tmp_path / "jina-reranker-v1-tiny-en", dtype="float32")
+    assert (engine.config.task, engine.config.labels) == ("reranker", ("LABEL_0",))
 
 
 def test_positions_that_are_not_for_texts_do_not_count(copy: Callable[..., Path]) -> None:
@@ -385,8 +429,20 @@ def test_the_weights_of_a_dense_layer_are_all_known(copy: Callable[..., Path]) -
 
 
 def test_the_hub_gives_dense_layers_and_nothing_that_is_not_read() -> None:
-    files = ["model-00001-of-00002.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json", "1_Pooling/config.json"]
-    others = ["2_Dense/pytorch_model.bin", "onnx/model.safetensors", "gguf/1_Dense/model.safetensors", "modeling_qwen.py"]
+    files = [
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+        "2_Dense/model.safetensors",
+        "2_Dense/config.json",
+        "1_Pooling/config.json",
+    ]
+    others = [
+        "additional_chat_templates/x.jinja",
+        "2_Dense/pytorch_model.bin",
+        "onnx/model.safetensors",
+        "gguf/1_Dense/model.safetensors",
+        "modeling_qwen.py",
+    ]
     assert list(filter_repo_objects(files + others, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP)) == files
 
 
