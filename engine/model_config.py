@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from engine.errors import InvalidInput, ModelError
 
-Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
+Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean", "splade"]
+# Poolings that read one token of a sequence; the others read all.
+ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 # What a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
@@ -32,12 +34,24 @@ class DenseConfig:
         return self.out_features * (self.in_features + self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class SpladeConfig:
+    """The masked-LM head that SPLADE pools, and how: log(1 + relu(x)), or with `log_twice` the logarithm of that again."""
+
+    tied: bool  # its decoder is the words' table
+    log_twice: bool = False
+    dense_bias: bool = True
+    norm_bias: bool = True
+    decoder_bias: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What the forward pass and the tokenizer need to know of every model; a family adds what is its own.
 
     `max_input_length` counts tokens, special ones included. `prompts` maps a name to the text put in front;
-    `default_prompt` is put in front where a request asks for none, None where nobody has chosen one.
+    `default_prompt` is put in front where a request asks for none, None where nobody has chosen one. `splade` is there with
+    that pooling; `lexical` and `colbert_size` say which of BGE-M3's layers lie beside the weights, and how wide the second is.
     """
 
     architecture: str
@@ -53,6 +67,9 @@ class ModelConfig:
     causal: bool
     pooling: Pooling
     dense: tuple[DenseConfig, ...] = ()
+    splade: SpladeConfig | None = None
+    lexical: bool = False
+    colbert_size: int | None = None
     max_input_length: int
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
@@ -62,7 +79,23 @@ class ModelConfig:
     @property
     def embedding_size(self) -> int:
         """Dimensions of a vector; `hidden_size` are those of a token."""
+        if self.splade is not None:
+            return self.vocab_size
         return self.dense[-1].out_features if self.dense else self.hidden_size
+
+    @property
+    def outputs(self) -> tuple[OutputName, ...]:
+        """What a pass can give besides vectors. Chunks are pooled like texts, which says something of a mean of tokens, and
+        nothing where the model was trained to put a whole text into one of them."""
+        if self.splade is not None:
+            return ("sparse",)
+        there: dict[OutputName, bool] = {
+            "tokens": True,
+            "sparse": self.lexical,
+            "colbert": self.colbert_size is not None,
+            "chunks": self.pooling not in ONE_TOKEN,
+        }
+        return tuple(name for name, given in there.items() if given)
 
     @property
     def idle_prompts(self) -> tuple[str, ...]:

@@ -12,11 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import UnpicklingError
 from types import TracebackType
 from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.errors import ModelError
@@ -33,6 +35,8 @@ class Tensors(Protocol):
     dtype: torch.dtype
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
+
+    def has(self, name: str) -> bool: ...
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
 
@@ -51,6 +55,9 @@ class Shapes:
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
+
+    def has(self, name: str) -> bool:
+        return True
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.num_multiplied += math.prod(shape) if len(shape) > 1 else 0
@@ -103,6 +110,9 @@ class Checkpoint:
                 return
         raise ModelError(f"{self.folder}: no tensor named {' or '.join(prefix + probe for prefix in prefixes)}")
 
+    def has(self, name: str) -> bool:
+        return self._full(name) in self._file_of
+
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor on the model's device, in its dtype or in `dtype`, for what is computed at load.
 
@@ -142,8 +152,13 @@ class Checkpoint:
             log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
         return left
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _full(self, name: str) -> str:
+        """With the prefix, or as it is: a head lies beside the body, without the body's prefix."""
         full = self._prefix + name
+        return name if full not in self._file_of and name in self._file_of else full
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        full = self._full(name)
         if full not in self._file_of:
             raise ModelError(f"{self.folder}: tensor {full} is missing")
         file = self._file_of[full]
@@ -158,6 +173,28 @@ class Checkpoint:
             if not self._untaken[file]:  # drop the map of a shard that is done: its pages count as ours until then
                 file.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return tensor
+
+
+def read_linear(folder: Path, name: str, columns: int) -> tuple[Tensor, Tensor] | None:
+    """(weight [rows, columns], bias [rows]) of a layer that has a file of its own, `name`.safetensors or, as torch saves a state
+    dict, `name`.pt; None where there is neither. No code of a .pt is run.
+
+    Raises: ModelError naming the file.
+    """
+    path = folder / f"{name}.safetensors"
+    if not path.is_file():
+        path = folder / f"{name}.pt"
+    try:
+        tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    shapes = {key: tuple(each.shape) for key, each in tensors.items()} if isinstance(tensors, dict) else {}
+    rows = shapes.get("weight", (0,))[0]
+    if shapes != {"weight": (rows, columns), "bias": (rows,)}:
+        raise ModelError(f"{path} holds {shapes or type(tensors).__name__}, expected weight [n, {columns}] and bias [n]")
+    return tensors["weight"], tensors["bias"]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

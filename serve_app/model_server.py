@@ -39,7 +39,12 @@ class EngineServer:
         self._engine = self.load_engine(model, settings, num_threads)
         self._metrics = Metrics(name)
         self._loop = EngineLoop(
-            self._engine, self._engine.max_batch_tokens, num_threads, self._metrics.observe_batch, self._metrics.splits.inc
+            self._engine,
+            self._engine.max_batch_tokens,
+            num_threads,
+            self._metrics.observe_batch,
+            self._metrics.splits.inc,
+            self._engine.max_batch_seqs,
         )
         loop = self._loop
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_jobs, lambda: loop.queued_inputs)

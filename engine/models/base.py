@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from engine.batch import PackedBatch
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import Keys, ModelConfig
 from engine.weights import Tensors
 
@@ -16,6 +17,8 @@ class Model(ABC):
     Config: ClassVar[type[ModelConfig]] = ModelConfig
     architectures: ClassVar[tuple[str, ...]]  # as config.json names them
     needless: ClassVar[tuple[str, ...]] = ()  # tensors of the checkpoint that embeddings do not use, as glob patterns
+    masked_lm: ClassVar[MaskedLMNames | None] = None  # where SPLADE can be made of its masked-LM head
+    words: Tensor  # [vocab_size, hidden_size], the tokens' table; there wherever `masked_lm` is
     overflows_float16: ClassVar[bool] = False
     walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
 
@@ -23,6 +26,11 @@ class Model(ABC):
     @abstractmethod
     def read_config(keys: Keys) -> dict[str, Any]:
         """The fields of `Config` that config.json decides. Raises: ModelError for a key that cannot be honoured."""
+
+    @staticmethod
+    def read_masked_lm(keys: Keys) -> dict[str, bool]:  # noqa: ARG004
+        """The fields of `SpladeConfig` that a family's config.json decides. Raises: ModelError, as `read_config`."""
+        return {}
 
     @abstractmethod
     def __init__(self, config: Any, checkpoint: Tensors) -> None:

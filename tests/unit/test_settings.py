@@ -32,7 +32,7 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({}, {"EMBERFORGE_MAX_BATCH_TOKENS": "-5"}, ["EMBERFORGE_MAX_BATCH_TOKENS = '-5'", "greater than or equal to 1"]),
         ({}, {"EMBERFORGE_PRT": "5"}, ["EMBERFORGE_PRT is not a setting", "port"]),
         ({"dtype": "int8"}, {}, ["--dtype = 'int8'", "float32"]),
-        ({"pooling": "splade"}, {}, ["--pooling = 'splade'", "mean"]),
+        ({"pooling": "attention"}, {}, ["--pooling = 'attention'", "mean"]),
         ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),
         ({"models": ["org/a", "other/a"]}, {}, ["share a name", "served_model_name"]),
         ({"request_timeout_s": "0"}, {}, ["--request-timeout-s = '0'", "greater than 0"]),
