@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.errors import InvalidInput
 from engine.kernels.attention import TileShape, Tiling
 from engine.model_config import Pooling
 from engine.pairs import SECOND_SEGMENT
@@ -34,6 +36,7 @@ class PackedBatch:
     pooled_tiles: Tensor  # [B, 2], the same for the pooled rows alone
     tile_shape: TileShape | None  # None for the reference
     lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences
+    spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
     token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
 
     @property
@@ -73,7 +76,7 @@ class BatchShape:
     def view(self, buffer: Tensor, lengths: tuple[int, ...]) -> PackedBatch:
         """The parts of a filled buffer."""
         parts = {name: buffer[part].view(shape) for name, (part, shape) in _slices(self).items()}
-        return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths)
+        return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths, spans=())
 
 
 @lru_cache(256)
@@ -109,6 +112,29 @@ class BatchPacker:
         buffer = torch.empty(shape.size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.fill(buffer.numpy(), shape, sequences, tiles, options)
         return shape.view(buffer.to(device, non_blocking=True), lengths)
+
+    def pack_spans(
+        self, lengths: Sequence[int], options: Sequence[EmbedOptions], device: torch.device | None = None
+    ) -> tuple[PackedBatch, ...]:
+        """The spans of all sequences, in order, packed as sequences of rows of the hidden states.
+
+        Spans may overlap: one of the batches returned has at most as many rows as the pass has tokens, so that pooling them one
+        after the other takes no more memory than the pass itself.
+        Raises: InvalidInput for a span that is empty or not within its sequence: its rows would be another text's, or nowhere.
+        """
+        packer, most, room = replace(self, tiling=None), sum(lengths), 0
+        groups: list[tuple[list[TokenIds], list[EmbedOptions]]] = []
+        for length, first, each in zip(lengths, accumulate(lengths, initial=0), options, strict=False):
+            for start, stop in each.spans:
+                if not 0 <= start < stop <= length:
+                    raise InvalidInput(f"span [{start}, {stop}) is not within the input's {length} tokens, or is empty")
+                if stop - start > room:
+                    groups.append(([], []))
+                    room = most
+                room -= stop - start
+                groups[-1][0].append(np.arange(first + start, first + stop, dtype=np.int32))
+                groups[-1][1].append(each)
+        return tuple(packer.pack(rows, their_options, device) for rows, their_options in groups)
 
     def shape(self, lengths: Sequence[int], room: int | None = None) -> tuple[BatchShape, NDArray[np.int32]]:
         """The shape of a batch, and its attention tiles.

@@ -9,7 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -33,11 +33,14 @@ _BUDGETS = (1024, 2048, 4096, 8192, 16384)
 _ENOUGH = 0.95
 _TEXT_TOKENS = 200  # of a typical text
 
+# Wide results of a pass that runs as a graph: each graph keeps its own, and there may be MAX_GRAPHS of them.
+MOST_GRAPH_VALUES = 2 << 20
+
 # Errors of a lost device, kept for the tensors that their tracebacks hold: torch ends the process when one is freed.
 _wreckage: list[RuntimeError] = []
 
 Want = tuple[OutputName, ...]
-# (vectors [B, W], fp32 rows of what else is wanted, for each token one).
+# (vectors [B, W], fp32 rows of what else is wanted: for each token one, of chunks for each span).
 Results = tuple[Tensor, dict[OutputName, Tensor]]
 Forward = Callable[[PackedBatch, Want], Results]
 # (vectors, rows), on the host -> what the pass gives.
@@ -64,8 +67,11 @@ class CudaFlight:
 class CudaRunner:
     """Runs `forward` on one GPU. Not thread-safe, except that flights may be waited for anywhere."""
 
-    def __init__(self, forward: Forward, packer: BatchPacker, device: torch.device) -> None:
-        self._forward, self._packer, self._device = forward, packer, device
+    def __init__(
+        self, forward: Forward, packer: BatchPacker, device: torch.device, wide_values: Callable[[BatchShape, Want], int]
+    ) -> None:
+        """`wide_values`: how many numbers a pass gives besides vectors of a usual width."""
+        self._forward, self._packer, self._device, self._wide_values = forward, packer, device, wide_values
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = _Graphs(forward, device)
         self.max_graph_tokens = 0  # until `tune` has found where graphs pay
@@ -81,25 +87,31 @@ class CudaRunner:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
         lengths = [len(ids) for ids in sequences]
         num_tokens, num_seqs = sum(lengths), len(lengths)
-        graphed = num_tokens <= self.max_graph_tokens
+        graphed = num_tokens <= self.max_graph_tokens and "chunks" not in want
         room = next(size for size in GRAPH_TOKENS if size >= num_tokens) if graphed else None
         shape, tiles = self._packer.shape(lengths, room)
+        if graphed and self._wide_values(shape, want) > MOST_GRAPH_VALUES:
+            graphed, (shape, tiles) = False, self._packer.shape(lengths)
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
             self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
             results = self._graphs.replay(shape, want, staging) if graphed else None
             if results is None:
                 batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
+                if "chunks" in want and options is not None:
+                    batch = replace(batch, spans=self._packer.pack_spans(lengths, options, self._device))
                 results = self._forward(batch, want)
             vectors, rows = results
             host_vectors = _to_host(vectors[:num_seqs])
-            host_rows = {name: _to_host(each[:num_tokens]) for name, each in rows.items()}
+            host_rows = {name: _to_host(each if name == "chunks" else each[:num_tokens]) for name, each in rows.items()}
             # Who waits for a short pass spins, for the few microseconds' sake; who waits for a long one sleeps.
             done = torch.cuda.Event(blocking=not graphed)  # type: ignore[no-untyped-call]
             done.record()
         return CudaFlight(host_vectors, host_rows, land, done)
 
-    def tune(self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None) -> int:
+    def tune(
+        self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None, max_batch_seqs: int | None = None
+    ) -> int:
         """Find the token budget and where graphs pay, by running; returns the budget, or the one given.
 
         The device's memory for the largest batch and the longest input is taken now and kept by torch's allocator, so
@@ -112,7 +124,7 @@ class CudaRunner:
             log.warning("an input of %d tokens does not fit into what this GPU has left", self.longest_input)
             self.longest_input = max(budget, self.longest_input // 2)
         self._try(vocab_size, _like(budget, max_input_length))
-        self._try(vocab_size, [1] * min(budget, 4096))
+        self._try(vocab_size, [1] * min(budget, max_batch_seqs or 4096))
         if self._packer.tiling is not None:  # the reference attention walks the lengths on the host
             self._find_graph_limit(vocab_size, max_input_length)
             self._try(vocab_size, _like(self.max_graph_tokens, max_input_length))  # the largest graph, so that there is room

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import memory
-from engine.batch import BatchPacker, PackedBatch
+from engine.batch import BatchPacker, BatchShape, PackedBatch
 from engine.cuda import CudaRunner
 from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens, keep_freed_memory
 from engine.errors import BackendError, InvalidInput, ModelError
@@ -24,12 +24,14 @@ from engine.hub import resolve_model
 from engine.kernels.attention import tiling
 from engine.layers.dense import Dense
 from engine.layers.head import Head
-from engine.model_config import Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
-from engine.model_folder import load_model_config
+from engine.layers.splade import Splade, most_splade_seqs
+from engine.layers.token_outputs import TokenOutputs
+from engine.model_config import ONE_TOKEN, Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
+from engine.model_folder import load_model_config, read_no_words
 from engine.models import Model, family_of
 from engine.models.decoder import Decoder
-from engine.pooling import ONE_TOKEN, EmbedOptions, check_dimensions, pool
-from engine.ragged import Rows
+from engine.pooling import EmbedOptions, check_dimensions, pool
+from engine.ragged import Chunks, LexicalWeights, NonZero, Rows
 from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from engine.weights import Checkpoint
 
@@ -48,13 +50,18 @@ class Engine:
         device: torch.device,
         max_batch_tokens: int | None,
         dense: Sequence[Dense | Head] = (),
+        splade: Splade | None = None,
+        token_outputs: TokenOutputs | None = None,
+        no_words: Sequence[int] = (),
     ) -> None:
+        """`no_words`: ids of the tokens that have no lexical weight."""
         self.config, self.tokenizer, self.model, self.dense = config, tokenizer, model, dense
+        self.splade, self.token_outputs, self.no_words = splade, token_outputs, np.array(no_words, dtype=np.int32)
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
         cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
         self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments)
-        self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
+        self._cuda = CudaRunner(self._vectors, self.packer, device, self._wide_values) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
     @classmethod
@@ -123,9 +130,25 @@ class Engine:
             memory.check_fits(num_bytes, chosen_device, str(folder))
             network = family(config, checkpoint)
             head = [] if config.head is None else [_load_head(config, config.head, network, checkpoint)]
+            splade = None
+            if config.splade is not None and family.masked_lm is not None:
+                splade = Splade(config, checkpoint, family.masked_lm, network.words)
             checkpoint.finish(network.needless)
             dense = [_load_dense(each, folder, chosen_device, chosen_dtype) for each in config.dense]
-            engine = cls(config, tokenizer, network, chosen_dtype, chosen_device, max_batch_tokens, [*dense, *head])
+            token_outputs = TokenOutputs.load(config, folder, chosen_device, chosen_dtype)
+            no_words = tokenizer.ids(read_no_words(folder)) if config.lexical else ()
+            engine = cls(
+                config,
+                tokenizer,
+                network,
+                chosen_dtype,
+                chosen_device,
+                max_batch_tokens,
+                [*dense, *head],
+                splade,
+                token_outputs,
+                no_words,
+            )
             engine._warm_up(max_batch_tokens)
         return engine
 
@@ -180,14 +203,33 @@ class Engine:
         Args:
             options: one per sequence; None asks for whole, normalised vectors.
             want: what any of them asks for besides its vector, sorted; every sequence gets it.
-        Raises: OutOfMemory when it does not fit; BackendError; DeviceLost when the device is gone for good.
+        Raises: OutOfMemory when it does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput for
+            an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
         """
         with torch.inference_mode():
-            land = partial(_output, sequences) if want else Output
+            if want:
+                return self._launch_for(sequences, options or [EmbedOptions()] * len(sequences), want)
             if self._cuda is not None:
-                return self._cuda.launch(sequences, options, want, land)
-            vectors, rows = self._vectors(self.packer.pack(sequences, options), want)
-            return Landed(land(vectors.numpy(), {name: each.numpy() for name, each in rows.items()}))
+                return self._cuda.launch(sequences, options)
+            vectors, _ = self._vectors(self.packer.pack(sequences, options), ())
+            return Landed(Output(vectors.numpy()))
+
+    def _launch_for(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions], want: tuple[OutputName, ...]) -> Flight:
+        """A pass that gives more than vectors."""
+        if unknown := set(want) - {"tokens", *self.config.outputs}:
+            raise InvalidInput(
+                f"{self.config.architecture} with pooling {self.config.pooling} has no output {', '.join(unknown)}"
+            )
+        land = partial(self._output, sequences, options, want)
+        if self.splade is not None:
+            want = tuple(name for name in want if name != "sparse")  # the vectors say it all
+        if self._cuda is not None:
+            return self._cuda.launch(sequences, options, want, land)
+        batch = self.packer.pack(sequences, options)
+        if "chunks" in want:
+            batch = replace(batch, spans=self.packer.pack_spans(batch.lengths, options))
+        vectors, rows = self._vectors(batch, want)
+        return Landed(land(vectors.numpy(), {name: each.numpy() for name, each in rows.items()}))
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -198,6 +240,11 @@ class Engine:
     def passes_in_flight(self) -> int:
         """How many passes it pays to have launched: a GPU is given the next one while it computes."""
         return 1 if self._cuda is None else 2
+
+    @property
+    def max_batch_seqs(self) -> int | None:
+        """Sequences that one pass may have; None where their tokens alone count."""
+        return None if self.splade is None else most_splade_seqs(self.config.vocab_size)
 
     @property
     def max_graph_tokens(self) -> int:
@@ -220,19 +267,58 @@ class Engine:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
 
     def _vectors(self, batch: PackedBatch, want: tuple[OutputName, ...]) -> tuple[Tensor, dict[OutputName, Tensor]]:
-        """(vectors, fp32 rows of what else is wanted) of a batch on the engine's device."""
+        """(vectors, fp32 rows of what else is wanted) of a batch on the engine's device: for each token one, of chunks for each
+        span."""
         hidden = self.model.forward(batch, self.config.pooling in ONE_TOKEN and not want)
-        rows: dict[OutputName, Tensor] = {}
+        if self.splade is not None:
+            vectors = self.splade(hidden, batch.cu_seqlens, batch.dimensions, batch.normalize)
+        else:
+            vectors = pool(hidden, batch, self.config.pooling, self.dense)
+        if not want:
+            return vectors, {}
+        rows = self.token_outputs.rows(hidden, want) if self.token_outputs is not None else {}
         if "tokens" in want:
             rows["tokens"] = hidden.float()
-        return pool(hidden, batch, self.config.pooling, self.dense), rows
+        if "chunks" in want:
+            parts = [vectors[:0]]
+            for spans in batch.spans:
+                parts.append(pool(hidden.index_select(0, spans.token_ids), spans, self.config.pooling, self.dense))
+            rows["chunks"] = torch.cat(parts)
+        return vectors, rows
+
+    def _output(
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions],
+        want: tuple[OutputName, ...],
+        vectors: Vectors,
+        rows: Mapping[OutputName, Vectors],
+    ) -> Output:
+        """What a pass gave, ready to be cut by sequence."""
+        bounds = [0, *accumulate(map(len, sequences))]
+        ragged: dict[OutputName, Ragged] = {}
+        for name in want:
+            if name == "sparse":
+                given = NonZero(vectors) if self.splade else LexicalWeights(Rows(rows[name], bounds), sequences, self.no_words)
+                ragged[name] = given
+            elif name == "chunks":
+                ragged[name] = Chunks(Rows(rows[name], [0, *accumulate(len(each.spans) for each in options)]), options)
+            else:
+                ragged[name] = Rows(rows[name], bounds, skip=int(name == "colbert"))
+        return Output(vectors, ragged)
+
+    def _wide_values(self, shape: BatchShape, want: tuple[OutputName, ...]) -> int:
+        """How many numbers a pass gives besides vectors of a usual width."""
+        widths = {"tokens": self.config.hidden_size, "colbert": self.config.colbert_size or 0, "sparse": 1, "chunks": 0}
+        of_tokens = shape.num_tokens * sum(widths[name] for name in want)
+        return of_tokens + (shape.num_seqs * self.config.embedding_size if self.splade is not None else 0)
 
     def _cut(self, order: list[int], sequences: Sequence[TokenIds]) -> list[list[int]]:
-        """`order` in groups of at most `max_batch_tokens` tokens, at least one sequence each."""
+        """`order` in groups of at most `max_batch_tokens` tokens and `max_batch_seqs` sequences, at least one sequence each."""
         groups: list[list[int]] = []
-        room = 0
+        room, most = 0, self.max_batch_seqs
         for index in order:
-            if len(sequences[index]) > room or not groups:
+            if not groups or len(sequences[index]) > room or len(groups[-1]) == most:
                 groups.append([])
                 room = self.max_batch_tokens
             groups[-1].append(index)
@@ -246,15 +332,10 @@ class Engine:
                 f"the model gives vectors that are not finite in {self.dtype_name}; try --dtype float32 or check the weights"
             )
         if self._cuda is not None:
-            self.max_batch_tokens = self._cuda.tune(self.config.vocab_size, self.config.max_input_length, max_batch_tokens)
+            self.max_batch_tokens = self._cuda.tune(
+                self.config.vocab_size, self.config.max_input_length, max_batch_tokens, self.max_batch_seqs
+            )
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
-
-
-def _output(sequences: Sequence[TokenIds], vectors: Vectors, rows: Mapping[OutputName, Vectors]) -> Output:
-    """What a pass gave, ready to be cut by sequence."""
-    bounds = [0, *accumulate(map(len, sequences))]
-    ragged: dict[OutputName, Ragged] = {name: Rows(each, bounds) for name, each in rows.items()}
-    return Output(vectors, ragged)
 
 
 def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Dense:

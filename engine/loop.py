@@ -55,7 +55,8 @@ class Embeddings:
     """A job's result, by its options.
 
     `vectors` is [n, dims] float32, None where not `pooled`. `ragged` has for each of its `outputs` one array per input:
-    "tokens" [tokens, hidden_size] float32.
+    "tokens" [tokens, hidden_size], "colbert" [tokens - 1, colbert_size] and "chunks" [len(spans), dims], float32; "sparse"
+    [entries] of `ragged.SPARSE`.
     """
 
     vectors: Vectors | None
@@ -109,9 +110,10 @@ class EngineLoop:
         num_threads: int | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
         on_split: Callable[[], None] | None = None,
+        max_batch_seqs: int | None = None,
     ) -> None:
         self._engine = engine
-        self._packer = Packer(max_batch_tokens)
+        self._packer = Packer(max_batch_tokens, max_batch_seqs)
         self._again: deque[Slice] = deque()  # single sequences, to run alone
         self._num_threads = num_threads
         self._on_batch, self._on_split = on_batch, on_split

@@ -13,6 +13,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.layers.head import Head
+from engine.layers.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
 from engine.model_config import ModelConfig
 from engine.models import family_of
 from engine.weights import Shapes
@@ -75,14 +76,15 @@ def footprint(
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
     family = family_of(config)
     per_token = dtype.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
+    vectors = _splade_bytes(config, dtype, longest)
     weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - dtype.itemsize)  # a head is in fp32
-    workspace = longest * per_token
+    workspace = longest * per_token + vectors
     if kind == "cpu":
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
     if kind == "unified":
         workspace = int(workspace * _FRAGMENTED)
-    graphs = min(longest, MOST_GRAPH_TOKENS) * per_token
+    graphs = min(longest, MOST_GRAPH_TOKENS) * per_token + min(vectors, _SPLADE_GRAPH_BYTES)
     return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
 
 
@@ -100,13 +102,26 @@ def _pooling_values(config: ModelConfig) -> int:
     return 3 * config.hidden_size + widest + 2 * config.embedding_size
 
 
+def _splade_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
+    """Logits of some tokens, and vectors as wide as the vocabulary: in the model's dtype, then in fp32 beside that."""
+    if config.splade is None:
+        return 0
+    num_seqs = min(num_tokens, most_splade_seqs(config.vocab_size))
+    return CHUNK_BYTES + num_seqs * splade_width(config.vocab_size) * (dtype.itemsize + 4)
+
+
+# In CUDA graphs vectors are few: what their pool holds is the logits, and those of the largest.
+_SPLADE_GRAPH_BYTES = CHUNK_BYTES + (24 << 20)
+
 # Of a packed batch: ids, bounds, attention tiles and options, int32; at most this much for each token.
 _INDEX_BYTES = 40
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Of the tensors that the engine loads; other heads than a classifier's, and what else is needless, not counted."""
-    return _shapes(config).num_parameters + dense_parameters(config) + head_parameters(config)
+    token_rows = config.lexical + (config.colbert_size or 0)
+    loaded = _shapes(config).num_parameters + dense_parameters(config) + head_parameters(config)
+    return loaded + token_rows * (config.hidden_size + 1)
 
 
 def dense_parameters(config: ModelConfig) -> int:
@@ -133,7 +148,11 @@ def body_parameters(config: ModelConfig) -> int:
 @cache
 def _shapes(config: ModelConfig) -> Shapes:
     shapes = Shapes()
-    family_of(config)(config, shapes)
+    family = family_of(config)
+    network = family(config, shapes)
+    if config.splade is not None and family.masked_lm is not None:
+        Splade(config, shapes, family.masked_lm, network.words)
+        shapes.num_multiplied += config.splade.tied * config.vocab_size * config.hidden_size  # a table and a layer at once
     return shapes
 
 

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from engine.errors import InvalidInput, ModelError
 
-Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean"]
+Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean", "splade"]
+# Poolings that read one token of a sequence; the others read all.
+ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker"]
 # What a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
@@ -33,6 +35,17 @@ class DenseConfig:
     @property
     def num_parameters(self) -> int:
         return self.out_features * (self.in_features + self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class SpladeConfig:
+    """The masked-LM head that SPLADE pools, and how: log(1 + relu(x)), or with `log_twice` the logarithm of that again."""
+
+    tied: bool  # its decoder is the words' table
+    log_twice: bool = False
+    dense_bias: bool = True
+    norm_bias: bool = True
+    decoder_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +75,8 @@ class ModelConfig:
     `default_prompt` is put in front where a request asks for none, None where nobody has chosen one. Classifiers and
     rerankers have `labels`, one for each logit, and a `head`. `instruction` is the default one of a reranker whose pairs
     go into Qwen3-Reranker's template; None where the tokenizer puts pairs together. `padding_id`: tokens of it at the end
-    of an input are left out, as transformers does before it takes the last token's logits.
+    of an input are left out, as transformers does before it takes the last token's logits. `splade` is there with that
+    pooling; `lexical` and `colbert_size` say which of BGE-M3's layers lie beside the weights, and how wide the second is.
     """
 
     architecture: str
@@ -83,6 +97,9 @@ class ModelConfig:
     head: HeadConfig | None = None
     instruction: str | None = None
     padding_id: int | None = None
+    splade: SpladeConfig | None = None
+    lexical: bool = False
+    colbert_size: int | None = None
     max_input_length: int
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
@@ -94,6 +111,8 @@ class ModelConfig:
         """Dimensions of a vector, or the number of a classifier's logits; `hidden_size` are those of a token."""
         if self.labels:
             return len(self.labels)
+        if self.splade is not None:
+            return self.vocab_size
         return self.dense[-1].out_features if self.dense else self.hidden_size
 
     @property
@@ -106,6 +125,20 @@ class ModelConfig:
     def tells_segments(self) -> bool:
         """Whether the second text of a pair has a token type of its own. What only embeds never sees pairs."""
         return bool(self.labels) and self.type_vocab_size > 1
+
+    @property
+    def outputs(self) -> tuple[OutputName, ...]:
+        """What a pass can give besides vectors. Chunks are pooled like texts, which says something of a mean of tokens, and
+        nothing where the model was trained to put a whole text into one of them."""
+        if self.splade is not None:
+            return ("sparse",)
+        there: dict[OutputName, bool] = {
+            "tokens": not self.labels,
+            "sparse": self.lexical,
+            "colbert": self.colbert_size is not None,
+            "chunks": not self.labels and self.pooling not in ONE_TOKEN,
+        }
+        return tuple(name for name, given in there.items() if given)
 
     @property
     def idle_prompts(self) -> tuple[str, ...]:

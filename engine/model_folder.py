@@ -16,11 +16,13 @@ from engine.model_config import (
     Keys,
     ModelConfig,
     Pooling,
+    SpladeConfig,
     named_prompt,
     read_labels,
 )
 from engine.models import MODELS, Model, Transformers
 from engine.pairs import DEFAULT_INSTRUCTION, JUDGE
+from engine.weight_files import read_linear
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +74,21 @@ def load_model_config(
         except InvalidInput as error:
             raise ModelError(f"{folder}: {error}") from None
     head = _read_head(folder, keys, architecture, pooling) if family is not Transformers else None
-    pooling_folder, dense = ("", ()) if head else _read_modules(folder, fields["hidden_size"])
+    pooling_folder, is_splade, dense = ("", False, ()) if head else _read_modules(folder, fields["hidden_size"])
+    if head:
+        pooling = head.pooling
+    pooling = pooling or ("splade" if is_splade else _read_pooling(folder, pooling_folder, fields["hidden_size"]))
+    lexical, colbert_size = _read_token_layers(folder, architecture, fields["hidden_size"])
     limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
     fields["max_position_embeddings"] = fields["max_position_embeddings"] or limit
     return family.Config(
         architecture=architecture,
-        pooling=head.pooling if head else pooling or _read_pooling(folder, pooling_folder, fields["hidden_size"]),
+        pooling=pooling,
         **(_classifier_fields(folder, keys, head) if head else {}),
         dense=dense,
+        splade=_read_splade(keys, pooling_folder if is_splade else None, dense) if pooling == "splade" else None,
+        lexical=lexical,
+        colbert_size=colbert_size,
         max_input_length=limit,
         lower_case=lower_case,
         prompts=prompts,
@@ -213,14 +222,18 @@ def _uses_chat_template(folder: Path, answers: bool) -> bool:
 
 # In which order sentence-transformers' modules may follow one another; only Dense may come several times.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+# Those of a SparseEncoder, which stand in the place of another.
+_SPARSE_MODULES = {"MLMTransformer": "Transformer", "SpladePooling": "Pooling"}
 
 
-def _read_modules(folder: Path, hidden_size: int) -> tuple[str, tuple[DenseConfig, ...]]:
-    """(folder of the pooling, the layers after it)."""
-    path, pooling, kinds = folder / "modules.json", "1_Pooling", ["Transformer"]
+def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[DenseConfig, ...]]:
+    """(folder of the pooling, whether that is SPLADE's, the layers after it)."""
+    path, pooling, is_splade, kinds = folder / "modules.json", "1_Pooling", False, ["Transformer"]
     dense: list[DenseConfig] = []
     for module in _read_json(path) or []:
         kind, name = module.get("type", "").rsplit(".", 1)[-1], module.get("path", "")
+        is_splade |= kind == "SpladePooling"
+        kind = _SPARSE_MODULES.get(kind, kind)
         if kind not in _MODULES:
             raise ModelError(f"{path}: module {kind} is not supported yet")
         if _MODULES.index(kind) < _MODULES.index(kinds[-1]):
@@ -232,7 +245,53 @@ def _read_modules(folder: Path, hidden_size: int) -> tuple[str, tuple[DenseConfi
             pooling = name
         if kind == "Dense":
             dense.append(_read_dense(folder, name, dense[-1].out_features if dense else hidden_size))
-    return pooling, tuple(dense)
+    return pooling, is_splade, tuple(dense)
+
+
+def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -> SpladeConfig:
+    """Of the folder that has `keys`; `name` is its SpladePooling's, None for a plain masked LM: TEI's SPLADE then."""
+    folder, architecture = keys.path.parent, keys.get("architectures")[0]
+    family = MODELS.get(architecture)
+    if family is None or family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
+        able = (each for each in MODELS if each.endswith("ForMaskedLM") and MODELS[each].masked_lm is not None)
+        raise ModelError(
+            f"{keys.path}: pooling splade needs a masked-LM head, one of {', '.join(sorted(able))}; not {architecture}"
+        )
+    if dense:
+        raise ModelError(f"{folder / 'modules.json'}: Dense after SPLADE is not supported")
+    how = Keys(folder / (name or "") / "config.json", (_read_json(folder / name / "config.json") if name else None) or {})
+    how.refuse("pooling_strategy", ("max", None), "only the maximum of all tokens")
+    how.refuse("activation_function", ("relu", "log1p_relu", None), "only relu and log1p_relu")
+    for width in ("word_embedding_dimension", "embedding_dimension"):
+        how.refuse(width, (keys.number("vocab_size"), None), "a vector is as wide as the vocabulary")
+    return SpladeConfig(
+        tied=keys.get("tie_word_embeddings", True) is not False,
+        log_twice=how.get("activation_function") == "log1p_relu",
+        **family.read_masked_lm(keys),
+    )
+
+
+def _read_token_layers(folder: Path, architecture: str, hidden_size: int) -> tuple[bool, int | None]:
+    """Which of BGE-M3's layers lie beside the weights: (the one of lexical weights, the width of the one of ColBERT vectors)."""
+    if architecture != "XLMRobertaModel":
+        return False, None
+    lexical, colbert = (read_linear(folder, name, hidden_size) for name in ("sparse_linear", "colbert_linear"))
+    if lexical is not None and len(lexical[0]) != 1:
+        raise ModelError(f"{folder}: sparse_linear gives {len(lexical[0])} weights for a token, expected one")
+    return lexical is not None, None if colbert is None else len(colbert[0])
+
+
+# What FlagEmbedding gives no weight, and what XLM-RoBERTa calls it.
+_NO_WORDS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def read_no_words(folder: Path) -> list[str]:
+    """The tokens that stand for no word of a text, as the tokenizer's files name them."""
+    given: dict[str, Any] = dict(_NO_WORDS)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = _read_json(folder / name) or {}
+        given |= {key: file[key] for key in _NO_WORDS if file.get(key)}
+    return [token["content"] if isinstance(token, dict) else token for token in given.values()]
 
 
 def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:

@@ -5,6 +5,7 @@ a long job is split over batches and short ones share one. A job whose caller ha
 dropped before it is cut. Of two priorities, batch work gets what interactive work leaves (docs/decisions/013).
 """
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -73,12 +74,15 @@ class Slice:
 class Packer:
     """Two queues of jobs, cut into batches of at most `max_batch_tokens` tokens, interactive jobs first.
 
+    Of at most `max_batch_seqs` sequences too, for models whose vectors take more memory than their tokens do.
+
     Not locked: its owner calls it from one thread or holds a lock. The front sequence of a queue is never stepped over, so a
     long one waits one batch, not for a quiet hour. A sequence longer than the whole budget gets a batch of its own.
     """
 
-    def __init__(self, max_batch_tokens: int) -> None:
+    def __init__(self, max_batch_tokens: int, max_batch_seqs: int | None = None) -> None:
         self.max_batch_tokens = max_batch_tokens
+        self._max_batch_seqs = max_batch_seqs or sys.maxsize
         self._interactive, self._batch = _Queue(), _Queue()
         self._first_deadline = inf
 
@@ -111,7 +115,7 @@ class Packer:
         if self._batch.waits_s(now) > BATCH_WAITS_S:
             queues.reverse()
         batch: list[Slice] = []
-        room = self.max_batch_tokens
+        room = self.max_batch_tokens, self._max_batch_seqs
         for queue in queues:
             room = queue.cut(batch, room, now)
         return batch
@@ -140,21 +144,23 @@ class _Queue:
         front = self._front()
         return now - max(self._cut_at, front.submitted_at) if front is not None else 0.0
 
-    def cut(self, batch: list[Slice], room: int, now: float) -> int:
-        """Add to `batch` what fits into `room` tokens, and to an empty one at least a sequence. Returns the room left."""
-        while room > 0 and (job := self._front()) is not None:
-            stop, num_tokens = _fit(job, room, alone=not batch)
+    def cut(self, batch: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
+        """Add to `batch` what fits into `room`, tokens and sequences, and to an empty one at least a sequence. Returns the room
+        left."""
+        tokens, seqs = room
+        while tokens > 0 and seqs > 0 and (job := self._front()) is not None:
+            stop, num_tokens = _fit(job, tokens, seqs, alone=not batch)
             if stop == job.num_cut:
                 break
             batch.append(Slice(job, job.num_cut, stop))
+            tokens, seqs = tokens - num_tokens, seqs - (stop - job.num_cut)
             job.num_cut = stop
-            room -= num_tokens
             self.num_tokens -= num_tokens
             self._cut_at = now
             if stop < len(job.sequences):
                 break
             self.jobs.popleft()
-        return room
+        return tokens, seqs
 
     def _front(self) -> Job | None:
         """The first job that is not over; those before it, whose caller left or an earlier part failed, are dropped."""
@@ -172,10 +178,11 @@ class _Queue:
         return min((job.deadline for job in self.jobs), default=inf)
 
 
-def _fit(job: Job, room: int, alone: bool) -> tuple[int, int]:
+def _fit(job: Job, room: int, seqs: int, alone: bool) -> tuple[int, int]:
     """How far into `job` the batch reaches: (end of the slice, its tokens)."""
     stop, num_tokens = job.num_cut, 0
-    while stop < len(job.sequences):
+    end = min(len(job.sequences), job.num_cut + seqs)
+    while stop < end:
         length = len(job.sequences[stop])
         if num_tokens + length > room and not (alone and num_tokens == 0):
             break

@@ -1,6 +1,6 @@
 """What a request may ask to be done with its vectors, and hidden states -> one vector per sequence."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from engine import kernels
 from engine.errors import InvalidInput
 from engine.kernels import reference
-from engine.model_config import OutputName, Pooling
+from engine.model_config import ONE_TOKEN, OutputName, Pooling
 
 if TYPE_CHECKING:
     from engine.batch import PackedBatch
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from engine.layers.head import Head
 
 
-# Poolings that read one token of a sequence; the others read all.
-ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
-
-
 @dataclass(frozen=True, slots=True)
 class EmbedOptions:
     """What one request wants of each of its sequences, and how.
 
     `dimensions` keeps that many leading dimensions of a vector (Matryoshka), None all of them. `pooled` asks for one vector,
-    `outputs` for what comes besides: "tokens", the hidden state of every token, neither cut nor normalised.
+    `outputs` for what comes besides, of which only chunks are cut to dimensions and normalised:
+    "tokens", the hidden state of every token; "sparse", the words of the vocabulary that a sequence is about, weighed;
+    "colbert", BGE-M3's vector of every token but the first; "chunks", a vector for each of `spans`, pooled like a sequence's
+    out of hidden states that have seen all of it (late chunking, arXiv:2409.04701). A span is [start, stop) in tokens.
     """
 
     normalize: bool = True
@@ -58,6 +57,24 @@ def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterabl
     for layer in dense:
         pooled = layer(pooled)
     return kernels.pool_finish(pooled, batch.dimensions, batch.normalize)
+
+
+def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling: str, lengths: Iterable[int]) -> None:
+    """Whether a model of these `outputs` and this pooling can give what is asked of sequences of these lengths.
+
+    Raises: InvalidInput naming the output, or the first span that is not within every sequence.
+    """
+    for name in options.outputs:
+        if name == "chunks" and pooling in ONE_TOKEN:
+            raise InvalidInput(
+                f"this model has no vectors of chunks: it pools one token of a text ({pooling}), not all of a chunk's"
+            )
+        if name not in outputs:
+            raise InvalidInput(f"this model has no `{name}` output; besides vectors it gives {', '.join(outputs) or 'none'}")
+    shortest = min(lengths, default=0) if options.spans else 0
+    for start, stop in options.spans:
+        if not 0 <= start < stop <= shortest:
+            raise InvalidInput(f"span [{start}, {stop}) is not within the input's {shortest} tokens, or is empty")
 
 
 def check_dimensions(dimensions: int | None, embedding_size: int) -> None:

@@ -114,6 +114,10 @@ class Tokenizer:
     def num_special(self) -> int:
         return len(self._prefix) + len(self._suffix)
 
+    def ids(self, tokens: Sequence[str]) -> list[int]:
+        """Of those tokens that the vocabulary has."""
+        return [id for token in tokens if (id := self._tokenizer.token_to_id(token)) is not None]
+
     def encode(self, inputs: Sequence[TextOrIds], options: EncodeOptions) -> list[TokenIds]:
         """Encode a request's inputs, in order. Texts get prompt and special tokens; ids are used as they are.
 

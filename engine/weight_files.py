@@ -22,8 +22,8 @@ from engine.errors import ModelError
 # What torch names in a file that asks for more than tensors.
 _FORBIDDEN = re.compile(r"\bGLOBAL (\S+)")
 _CONVERT = (
-    "import torch, safetensors.torch as s; d = torch.load('pytorch_model.bin', weights_only=False); "
-    "s.save_file({k: v.clone() for k, v in d.items() if torch.is_tensor(v)}, 'model.safetensors')"
+    "import torch, safetensors.torch as s; d = torch.load('{}', weights_only=False); "
+    "s.save_file({{k: v.clone() for k, v in d.items() if torch.is_tensor(v)}}, '{}.safetensors')"
 )
 
 
@@ -53,6 +53,25 @@ def open_weights(folder: Path) -> list[WeightFile]:
 def has_safetensors(folder: Path) -> bool:
     """Whether the folder's weights are safetensors; what else it has is not read then."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+
+
+def read_linear(folder: Path, name: str, columns: int) -> tuple[Tensor, Tensor] | None:
+    """(weight [rows, columns], bias [rows]) of a layer that has a file of its own, `name`.safetensors or, as torch saves a state
+    dict, `name`.pt; None where there is neither.
+
+    Raises: ModelError naming the file.
+    """
+    kinds: dict[str, type[_Safetensors | _PyTorch]] = {".safetensors": _Safetensors, ".pt": _PyTorch}
+    path = next((path for path in map((folder / name).with_suffix, kinds) if path.is_file()), None)
+    if path is None:
+        return None
+    file = kinds[path.suffix](path)
+    tensors = {each: file.tensor(each) for each in file.names}
+    shapes = {each: tuple(tensor.shape) for each, tensor in tensors.items()}
+    rows = shapes.get("weight", (0,))[0]
+    if shapes != {"weight": (rows, columns), "bias": (rows,)}:
+        raise ModelError(f"{path} holds {shapes}, expected weight [n, {columns}] and bias [n]")
+    return tensors["weight"], tensors["bias"]
 
 
 class _Safetensors:
@@ -98,7 +117,7 @@ def _load(path: Path) -> dict[str, Tensor]:
             raise ModelError(f"{path} cannot be read as a PyTorch file: it is damaged, or none") from error
         raise ModelError(
             f"{path} holds more than tensors ({found[1]}), which is never run; if you trust its authors, convert it: "
-            f'python -c "{_CONVERT}"'
+            f'python -c "{_CONVERT.format(path.name, path.stem.removeprefix("pytorch_"))}"'
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as a PyTorch file: {(str(error) or repr(error)).splitlines()[0]}") from error

@@ -32,6 +32,8 @@ class Tensors(Protocol):
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
 
+    def has(self, name: str) -> bool: ...
+
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def take_table(self, name: str, *shape: int) -> Tensor: ...
@@ -49,6 +51,9 @@ class Shapes:
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
+
+    def has(self, name: str) -> bool:
+        return True
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.num_multiplied += math.prod(shape) if len(shape) > 1 else 0
@@ -97,6 +102,9 @@ class Checkpoint:
                 return
         raise ModelError(f"{self.folder}: no tensor named {' or '.join(prefix + probe for prefix in prefixes)}")
 
+    def has(self, name: str) -> bool:
+        return self._full(name) is not None
+
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor on the model's device, in its dtype or in `dtype`, for what is computed at load.
 
@@ -141,12 +149,14 @@ class Checkpoint:
             log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
         return left
 
+    def _full(self, name: str) -> str | None:
+        """With the body's prefix, else as it is: a head stands outside of that. `finish` stops on whichever of two is left."""
+        return next((each for each in (self._prefix + name, name) if each in self._file_of), None)
+
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        # A head stands outside of the body's prefix, and `finish` stops on whichever of two would be left over.
-        known = [each for each in (self._prefix + name, name) if each in self._file_of]
-        if not known:
+        full = self._full(name)
+        if full is None:
             raise ModelError(f"{self.folder}: tensor {' or '.join(dict.fromkeys((self._prefix + name, name)))} is missing")
-        full = known[0]
         file, stored = self._file_of[full]
         tensor = file.tensor(stored)
         if tuple(tensor.shape) != shape:

@@ -94,7 +94,7 @@ class StubEngine:
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
-        self.passes_in_flight = 1
+        self.passes_in_flight, self.max_batch_seqs = 1, None
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
     def launch(self, sequences: Sequence[Any], options: Any = None, want: Any = ()) -> Any:

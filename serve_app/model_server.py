@@ -40,7 +40,12 @@ class EngineServer:
         self._engine = self.load_engine(model, settings, num_threads)
         self._metrics = Metrics(name)
         self._loop = EngineLoop(
-            self._engine, self._engine.max_batch_tokens, num_threads, self._metrics.observe_batch, self._metrics.splits.inc
+            self._engine,
+            self._engine.max_batch_tokens,
+            num_threads,
+            self._metrics.observe_batch,
+            self._metrics.splits.inc,
+            self._engine.max_batch_seqs,
         )
         loop = self._loop
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_jobs, lambda: loop.queued_inputs)
@@ -56,6 +61,7 @@ class EngineServer:
             created=int(time()),
             task=self._engine.config.task,
             labels=self._engine.config.labels,
+            outputs=self._engine.config.outputs,
             int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
         )
         self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)

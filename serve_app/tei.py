@@ -44,7 +44,7 @@ OPTIONS = (
     Option("tokenization-workers", "cores", no_effect="short texts are tokenised in place, long ones by all cores"),
     Option("dtype", "float16 on a GPU", "auto: bfloat16 where the chip has it; bfloat16 can be asked for"),
     Option("served-model-name", "the model id"),
-    Option("pooling", "the model's own", "not splade"),
+    Option("pooling", "the model's own"),
     Option("max-concurrent-requests", "512", "counts requests, not inputs"),
     Option("max-batch-tokens", "16384", "measured on a GPU, 2048 on a CPU; a longer input gets a pass of its own"),
     Option("max-batch-requests", "none", no_effect="batches are cut by their tokens alone"),

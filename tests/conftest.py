@@ -60,10 +60,14 @@ _NARROW = _SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 256}
 _GEMMA3 = _GROUPED | {"num_hidden_layers": 4, "sliding_window": 10, "sliding_window_pattern": 3}
 TINY = {
     "bert": Tiny(transformers.BertConfig, transformers.BertModel, _SHAPE | {"max_position_embeddings": 128}),
+    "bert_lm": Tiny(transformers.BertConfig, transformers.BertForMaskedLM, _SHAPE | {"max_position_embeddings": 128}),
     "roberta": Tiny(transformers.RobertaConfig, transformers.RobertaModel, _SHAPE | {"max_position_embeddings": 130}),
     "roberta_lm": Tiny(transformers.RobertaConfig, transformers.RobertaForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
     "camembert": Tiny(transformers.CamembertConfig, transformers.CamembertForMaskedLM, _SHAPE | {"max_position_embeddings": 130}),
     "xlm_roberta": Tiny(transformers.XLMRobertaConfig, transformers.XLMRobertaModel, _SHAPE | {"max_position_embeddings": 130}),
+    "xlm_roberta_lm": Tiny(
+        transformers.XLMRobertaConfig, transformers.XLMRobertaForMaskedLM, _SHAPE | {"max_position_embeddings": 130}
+    ),
     "distilbert": Tiny(transformers.DistilBertConfig, transformers.DistilBertModel, _DISTILLED),
     "distilbert_lm": Tiny(transformers.DistilBertConfig, transformers.DistilBertForMaskedLM, _DISTILLED),
     "mpnet": Tiny(transformers.MPNetConfig, transformers.MPNetModel, _SHAPE | {"max_position_embeddings": 130}),

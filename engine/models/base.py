@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from engine.batch import PackedBatch
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys, ModelConfig
 from engine.weights import Tensors
 
@@ -18,6 +19,8 @@ class Model(ABC):
     classifiers: ClassVar[tuple[str, ...]] = ()  # those with a head for classification
     head: ClassVar[HeadConfig] = HeadConfig()
     needless: ClassVar[tuple[str, ...]] = ()  # tensors of the checkpoint that embeddings do not use, as glob patterns
+    masked_lm: ClassVar[MaskedLMNames | None] = None  # where SPLADE can be made of its masked-LM head
+    words: Tensor  # [vocab_size, hidden_size], the tokens' table; there wherever `masked_lm` is
     overflows_float16: ClassVar[bool] = False
     walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
 
@@ -30,6 +33,11 @@ class Model(ABC):
     def read_head(cls, keys: Keys) -> HeadConfig:  # noqa: ARG003
         """The head of `classifiers`. Raises: ModelError for a key that cannot be honoured."""
         return cls.head
+
+    @staticmethod
+    def read_masked_lm(keys: Keys) -> dict[str, bool]:  # noqa: ARG004
+        """The fields of `SpladeConfig` that a family's config.json decides. Raises: ModelError, as `read_config`."""
+        return {}
 
     @abstractmethod
     def __init__(self, config: Any, checkpoint: Tensors) -> None:

@@ -10,6 +10,7 @@ from engine.batch import PackedBatch
 from engine.layers.attention import Attention
 from engine.layers.norm import LayerNorm
 from engine.layers.post_norm import PostNormLayer, PostNormNames, add_types, take_types
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -29,6 +30,12 @@ class Bert(Model):
     head: ClassVar[HeadConfig] = HeadConfig(dense="pooler.dense")
     # Buffers of old transformers, the pooler (a tanh layer no embedding uses) and the masked-LM head.
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
+    masked_lm: ClassVar[MaskedLMNames | None] = MaskedLMNames(
+        dense="cls.predictions.transform.dense",
+        norm="cls.predictions.transform.LayerNorm",
+        decoder="cls.predictions.decoder",
+        bias="cls.predictions.bias",
+    )
     prefix: ClassVar[str] = "bert."
     names: ClassVar[PostNormNames] = PostNormNames(
         layer="encoder.layer.{}.",

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from engine.layers.post_norm import PostNormNames
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys
 from engine.models.bert import Bert
 
@@ -20,6 +21,9 @@ class DistilBert(Bert):
     needless: ClassVar[tuple[str, ...]] = (
         "embeddings.position_ids", "vocab_transform.*", "vocab_layer_norm.*", "vocab_projector.*",
     )  # fmt: skip
+    masked_lm = MaskedLMNames(
+        dense="vocab_transform", norm="vocab_layer_norm", decoder="vocab_projector", bias="vocab_projector.bias"
+    )
     prefix = "distilbert."
     names = PostNormNames(
         layer="transformer.layer.{}.",

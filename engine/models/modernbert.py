@@ -12,6 +12,7 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape, head_activation, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -41,6 +42,7 @@ class ModernBert(Model):
     architectures = ("ModernBertModel", "ModernBertForMaskedLM")
     classifiers = ("ModernBertForSequenceClassification",)
     needless: ClassVar[tuple[str, ...]] = ("head.*", "decoder.*")  # of the masked LM
+    masked_lm = MaskedLMNames(dense="head.dense", norm="head.norm", decoder="decoder", bias="decoder.bias")
 
     @staticmethod
     def read_config(keys: Keys) -> dict[str, Any]:
@@ -69,6 +71,15 @@ class ModernBert(Model):
             norm_bias=bool(keys.get("norm_bias")),
             pooling=keys.get("classifier_pooling", "cls"),
         )
+
+    @staticmethod
+    def read_masked_lm(keys: Keys) -> dict[str, bool]:
+        keys.refuse("classifier_activation", ("gelu",), "only exact GeLU")
+        return {
+            "dense_bias": bool(keys.get("classifier_bias", False)),
+            "norm_bias": bool(keys.get("norm_bias")),
+            "decoder_bias": bool(keys.get("decoder_bias", True)),
+        }
 
     @staticmethod
     def peak_values(config: ModernBertConfig) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.post_norm import PostNormNames
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys
 from engine.models.bert import Bert, BertConfig, read_encoder
 from engine.models.roberta import read_positions
@@ -28,6 +29,7 @@ class MPNet(Bert):
     classifiers = ("MPNetForSequenceClassification",)
     head = HeadConfig(dense="classifier.dense", out="classifier.out_proj")
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "pooler.dense.*", "lm_head.*")
+    masked_lm = MaskedLMNames(dense="lm_head.dense", norm="lm_head.layer_norm", decoder="lm_head.decoder", bias="lm_head.bias")
     prefix = "mpnet."
     names = PostNormNames(
         layer="encoder.layer.{}.",

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from engine.errors import ModelError
+from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys
 from engine.models.bert import Bert
 
@@ -27,6 +28,7 @@ class Roberta(Bert):
     )
     head = HeadConfig(dense="classifier.dense", out="classifier.out_proj")
     needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "lm_head.*")
+    masked_lm = MaskedLMNames(dense="lm_head.dense", norm="lm_head.layer_norm", decoder="lm_head.decoder", bias="lm_head.bias")
     prefix = "roberta."
 
     @staticmethod

@@ -75,7 +75,7 @@ def test_a_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 SAFETENSORS = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "2_Dense/config.json"]
 PYTORCH = ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"]
 OTHERS = [
-    "sparse_linear.pt",
+    "other.pt",
     "onnx/model.onnx",
     "openvino/openvino_model.bin",
     "training_args.bin",
@@ -97,6 +97,10 @@ OTHERS = [
             ["config.json", *PYTORCH, "2_Dense/config.json", "2_Dense/model.safetensors"],
         ),
         (["config.json", "pytorch_model.bin"], ["config.json", "pytorch_model.bin"]),
+        (
+            ["config.json", "sparse_linear.pt", "colbert_linear.safetensors", "pytorch_model.bin"],
+            ["config.json", "sparse_linear.pt", "colbert_linear.safetensors", "pytorch_model.bin"],
+        ),
     ],
 )
 def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
@@ -118,7 +122,9 @@ def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
 
     monkeypatch.setattr(hub, "snapshot_download", download)
     resolve_model("org/x", weights=False)
-    assert files() == {file for file in fetched if file.endswith("config.json") or "safetensors.index" in file}
+    assert files() == {
+        file for file in fetched if file.endswith("config.json") or "safetensors.index" in file or "linear" in file
+    }
     assert resolve_model("org/x@v1") == snapshot
     assert files() == set(fetched)
     assert revisions[:2] == [None, "v1"]

@@ -310,7 +310,7 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),
     ("models: [{name: a, model: x, default_prompt: q, default_prompt_name: q}]", ["models.0", "both set", "leave one out"]),
     ("models: [{name: a, model: x, dtype: int8}]", ["models.0.dtype", "'int8'", "auto", "float32", "bfloat16"]),
-    ("models: [{name: a, model: x, pooling: splade}]", ["models.0.pooling", "'splade'", "mean"]),
+    ("models: [{name: a, model: x, pooling: attention}]", ["models.0.pooling", "'attention'", "mean"]),
     (
         "models: [{name: a, model: x, min_replicas: 3, max_replicas: 2}]",
         ["models.0", "max_replicas is 2, less than min_replicas, 3"],

@@ -32,7 +32,7 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({}, {"EMBERFORGE_MAX_BATCH_TOKENS": "-5"}, ["EMBERFORGE_MAX_BATCH_TOKENS = '-5'", "greater than or equal to 1"]),
         ({}, {"EMBERFORGE_PRT": "5"}, ["EMBERFORGE_PRT is not a setting", "port"]),
         ({"dtype": "int8"}, {}, ["--dtype = 'int8'", "float32"]),
-        ({"pooling": "splade"}, {}, ["--pooling = 'splade'", "mean"]),
+        ({"pooling": "attention"}, {}, ["--pooling = 'attention'", "mean"]),
         ({"backend": "vllm"}, {}, ["--backend = 'vllm'", "transformers"]),
         ({"trust_remote_code": "true"}, {}, ["no effect without backend transformers"]),
         ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),

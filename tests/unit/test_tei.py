@@ -94,7 +94,7 @@ def test_a_revision_goes_with_one_model() -> None:
         ({"models": ["org/x"], "model_id": "org/y"}, {}, ["named twice", "org/x", "org/y"]),
         ({"dense_path": "2_Dense"}, {}, ["--dense-path = '2_Dense'", "modules.json"]),
         ({"model_id": "org/x"}, {"DENSE_PATH": "2_Dense"}, ["DENSE_PATH = '2_Dense'"]),
-        ({"model_id": "org/x", "pooling": "splade"}, {}, ["--pooling = 'splade'", "mean"]),
+        ({"model_id": "org/x", "pooling": "attention"}, {}, ["--pooling = 'attention'", "mean"]),
         ({}, {"MODEL_ID": "org/x", "PORT": "tcp://1.2.3.4:80"}, ["PORT = 'tcp://1.2.3.4:80'"]),
         ({}, {"MODEL_ID": "org/x", "API_KEY": ""}, ["API_KEY", "empty"]),
     ],
