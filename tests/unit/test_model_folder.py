@@ -389,7 +389,15 @@ def test_the_weights_of_a_dense_layer_are_safetensors_and_all_of_them_known(copy
 
 def test_the_hub_gives_dense_layers_and_nothing_that_is_not_read() -> None:
     files = ["model-00001-of-00002.safetensors", "2_Dense/model.safetensors", "2_Dense/config.json", "1_Pooling/config.json"]
-    others = ["2_Dense/pytorch_model.bin", "onnx/model.safetensors", "gguf/1_Dense/model.safetensors", "modeling_qwen.py"]
+    files += ["sparse_linear.pt", "colbert_linear.safetensors"]
+    others = [
+        "long.pt",
+        "1/sparse_linear.pt",
+        "2_Dense/pytorch_model.bin",
+        "onnx/model.safetensors",
+        "gguf/1_Dense/model.safetensors",
+        "modeling_qwen.py",
+    ]
     assert list(filter_repo_objects(files + others, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP)) == files
 
 
