@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.model_config import DenseConfig, HeadConfig, ModelConfig, Pooling
+from engine.model_config import DenseConfig, HeadConfig, ModelConfig, Pooling, SpladeConfig
 from engine.models import MODELS
 from engine.models.bert import BertConfig
 from engine.models.decoder import DecoderConfig
@@ -174,7 +174,8 @@ CATALOGUE: dict[str, ModelConfig] = {
     "thenlper/gte-large": _bert(24, 1024, _MEAN),
     "sentence-transformers/all-MiniLM-L6-v2": _bert(6, 384, _MEAN, longest=256),
     "sentence-transformers/all-MiniLM-L12-v2": _bert(12, 384, _MEAN, longest=128),
-    "BAAI/bge-m3": _roberta(24, 1024, _CLS, positions=8192),
+    "BAAI/bge-m3": replace(_roberta(24, 1024, _CLS, positions=8192), lexical=True, colbert_size=1024),
+    "naver/splade-v3": replace(_bert(12, 768, "splade"), architecture="BertForMaskedLM", splade=SpladeConfig(tied=True)),
     "Snowflake/snowflake-arctic-embed-l-v2.0": _roberta(24, 1024, _CLS, positions=8192),
     "intfloat/multilingual-e5-base": _roberta(12, 768, _MEAN),
     "intfloat/multilingual-e5-large": _roberta(24, 1024, _MEAN),

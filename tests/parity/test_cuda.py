@@ -1,6 +1,7 @@
 """The whole engine on a GPU in 16 bits, on our kernels: right in every company, graphed or not, and after every fault."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from parity.bge_m3_reference import save_layers
 
 from engine import BackendError, Engine
+from engine.layers import splade
 from engine.loop import EngineLoop
-from engine.model_config import OutputName
+from engine.model_config import OutputName, Pooling
 from engine.model_folder import load_model_config
 from engine.packer import Job
 from engine.pairs import SECOND_SEGMENT
@@ -196,6 +199,94 @@ def test_a_graph_made_for_one_batch_serves_others_of_its_bucket(folder: Path, en
         assert_as_exact_as_transformers(engine.launch(batch).wait().vectors, folder, batch)
 
 
+def assert_near(ours: np.ndarray, exact: np.ndarray, least: float = 0.999) -> None:
+    """Row by row, whatever their length."""
+    assert ours.shape == exact.shape
+    lengths = np.linalg.norm(ours, axis=-1) * np.linalg.norm(exact, axis=-1)
+    assert ((ours * exact).sum(axis=-1) >= least * lengths).all()
+    np.testing.assert_allclose(np.linalg.norm(ours, axis=-1), np.linalg.norm(exact, axis=-1), rtol=0.02)
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("kind", ["bert_lm", "roberta_lm", "distilbert_lm", "mpnet_lm", "modernbert_lm"])
+def test_splade_is_that_of_the_cpu(tiny: Callable[..., Path], kind: str, graphed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny(kind, **({"dim": 128} if kind == "distilbert_lm" else {"hidden_size": 128}))
+    engine = Engine.load(folder, dtype="bfloat16", device="cuda", pooling="splade")
+    exact = Engine.load(folder, dtype="float32", device="cpu", pooling="splade")
+    assert engine._cuda is not None
+    monkeypatch.setattr(engine._cuda, "max_graph_tokens", 512 * graphed)
+    options = [EmbedOptions(normalize=False, outputs=("sparse",)), EmbedOptions(normalize=True, dimensions=104)]
+    for lengths in ([33], [33] * 7, RAGGED, [1] * 60, [512, 700, 3]):
+        for seed in range(2):
+            batch = sequences([min(length, 120) for length in lengths], seed)
+            each = [options[index % 2] for index in range(len(batch))]
+            ours, theirs = (one.launch(batch, each, ("sparse",)).wait() for one in (engine, exact))
+            assert_near(ours.vectors, theirs.vectors)
+            for row, vector in enumerate(ours.vectors):
+                assert ours.ragged["sparse"][row]["index"].tolist() == np.flatnonzero(vector).tolist()
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["graph", "eager"])
+def test_splades_logits_of_a_few_tokens_at_a_time_give_the_same(
+    tiny: Callable[..., Path], graphed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that begin in one part and end in another, and vectors cut in several steps."""
+    engine = Engine.load(tiny("bert_lm", hidden_size=128), dtype="bfloat16", device="cuda", pooling="splade")
+    exact = Engine.load(tiny("bert_lm", hidden_size=128), dtype="float32", device="cpu", pooling="splade")
+    assert engine._cuda is not None
+    monkeypatch.setattr(engine._cuda, "max_graph_tokens", 512 * graphed)
+    monkeypatch.setattr(splade, "CHUNK_BYTES", 50 * 304 * 2)
+    for lengths in ([90, 100, 120, 7, 3], [2] * 150):
+        batch = sequences(lengths)
+        options = [EmbedOptions(normalize=False)] * len(batch)
+        ours, theirs = (one.launch(batch, options).wait().vectors for one in (engine, exact))
+        assert_near(ours, theirs)
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
+def test_bge_m3s_outputs_are_those_of_the_cpu(
+    tiny: Callable[..., Path], tmp_path: Path, lengths: list[int], graphed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny("xlm_roberta", hidden_size=128), tmp_path / "model")
+    save_layers(folder, 128, 64)
+    engine, exact = (
+        Engine.load(folder, dtype=dtype, device=device)  # type: ignore[arg-type]
+        for dtype, device in (("bfloat16", "cuda"), ("float32", "cpu"))
+    )
+    assert engine._cuda is not None
+    monkeypatch.setattr(engine._cuda, "max_graph_tokens", 512 * graphed)
+    wants: list[tuple[OutputName, ...]] = [("colbert", "sparse", "tokens"), ("sparse",), ("colbert",), ()]
+    for seed, want in enumerate(wants * 2):  # captured, then replayed on other texts
+        batch = sequences(lengths, seed)
+        ours, theirs = (one.launch(batch, None, want).wait() for one in (engine, exact))
+        assert_near(ours.vectors, theirs.vectors)
+        assert set(ours.ragged) == set(want)
+        for row in range(len(batch)):
+            for name in set(want) - {"sparse"}:
+                assert_near(ours.ragged[name][row], theirs.ragged[name][row], 0.995)
+            if "sparse" in want:
+                weights, expected = (dict(each.ragged["sparse"][row].tolist()) for each in (ours, theirs))
+                for index in set(weights) | set(expected):
+                    assert weights.get(index, 0) == pytest.approx(expected.get(index, 0), abs=0.05)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "mean_sqrt_len", "weighted_mean"])
+def test_chunks_are_those_of_the_cpu(tiny: Callable[..., Path], pooling: Pooling) -> None:
+    engine, exact = (
+        Engine.load(tiny("bert", hidden_size=128), dtype=dtype, device=device, pooling=pooling)  # type: ignore[arg-type]
+        for dtype, device in (("bfloat16", "cuda"), ("float32", "cpu"))
+    )
+    batch = sequences(RAGGED)
+    spans = [tuple((start, len(ids)) for start in range(0, len(ids), 7)) for ids in batch]
+    options = [EmbedOptions(outputs=("chunks",), spans=each) for each in spans]
+    for _ in range(2):
+        ours, theirs = (one.launch(batch, options, ("chunks",)).wait() for one in (engine, exact))
+        assert_near(ours.vectors, theirs.vectors)
+        for row in range(len(batch)):
+            assert_near(ours.ragged["chunks"][row], theirs.ragged["chunks"][row])
+
+
 def test_options_are_each_sequences_own(engine: Engine) -> None:
     batch = sequences([9, 9, 9])
     whole = engine.launch([batch[0]] * 3, [EmbedOptions(False), EmbedOptions(True, 8), EmbedOptions(False, 8)]).wait().vectors
@@ -306,6 +397,7 @@ _LOSE_THE_DEVICE = """
 import sys, time
 import numpy as np, torch
 from engine import Engine
+from engine.layers import splade
 from engine.loop import EngineLoop
 from engine.packer import Job
 from engine.pooling import EmbedOptions

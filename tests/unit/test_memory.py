@@ -17,6 +17,7 @@ from safetensors import safe_open
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
 from engine.layers.head import Head
+from engine.layers.splade import Splade
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_config import DenseConfig
 from engine.model_folder import load_model_config
@@ -32,6 +33,7 @@ MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json
     ("model", "published"),
     [
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
+        ("naver/splade-v3", 109_514_298),  # BERT's masked LM: no pooler, a decoder that is the words' table
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
         ("sentence-transformers/multi-qa-distilbert-cos-v1", 66_362_880),
@@ -64,7 +66,7 @@ def test_parameters_are_those_of_the_published_checkpoint(model: str, published:
 @pytest.mark.parametrize(
     ("model", "published"),
     [
-        ("BAAI/bge-m3", 567_754_752),
+        ("BAAI/bge-m3", 567_754_752 + (1 + 1024) * 1025),  # and the two layers beside it
         ("intfloat/multilingual-e5-base", 278_043_648),
         ("intfloat/multilingual-e5-large", 559_890_432),
         ("sentence-transformers/all-distilroberta-v1", 82_118_400),
@@ -229,6 +231,34 @@ def test_a_head_is_counted_once_a_text_and_in_fp32() -> None:
         assert weights[1] - weights[0] == 4 * (384 * 385 + 385)
     reranker, embedder = CATALOGUE["Qwen/Qwen3-Reranker-0.6B"], CATALOGUE["Qwen/Qwen3-Embedding-0.6B"]
     assert num_parameters(reranker) == num_parameters(embedder) + 1024
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["bert_lm", "roberta_lm", "distilbert_lm", "mpnet_lm", "modernbert_lm"])
+def test_splades_head_is_counted(kind: str, tied: bool, tiny: Callable[..., Path]) -> None:
+    folder = tiny(kind, tie_word_embeddings=tied)
+    config, body = load_model_config(folder, "splade"), load_model_config(folder)
+    with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
+        network = MODELS[config.architecture](config, checkpoint)
+        assert network.masked_lm is not None
+        Splade(config, checkpoint, network.masked_lm, network.words)
+        needless = set(checkpoint.finish(network.needless))
+    assert num_parameters(config) == sum(size for name, size in header_sizes(folder) if name not in needless)
+    assert (
+        body_parameters(config) - body_parameters(body) == 64 * 64 + 300 * 64
+    )  # each token goes through the decoder, whose-ever
+
+
+def test_vectors_as_wide_as_the_vocabulary_are_counted_and_have_a_limit() -> None:
+    config = CATALOGUE["naver/splade-v3"]
+    plain = replace(config, pooling="cls", splade=None)
+    one, some, most = (
+        footprint(config, torch.bfloat16, "gpu", tokens).workspace - footprint(plain, torch.bfloat16, "gpu", tokens).workspace
+        for tokens in (512, 800, 16384)
+    )
+    assert some - one == 288 * 30528 * 6  # a vector in bf16 and in fp32
+    assert 1 << 28 > most > some  # 16,384 texts of one token would take 3 GB
+    assert footprint(config, torch.bfloat16, "gpu").graphs > footprint(plain, torch.bfloat16, "gpu").graphs
 
 
 def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:

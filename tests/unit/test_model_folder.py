@@ -435,9 +435,13 @@ def test_the_hub_gives_dense_layers_and_nothing_that_is_not_read() -> None:
         "2_Dense/model.safetensors",
         "2_Dense/config.json",
         "1_Pooling/config.json",
+        "sparse_linear.pt",
+        "colbert_linear.safetensors",
     ]
     others = [
         "additional_chat_templates/x.jinja",
+        "long.pt",
+        "1/sparse_linear.pt",
         "2_Dense/pytorch_model.bin",
         "onnx/model.safetensors",
         "gguf/1_Dense/model.safetensors",

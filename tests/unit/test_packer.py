@@ -54,6 +54,18 @@ def test_a_batch_keeps_the_budget_unless_one_sequence_alone_exceeds_it(sizes: li
         assert tokens(batch) <= budget or sum(part.stop - part.start for part in batch) == 1
 
 
+@given(arrivals, st.integers(1, 100), st.integers(1, 5))
+def test_a_batch_has_no_more_sequences_than_allowed(sizes: list[list[int]], budget: int, most: int) -> None:
+    packer = Packer(budget, most)
+    jobs = [job(each, "batch" if number % 2 else "interactive") for number, each in enumerate(sizes)]
+    for each in jobs:
+        packer.add(each)
+    batches = drained(packer)
+    assert all(sum(part.stop - part.start for part in batch) <= most for batch in batches)
+    assert sum(part.stop - part.start for batch in batches for part in batch) == sum(map(len, sizes))
+    assert packer.queued_tokens == 0
+
+
 @given(arrivals, st.integers(1, 100))
 def test_no_batch_is_cut_short_while_the_next_sequence_would_fit(sizes: list[list[int]], budget: int) -> None:
     packer = Packer(budget)

@@ -29,7 +29,7 @@ from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import ENTRY_BYTES, CachedModel
-from serve_app.gateway import GatewayModel, PooledModel, PoolRef
+from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
 from serve_app.health import Health
 from serve_app.metrics import Metrics
 from serve_app.settings import Settings
@@ -475,3 +475,19 @@ def test_the_openapi_document_has_the_headers() -> None:
     names = [each["name"] for each in paths["/v1/embeddings"]["post"]["parameters"]]
     assert names == ["x-priority", "x-request-deadline-ms", "cache-control"]
     assert "parameters" not in paths["/tokenize"]["post"]
+
+
+def test_what_replicas_computed_apart_comes_in_the_inputs_order() -> None:
+    def computed(part: list[int], pooled: bool) -> Embeddings:
+        vectors = np.array([[index, 0.5] for index in part], dtype=np.float32)
+        tokens = [np.full((index + 1, 2), index, dtype=np.float32) for index in part]
+        return Embeddings(vectors if pooled else None, {"tokens": tokens}, float(part[0]), 1.0)
+
+    parts = [[3, 0], [4, 1, 2]]
+    for pooled in (True, False):
+        options = EmbedOptions(pooled=pooled, outputs=("tokens",))
+        whole = _joined(parts, [computed(part, pooled) for part in parts], options)
+        assert [tokens.tolist() for tokens in whole.ragged["tokens"]] == [[[i, i]] * (i + 1) for i in range(5)]
+        assert (whole.vectors is not None) == pooled
+        assert whole.vectors is None or whole.vectors[:, 0].tolist() == [0, 1, 2, 3, 4]
+        assert (whole.queue_s, whole.inference_s) == (4.0, 1.0)
