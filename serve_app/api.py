@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EmberError
@@ -172,12 +172,10 @@ class Api:
         body = await self._read(request, VertexRequest)
         instances = [parse_instance(EmbedRequest, index, each) for index, each in enumerate(body.instances)]
         with self._service.admit(sum(len(each.inputs) for each in instances)):
+            terms = self._service.call((), request.headers.raw).terms  # one request's, and refused where it has no instance too
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._embed_one(self._service.call(each.inputs, request.headers.raw), each))
-                        for each in instances
-                    ]
+                    tasks = [group.create_task(self._embed_one(Call(each.inputs, terms), each)) for each in instances]
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
         return _json(encode.to_json({"predictions": [task.result() for task in tasks]}))
@@ -347,9 +345,11 @@ def _json(content: bytes, headers: dict[str, str] | None = None) -> Response:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path, allow = request.url.path, ""
     if error.status_code == 405:
         message = f"{path} does not take {request.method}"
+        here = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        allow = ", ".join(sorted(set().union(*(route.methods for route in here))))
     else:
         message = f"there is no route {path}; GET /docs lists them"
-    return error_response(UnknownRoute(message, error.status_code), "openai" if "/v1/" in path else "tei")
+    return error_response(UnknownRoute(message, error.status_code, allow), "openai" if "/v1/" in path else "tei")

@@ -72,9 +72,11 @@ class UnknownRoute(ApiError):
 
     error_type = "NotFound"
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, allow: str = "") -> None:
+        """`allow` has the methods that the path does take, where it is there."""
         super().__init__(message)
         self.status = status
+        self.headers = {"allow": allow} if allow else {}
 
 
 class Unhealthy(ApiError):
