@@ -114,7 +114,7 @@ Direction = Annotated[
     WithJsonSchema({"enum": ["Left", "left", "Right", "right"], "default": "right"}),
 ]
 # Unsigned on the wire: a negative number is a body that does not parse, zero and too large are the model's to refuse.
-Dimensions = Annotated[int, Field(ge=0, le=_MAX_ID)]
+Dimensions = Annotated[int, Field(ge=0, le=_MAX_ID), WithJsonSchema({"type": "integer", "minimum": 1, "maximum": _MAX_ID})]
 
 
 class _Body(BaseModel):
