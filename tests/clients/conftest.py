@@ -16,8 +16,7 @@ from typing import Any
 # What clients read from the environment when they are imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
-for _name in ("HF_HUB_OFFLINE", "HF_TOKEN", "OPENAI_API_KEY", "CO_API_KEY"):
-    os.environ.pop(_name, None)
+os.environ["HF_HUB_OFFLINE"] = "0"  # or huggingface_hub refuses loopback too
 
 import numpy as np
 import pytest
@@ -82,7 +81,8 @@ def _serving(models: list[str], names: list[str], options: list[str], log: Path,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(BIN / "emberforge"), "serve", *models, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", *options]
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [str(BIN / "emberforge"), "serve", *models, *listen, "--dtype", "float32", *options]
     environment = _environment() | {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_port)}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -107,7 +107,8 @@ def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path)
             urllib.request.urlopen(f"{url}/health", timeout=5).close()
             return
         except OSError:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
 
 

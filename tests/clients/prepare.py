@@ -27,9 +27,7 @@ def main(folder: Path) -> None:
     _with_prompts(minilm, folder / "prompted")
     tokenizer = BertTokenizerFast.from_pretrained(minilm)
     reranker = _save(BertForSequenceClassification(_config(num_labels=1)), tokenizer, folder / "reranker")
-    classifier = _save(
-        BertForSequenceClassification(_config(id2label=dict(enumerate(LABELS)))), tokenizer, folder / "classifier"
-    )
+    classifier = _save(BertForSequenceClassification(_config(id2label=dict(enumerate(LABELS)))), tokenizer, folder / "classifier")
     mlm = BertForMaskedLM(_config())
     mlm.cls.predictions.bias.data.fill_(-3.0)  # or most of the vocabulary would be in each text
     _save(mlm, tokenizer, folder / "mlm")
@@ -83,7 +81,8 @@ def _predict(folder: Path) -> dict[str, Any]:
 
 
 def _sparse(folder: Path) -> dict[str, Any]:
-    model = SparseEncoder(modules=[Transformer(str(folder / "mlm"), transformer_task="fill-mask"), SpladePooling("max")], device="cpu")
+    mlm = Transformer(str(folder / "mlm"), transformer_task="fill-mask")
+    model = SparseEncoder(modules=[mlm, SpladePooling("max")], device="cpu")
     model.save(str(folder / "splade"))
     rows = model.encode(TEXTS[:2], convert_to_sparse_tensor=False)
     return {"sparse": [{int(i): float(row[i]) for i in row.nonzero()} for row in rows]}
