@@ -2,14 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 
-.PHONY: serve test check test-gpu bench bench-gpu proto clean
+.PHONY: serve test test-clients check test-gpu bench bench-gpu proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
+
+# Published clients against the real server. They live in an environment of their own: some want an older openai than ours.
+test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 # What CI runs besides the tests: formatting, lint, types, and the fast tests with warnings as errors.
 check: $(VENV)/.installed-test
@@ -40,7 +45,7 @@ proto: $(VENV)/.installed-test
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve_app/grpc/tei.proto
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 1; }
@@ -52,4 +57,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-test: $(VENV)/.installed
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
+	@echo "installing the clients into $(CLIENTS) (once; a minute or two)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt
 	@touch $@

@@ -18,7 +18,7 @@ from engine import memory
 from engine.batch import BatchPacker, BatchShape, PackedBatch
 from engine.cuda import CudaRunner
 from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens, keep_freed_memory
-from engine.errors import BackendError, InvalidInput, ModelError
+from engine.errors import InvalidInput, ModelError, NotFinite
 from engine.flight import Flight, Landed, Output, Ragged, Vectors
 from engine.hub import resolve_model
 from engine.kernels.attention import tiling
@@ -180,7 +180,7 @@ class Engine:
         def land(rows: list[int], flight: Flight) -> None:
             output = flight.wait()
             if not output.finite.all():
-                raise BackendError("the model gave a vector that is not finite")
+                raise NotFinite()
             vectors[rows] = output.vectors[:, :width]
 
         flights: deque[tuple[list[int], Flight]] = deque()

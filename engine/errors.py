@@ -25,7 +25,17 @@ class ModelError(EmberError):
 
 
 class BackendError(EmberError):
-    """The forward pass failed, or gave a vector that is not finite."""
+    """The forward pass failed, or gave what nobody can use."""
+
+
+class NotFinite(BackendError):
+    """The model gave an input a vector or a score that is NaN or infinite."""
+
+    def __init__(self) -> None:
+        super().__init__("the model gave a vector that is not finite")
+
+    def __reduce__(self) -> tuple[type["NotFinite"], tuple[()]]:
+        return NotFinite, ()
 
 
 class OutOfMemory(BackendError):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, OutOfMemory
+from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, NotFinite, OutOfMemory
 from engine.flight import Flight, Output, Vectors
 from engine.model_config import OutputName
 from engine.packer import Job, Packer, Slice
@@ -328,7 +328,7 @@ class EngineLoop:
                 if result is not None:
                     _hand_over(part, result, seconds)
                 elif len(launched.sequences) == 1:
-                    part.job.fail(BackendError("the model gave a vector that is not finite"))
+                    part.job.fail(NotFinite())
                 else:
                     self._run_alone(part)
         except Exception as error:

@@ -94,6 +94,7 @@ class ModelConfig:
     dense: tuple[DenseConfig, ...] = ()
     type_vocab_size: int = 0  # none for a family without token types
     labels: tuple[str, ...] = ()
+    multi_label: bool = False  # each label holds or not by itself
     head: HeadConfig | None = None
     instruction: str | None = None
     padding_id: int | None = None

@@ -201,6 +201,7 @@ def _classifier_fields(folder: Path, keys: Keys, head: HeadConfig) -> dict[str, 
     return {
         "head": head,
         "labels": ("LABEL_0",) if answers else read_labels(keys),
+        "multi_label": keys.get("problem_type") == "multi_label_classification",
         "padding_id": keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
         "instruction": DEFAULT_INSTRUCTION if _uses_chat_template(folder, answers) else None,
     }

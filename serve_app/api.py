@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EmberError
@@ -31,6 +31,7 @@ from serve_app.errors import (
     EmptyBatch,
     Form,
     Unauthorized,
+    UnknownModel,
     UnknownRoute,
     error_response,
 )
@@ -66,7 +67,7 @@ from serve_app.schemas import (
     parse_instance,
 )
 from serve_app.scores import best_first
-from serve_app.service import TOKENIZING_THREADS, Chunks, Service
+from serve_app.service import TOKENIZING_THREADS, Call, Chunks, Service
 from serve_app.settings import Settings
 from serve_app.tasks import check_embed, check_rerank
 from serve_app.version import VERSION
@@ -123,6 +124,7 @@ class Api:
             get("/info", self.info),
             get("/metrics", self.metrics, public=True),
             get("/v1/models", self.models, form="openai"),
+            get("/v1/models/{name:path}", self.model, form="openai"),
             get("/docs", self.docs, public=True),
             get("/openapi.json", self.openapi, public=True),
             get("/api-doc/openapi.json", self.openapi, public=True),
@@ -208,7 +210,8 @@ class Api:
         inputs = [inputs_of(each) for each in instances]
         models = [self._able_model(each) for each in instances]
         with self._service.admit(sum(map(len, inputs))):
-            calls = [self._service.call(each, request.headers.raw) for each in inputs]
+            terms = self._service.call((), request.headers.raw).terms  # one request's, and refused where it has no instance too
+            calls = [Call(each, terms) for each in inputs]
             try:
                 async with asyncio.TaskGroup() as group:
                     work = [answer(self._service, *each) for each in zip(calls, models, instances, strict=True)]
@@ -268,6 +271,15 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         return _json(encode.to_json({"object": "list", "data": self._backend.models()}))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for entry in self._backend.models():
+            if name in (entry["id"], *entry.get("aliases", ())):
+                return _json(encode.to_json(entry))
+        raise UnknownModel(
+            f"model `{name}` is not served here; there is {', '.join(each['id'] for each in self._backend.models())}"
+        )
 
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.swagger_page())
@@ -405,9 +417,11 @@ def _json(content: bytes, headers: dict[str, str] | None = None) -> Response:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path, allow = request.url.path, ""
     if error.status_code == 405:
         message = f"{path} does not take {request.method}"
+        here = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        allow = ", ".join(sorted(set().union(*(route.methods for route in here))))
     else:
         message = f"there is no route {path}; GET /docs lists them"
-    return error_response(UnknownRoute(message, error.status_code), "openai" if "/v1/" in path else "tei")
+    return error_response(UnknownRoute(message, error.status_code, allow), "openai" if "/v1/" in path else "tei")

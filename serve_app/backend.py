@@ -33,6 +33,7 @@ class ModelInfo:
     created: int
     task: Task = "embedding"
     labels: tuple[str, ...] = ()  # of a classifier or reranker
+    multi_label: bool = False  # several of them may hold at once
     outputs: tuple[OutputName, ...] = ("tokens",)  # what an embedding model gives besides vectors
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
 

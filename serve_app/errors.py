@@ -89,6 +89,15 @@ class WrongTask(ApiError):
         super().__init__(f"Backend error: {message}")
 
 
+class ScoreNotFinite(ApiError):
+    """A score is NaN or infinite."""
+
+    status, error_type = 424, "Backend"
+
+    def __init__(self) -> None:
+        super().__init__("score is NaN")  # TEI's words
+
+
 class UnknownModel(ApiError):
     """`model` names something this address does not serve."""
 
@@ -100,9 +109,11 @@ class UnknownRoute(ApiError):
 
     error_type = "NotFound"
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, allow: str = "") -> None:
+        """`allow` has the methods that the path does take, where it is there."""
         super().__init__(message)
         self.status = status
+        self.headers = {"allow": allow} if allow else {}
 
 
 class Unhealthy(ApiError):
@@ -152,7 +163,7 @@ def error_response(error: EmberError, form: Form) -> Response:
     status, error_type, message = _describe(error)
     headers = error.headers if isinstance(error, ApiError) else {}
     if form == "cohere":
-        return _json({"message": message}, _COHERE_STATUS.get(status, status), headers)
+        return _json({"message": message}, 400 if isinstance(error, WrongTask) else _COHERE_STATUS.get(status, status), headers)
     if form == "openai":
         flat = {"message": message, "type": error_type, "code": status}
         return _json({"error": flat | {"param": None}} | flat, status, headers)

@@ -221,6 +221,7 @@ class PooledModel:
             created=int(time()),
             task=config.task,
             labels=config.labels,
+            multi_label=config.multi_label,
             outputs=config.outputs,
             int8_ranges=read_ranges(folder, config.embedding_size),
         )

@@ -61,6 +61,7 @@ class EngineServer:
             created=int(time()),
             task=self._engine.config.task,
             labels=self._engine.config.labels,
+            multi_label=self._engine.config.multi_label,
             outputs=self._engine.config.outputs,
             int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
         )

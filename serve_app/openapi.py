@@ -31,11 +31,84 @@ _OPENAI_ERROR = {
 }
 _OPENAI_LIST = {
     "type": "object",
-    "properties": {"object": {"type": "string"}, "data": {"type": "array", "items": {"type": "object"}}},
+    "required": ["object", "data", "model", "usage"],
+    "properties": {
+        "object": {"type": "string", "enum": ["list"]},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["object", "embedding", "index"],
+                "properties": {
+                    "object": {"type": "string", "enum": ["embedding"]},
+                    "embedding": {"anyOf": [_FLOATS, {"type": "string", "description": "base64"}]},
+                    "index": {"type": "integer"},
+                    "chunk": {
+                        "type": "object",
+                        "required": ["index", "start", "end"],
+                        "properties": {name: {"type": "integer"} for name in ("index", "start", "end")},
+                    },
+                },
+            },
+        },
+        "model": {"type": "string"},
+        "usage": {
+            "type": "object",
+            "required": ["prompt_tokens", "total_tokens"],
+            "properties": {"prompt_tokens": {"type": "integer"}, "total_tokens": {"type": "integer"}},
+        },
+    },
+}
+_TOKENS = {
+    "type": "array",
+    "items": {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "required": ["id", "text", "special", "start", "stop"],
+            "properties": {
+                "id": {"type": "integer"},
+                "text": {"type": "string"},
+                "special": {"type": "boolean"},
+                "start": {"type": "integer", "nullable": True},
+                "stop": {"type": "integer", "nullable": True},
+            },
+        },
+    },
+}
+_INFO = {
+    "type": "object",
+    "required": ["model_id", "model_type", "max_input_length", "max_client_batch_size"],
+    "properties": {
+        "model_id": {"type": "string"},
+        "model_sha": {"type": "string", "nullable": True},
+        "model_dtype": {"type": "string"},
+        "served_model_name": {"type": "string"},
+        "model_type": {"type": "object"},
+        "max_concurrent_requests": {"type": "integer"},
+        "max_input_length": {"type": "integer"},
+        "max_batch_tokens": {"type": "integer"},
+        "max_client_batch_size": {"type": "integer"},
+        "auto_truncate": {"type": "boolean"},
+        "tokenization_workers": {"type": "integer"},
+        "version": {"type": "string"},
+    },
+}
+_MODELS = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {
+        "object": {"type": "string", "enum": ["list"]},
+        "data": {
+            "type": "array",
+            "items": {"type": "object", "required": ["id", "object", "created", "owned_by"]},
+        },
+    },
 }
 _COHERE_ERROR = {"type": "object", "required": ["message"], "properties": {"message": {"type": "string"}}}
 _COHERE_ANSWER = {
     "type": "object",
+    "required": ["response_type", "id", "embeddings", "meta"],
     "properties": {
         "response_type": {"type": "string", "enum": ["embeddings_floats", "embeddings_by_type"]},
         "id": {"type": "string"},
@@ -143,13 +216,13 @@ _POSTS: list[tuple[str, tuple[Body, ...], dict[str, Any], str]] = [
     (
         "/vertex",
         (schemas.VertexRequest,),
-        {"type": "object", "properties": {"predictions": {"type": "array", "items": {}}}},
+        {"type": "object", "required": ["predictions"], "properties": {"predictions": {"type": "array", "items": {}}}},
         "Bodies of other routes in Vertex AI's wrapper",
     ),
     (
         "/tokenize",
         (schemas.TokenizeRequest,),
-        {"type": "array", "items": {"type": "array", "items": {"type": "object"}}},
+        _TOKENS,
         "Tokens of texts",
     ),
     ("/decode", (schemas.DecodeRequest,), {"type": "array", "items": {"type": "string"}}, "Texts of token ids"),
@@ -176,16 +249,19 @@ _TERMS: list[dict[str, Any]] = [
         "schema": {"type": "string"},
     },
 ]
-_GETS = [
-    ("/health", "200 while the engine computes, else 503"),
-    ("/ping", "As /health"),
-    ("/info", "The model and its limits"),
-    ("/v1/models", "The models served, OpenAI's form"),
-    ("/metrics", "Prometheus metrics of this replica"),
+# path, schema of the answer, summary
+_GETS: list[tuple[str, dict[str, Any] | None, str]] = [
+    ("/health", None, "200 while the engine computes, else 503"),
+    ("/ping", None, "As /health"),
+    ("/", None, "As /health"),
+    ("/info", _INFO, "The model and its limits"),
+    ("/v1/models", _MODELS, "The models served, OpenAI's form"),
+    ("/metrics", {"type": "string"}, "Prometheus metrics of this replica"),
 ]
 _ERRORS = {
     "400": "Broken JSON, or an empty input",
     "401": "No valid API key, where the server wants one; without a body on TEI's routes",
+    "404": "Unknown model",
     "413": "Body too large",
     "415": "Not application/json",
     "422": "An input or field the model cannot take",
@@ -194,6 +270,10 @@ _ERRORS = {
     "503": "The engine does not answer",
     "504": "The request took longer than request_timeout_s or its own deadline",
 }
+_OF_COMPUTING = ("424", "503", "504")
+# A body that is none of the route's is answered in plain text on TEI's routes, as it is there.
+_PLAIN = ("400", "413", "415", "422")
+_ONLY_PLAIN = ("413", "415")
 
 
 @cache
@@ -201,17 +281,20 @@ def document(root_path: str) -> dict[str, Any]:
     """The OpenAPI document. `root_path` is where the API is mounted."""
     bodies = [(body, "validation") for _, of_path, _, _ in _POSTS for body in of_path]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
-    paths: dict[str, Any] = {path: {"get": _operation(summary, (), None, {})} for path, summary in _GETS}
+    paths: dict[str, Any] = {path: {"get": _get(path, answer, summary)} for path, answer, summary in _GETS}
     for path, of_path, answer, summary in _POSTS:
-        errors = _ERRORS | ({"404": "Unknown model"} if path.startswith("/v1/") else {})
-        error_schema = _OPENAI_ERROR if path.startswith("/v1/") else _ERROR
+        computes = path not in ("/tokenize", "/decode")
+        errors = {code: text for code, text in _ERRORS.items() if computes or code not in _OF_COMPUTING}
         if path.endswith(_COHERE_ENDS):
-            errors = {"404": "Unknown model"} | {code: text for code, text in _ERRORS.items() if code not in ("422", "424")}
+            errors = {code: text for code, text in errors.items() if code not in ("422", "424")}
             errors |= {"400": "A body, input or field that the model cannot take", "500": "The forward pass failed"}
-            error_schema = _COHERE_ERROR
-        responses = {code: _response(text, error_schema) for code, text in errors.items()}
+            responses = {code: _response(text, _COHERE_ERROR) for code, text in errors.items()}
+        elif path.startswith("/v1/"):
+            responses = {code: _response(text, _OPENAI_ERROR) for code, text in errors.items()}
+        else:
+            responses = {code: _native_error(code, text) for code, text in errors.items()}
         operation = _operation(summary, of_path, answer, responses)
-        paths.setdefault(path, {})["post"] = operation | ({} if path in ("/tokenize", "/decode") else {"parameters": _TERMS})
+        paths.setdefault(path, {})["post"] = operation | ({"parameters": _TERMS} if computes else {})
     return {
         "openapi": "3.0.3",
         "info": {"title": "emberforge", "version": VERSION},
@@ -237,6 +320,27 @@ def swagger_page() -> str:
     )
 
 
+def _get(path: str, answer: dict[str, Any] | None, summary: str) -> dict[str, Any]:
+    if path in ("/health", "/ping", "/"):
+        return _operation(summary, (), None, {"503": _response(_ERRORS["503"], _ERROR)})
+    if path == "/metrics":
+        return {"summary": summary, "responses": {"200": _response("Success", answer, "text/plain")}}
+    denied = _native_error("401", _ERRORS["401"]) if path == "/info" else _response(_ERRORS["401"], _OPENAI_ERROR)
+    return _operation(summary, (), answer, {"401": denied})
+
+
+def _native_error(code: str, text: str) -> dict[str, Any]:
+    """Of TEI's routes."""
+    if code == "401":
+        return _response(text, None)
+    if code in _ONLY_PLAIN:
+        return _response(text, {"type": "string"}, "text/plain")
+    response = _response(text, _ERROR)
+    if code in _PLAIN:
+        response["content"]["text/plain"] = {"schema": {"type": "string"}}
+    return response
+
+
 def _operation(
     summary: str, bodies: tuple[Body, ...], answer: dict[str, Any] | None, responses: dict[str, Any]
 ) -> dict[str, Any]:
@@ -248,8 +352,8 @@ def _operation(
     return operation
 
 
-def _response(text: str, schema: dict[str, Any] | None) -> dict[str, Any]:
-    return {"description": text} | ({"content": {"application/json": {"schema": schema}}} if schema else {})
+def _response(text: str, schema: dict[str, Any] | None, media_type: str = "application/json") -> dict[str, Any]:
+    return {"description": text} | ({"content": {media_type: {"schema": schema}}} if schema else {})
 
 
 def _without_null(schema: Any) -> Any:
@@ -264,5 +368,8 @@ def _without_null(schema: Any) -> Any:
         return rest
     nullable = {"nullable": True} if len(members) < len(schema["anyOf"]) else {}
     if len(members) == 1 and "$ref" not in members[0]:
-        return _without_null(members[0]) | rest | nullable
+        only = _without_null(members[0])
+        if nullable and "enum" in only:  # which `nullable` does not add to
+            only["enum"] = [*only["enum"], None]
+        return only | rest | nullable
     return {"anyOf": _without_null(members)} | rest | nullable

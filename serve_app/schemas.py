@@ -66,6 +66,12 @@ def _parse_texts(value: Any) -> list[str]:
     return value
 
 
+def _parse_text_list(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError(f"expected a list of strings, got {_name(value)}")
+    return _parse_texts(value)
+
+
 def _parse_classified(value: Any) -> list[TextOrPair]:
     """`"s"`, `["s"]` and the pair `["a", "b"]` are one input each; a batch is a list of the latter two."""
     if isinstance(value, str):
@@ -127,7 +133,7 @@ Texts = Annotated[
     PlainValidator(_parse_texts),
     WithJsonSchema({"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA}]}),
 ]
-TextList = Annotated[list[str], PlainValidator(_parse_texts), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})]
+TextList = Annotated[list[str], PlainValidator(_parse_text_list), WithJsonSchema({"type": "array", "items": _TEXT_SCHEMA})]
 _PAIR_SCHEMA = {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1, "maxItems": 2}
 Classified = Annotated[
     list[TextOrPair],
@@ -145,7 +151,7 @@ Direction = Annotated[
     WithJsonSchema({"enum": ["Left", "left", "Right", "right"], "default": "right"}),
 ]
 # Unsigned on the wire: a negative number is a body that does not parse, zero and too large are the model's to refuse.
-Dimensions = Annotated[int, Field(ge=0, le=_MAX_ID)]
+Dimensions = Annotated[int, Field(ge=0, le=_MAX_ID), WithJsonSchema({"type": "integer", "minimum": 1, "maximum": _MAX_ID})]
 
 
 class _Body(BaseModel):
@@ -187,7 +193,7 @@ class Chunking(_Body):
     through the model once, and each chunk's tokens are pooled.
     """
 
-    size: Annotated[int, Field(gt=0, le=_MAX_ID)]
+    size: Annotated[int, Field(ge=1, le=_MAX_ID)]
     overlap: Annotated[int, Field(ge=0, le=_MAX_ID)] = 0
     pooling: Literal["none", "mean", "late"] = "none"
 

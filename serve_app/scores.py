@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from engine.flight import Vectors
 
 
-def probabilities(logits: Vectors) -> Vectors:
-    """[B, n_labels] logits of any size -> sigmoid of a single label, softmax of several. fp32, summed in fp64."""
+def probabilities(logits: Vectors, multi_label: bool = False) -> Vectors:
+    """[B, n_labels] logits of any size -> softmax, or sigmoids of a single label and of `multi_label`, several that may hold at
+    once. fp32, summed in fp64."""
     x = logits.astype(np.float64)
-    if x.shape[1] == 1:
+    if x.shape[1] == 1 or multi_label:
         return (0.5 * (1 + np.tanh(0.5 * x))).astype(np.float32)  # 1 / (1 + exp(-x)), which cannot overflow
     shifted = np.exp(x - x.max(axis=1, keepdims=True))
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True), dtype=np.float32)

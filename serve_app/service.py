@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, NotFinite
 from engine.flight import Vectors
 from engine.loop import Embeddings
 from engine.model_config import OutputName
 from engine.pooling import EmbedOptions, check_dimensions
 from engine.tokenizer import ChunkedText, EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from serve_app.backend import Backend, ServedModel
-from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded
+from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded, ScoreNotFinite
 from serve_app.metrics import Metrics
 from serve_app.quantize import OutputDtype, check_dtype
 from serve_app.schemas import Chunking, HybridWeights, Single, TextOrPair
@@ -188,9 +188,12 @@ class Service:
     ) -> Vectors:
         self._metrics.tei.started(call.method, call.num_inputs, "predict")
         options = EmbedOptions(normalize=False)
-        logits = (await self._compute(call, model, options, call.num_chars, encode, *args, task="predict")).vectors
+        try:
+            logits = (await self._compute(call, model, options, call.num_chars, encode, *args, task="predict")).vectors
+        except NotFinite:
+            raise ScoreNotFinite from None
         assert logits is not None
-        return logits if raw_scores else probabilities(logits)
+        return logits if raw_scores else probabilities(logits, model.info.multi_label)
 
     async def _score_hybrid(
         self,

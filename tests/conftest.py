@@ -20,6 +20,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
 
+collect_ignore = ["clients"]  # in an environment of their own: make test-clients
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

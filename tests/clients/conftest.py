@@ -1,0 +1,117 @@
+"""The real server, as `emberforge serve` starts it, and what sentence-transformers makes of the same texts."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# What clients read from the environment when they are imported.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
+os.environ["HF_HUB_OFFLINE"] = "0"  # or huggingface_hub refuses loopback too
+
+import numpy as np
+import pytest
+
+# Where emberforge is installed; here are only the clients.
+BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
+KEY = "ef-clients"
+# Folders of `prepare.py`'s that are served beside the embedded model: "reranker", "classifier", "splade", as soon as their routes
+# are there. The reranker is the first, which has the server's root: some clients can reach nothing else.
+TASKS = ["reranker", "classifier", "splade"]
+
+
+@dataclass(frozen=True)
+class Server:
+    root: str
+    models: tuple[str, ...]
+
+    def url(self, model: str) -> str:
+        """Where one of its models answers, without a slash at the end."""
+        return self.root if model == self.models[0] else f"{self.root}/pools/{model}"
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    command = [str(BIN / "python"), str(Path(__file__).parent / "prepare.py"), str(folder)]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(prepared: Path) -> dict[str, Any]:
+    """By name, what `prepare.py` computed with sentence-transformers."""
+    return dict(json.loads((prepared / "reference.json").read_text()))
+
+
+@pytest.fixture(scope="session")
+def server(prepared: Path) -> Iterator[Server]:
+    """The embedded model, with prompts, behind a key."""
+    name = "all-MiniLM-L6-v2"
+    options = ["--served-model-name", name, "--api-key", KEY, "--max-concurrent-requests", "8"]
+    with _serving([str(prepared / "prompted")], [name], options, prepared / "server.log", 30_800) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def open_server(prepared: Path) -> Iterator[Server]:
+    """Several models, and no key."""
+    models = [str(prepared / name) for name in TASKS] + ["all-MiniLM-L6-v2"]
+    with _serving(models, [*TASKS, "all-MiniLM-L6-v2"], [], prepared / "open.log", 30_900) as server:
+        yield server
+
+
+def close(ours: Any, theirs: Any) -> None:
+    """The tolerance of the server's other tests against sentence-transformers."""
+    np.testing.assert_allclose(np.asarray(ours, dtype=np.float32), np.asarray(theirs, dtype=np.float32), atol=2e-5)
+
+
+@contextmanager
+def _serving(models: list[str], names: list[str], options: list[str], log: Path, replica_port: int) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
+    command = [str(BIN / "emberforge"), "serve", *models, *listen, "--dtype", "float32", *options]
+    environment = _environment() | {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_port)}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    server = Server(f"http://127.0.0.1:{port}", tuple(names))
+    try:
+        for name in names:
+            _wait_until_healthy(server.url(name), process, log)
+        yield server
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except OSError:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+
+def _environment() -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "EMBERFORGE_"))}
+    return ours | {"HF_HUB_OFFLINE": "1"}

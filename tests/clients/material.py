@@ -1,0 +1,16 @@
+"""The texts that clients send, which `prepare.py` has embedded by sentence-transformers, and the models they are sent to."""
+
+PROMPT = "query: "
+LONG = " ".join(f"word{i}" for i in range(400))  # far over the 256 tokens of all-MiniLM-L6-v2
+TEXTS = ["hello world", "x", "What is Deep Learning?", LONG]
+DIMENSIONS = 64
+
+QUERY = "what do pandas eat"
+DOCUMENTS = [
+    "The giant panda lives on bamboo, twenty kilograms of it a day.",
+    "Bears sleep in winter.",
+    "The capital of France is Paris.",
+    "Deep learning is machine learning with deep networks.",
+]
+PAIR = ("a man eats", "somebody is eating")
+LABELS = ["entailment", "neutral", "contradiction"]

@@ -1,0 +1,106 @@
+"""Makes what the clients' tests compare with: run by the server's interpreter, as the clients' has no torch.
+
+`prepare.py FOLDER` saves the models to serve in FOLDER, and in FOLDER/reference.json what sentence-transformers makes of
+`material.py`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from material import DIMENSIONS, DOCUMENTS, LABELS, LONG, PAIR, PROMPT, QUERY, TEXTS
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertTokenizerFast, PreTrainedModel
+
+from engine.hub import EMBEDDED_MODEL, resolve_model
+
+_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+
+
+def main(folder: Path) -> None:
+    minilm = resolve_model(EMBEDDED_MODEL)
+    _with_prompts(minilm, folder / "prompted")
+    tokenizer = BertTokenizerFast.from_pretrained(minilm)
+    reranker = _save(BertForSequenceClassification(_config(num_labels=1)), tokenizer, folder / "reranker")
+    classifier = _save(BertForSequenceClassification(_config(id2label=dict(enumerate(LABELS)))), tokenizer, folder / "classifier")
+    mlm = BertForMaskedLM(_config())
+    mlm.cls.predictions.bias.data.fill_(-3.0)  # or most of the vocabulary would be in each text
+    _save(mlm, tokenizer, folder / "mlm")
+    reference = _embeddings(minilm) | _rerank(reranker) | _predict(classifier) | _sparse(folder)
+    (folder / "reference.json").write_text(json.dumps(reference))
+
+
+def _with_prompts(minilm: Path, folder: Path) -> None:
+    """The embedded model with a prompt that nobody gets unasked."""
+    folder.mkdir()
+    for each in minilm.iterdir():
+        (folder / each.name).symlink_to(each)
+    (folder / "config_sentence_transformers.json").unlink()
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": PROMPT, "passage": ""}}))
+
+
+def _embeddings(minilm: Path) -> dict[str, Any]:
+    whole = SentenceTransformer(str(minilm), device="cpu", local_files_only=True)
+    raw = SentenceTransformer(modules=[whole[0], whole[1]], device="cpu")
+    cut = torch.as_tensor(raw.encode(TEXTS))[:, :DIMENSIONS]
+    ids = whole.tokenizer(LONG)["input_ids"]
+    tail = torch.tensor([[ids[0], *ids[-1 - 254 : -1], ids[-1]]])
+    with torch.no_grad():
+        left = whole({"input_ids": tail, "attention_mask": torch.ones_like(tail)})["sentence_embedding"][0]
+    tokens = whole.encode(TEXTS[:2], output_value="token_embeddings")
+    return {
+        "embeddings": whole.encode(TEXTS).tolist(),
+        "not_normalized": raw.encode(TEXTS).tolist(),
+        "cut": nn.functional.normalize(cut).tolist(),
+        "prompted": whole.encode(TEXTS, prompt=PROMPT).tolist(),
+        "long_from_the_left": left.tolist(),
+        "token_embeddings": [each.tolist() for each in tokens],
+        "token_ids": whole.tokenizer(TEXTS[:2])["input_ids"],
+    }
+
+
+def _rerank(folder: Path) -> dict[str, Any]:
+    model = CrossEncoder(str(folder), device="cpu", local_files_only=True)
+    pairs = [(QUERY, document) for document in DOCUMENTS]
+    logits = model.predict(pairs, activation_fn=nn.Identity())
+    assert sorted(abs(a - b) for i, a in enumerate(logits) for b in logits[:i])[0] > 0.01, "the order would be left to rounding"
+    return {"logits": logits.tolist(), "scores": model.predict(pairs, activation_fn=nn.Sigmoid()).tolist()}
+
+
+def _predict(folder: Path) -> dict[str, Any]:
+    model = CrossEncoder(str(folder), device="cpu", local_files_only=True)
+    single = model.tokenizer(TEXTS[0], return_tensors="pt")
+    with torch.no_grad():
+        of_text = model.model(**single).logits[0].softmax(dim=0)
+    return {"label_scores": of_text.tolist(), "pair_label_scores": model.predict([PAIR], apply_softmax=True)[0].tolist()}
+
+
+def _sparse(folder: Path) -> dict[str, Any]:
+    mlm = Transformer(str(folder / "mlm"), transformer_task="fill-mask")
+    model = SparseEncoder(modules=[mlm, SpladePooling("max")], device="cpu")
+    model.save(str(folder / "splade"))
+    rows = model.encode(TEXTS[:2], convert_to_sparse_tensor=False)
+    return {"sparse": [{int(i): float(row[i]) for i in row.nonzero()} for row in rows]}
+
+
+def _config(**more: Any) -> BertConfig:
+    return BertConfig(vocab_size=30522, max_position_embeddings=128, **_TINY, **more)
+
+
+def _save(model: PreTrainedModel, tokenizer: BertTokenizerFast, folder: Path) -> Path:
+    with torch.no_grad():
+        for parameter in model.parameters():  # as drawn, all inputs would come out alike
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,40 @@
+"""Clients of /predict; the scores are those of transformers and of sentence-transformers' CrossEncoder."""
+
+from typing import Any
+
+import pytest
+from conftest import KEY, Server, close
+from huggingface_hub import InferenceClient
+from material import LABELS, PAIR, TEXTS
+from tei_client import ClassificationTuple, HttpClient
+from tei_client.models import ClassificationResult
+
+MODEL = "classifier"
+
+
+@pytest.mark.parametrize("path", ["", "/predict"])
+def test_huggingface_hub(open_server: Server, reference: dict[str, Any], path: str) -> None:
+    """Of TEI's flat list it gives the first, which is the best."""
+    best = InferenceClient(model=open_server.url(MODEL) + path, token=KEY).text_classification(TEXTS[0])
+    score, label = max(zip(reference["label_scores"], LABELS, strict=True))
+    assert best.label == label
+    close(best.score, score)
+
+
+def test_tei_client(open_server: Server, reference: dict[str, Any]) -> None:
+    client = HttpClient(open_server.url(MODEL))
+    info = client.info()
+    assert info.server_model_type == "classifier"
+    assert info.server_model_metadata.label2id == {label: index for index, label in enumerate(LABELS)}
+    both = client.classify([TEXTS[0], TEXTS[0]])
+    assert len(both) == 2
+    for each in (*both, *client.classify(TEXTS[0])):
+        check(each, reference["label_scores"])
+    for pair in (PAIR, ClassificationTuple(*PAIR)):
+        check(client.classify(pair)[0], reference["pair_label_scores"])
+
+
+def check(ours: ClassificationResult, expected: list[float]) -> None:
+    assert [each.score for each in ours.scores] == sorted((each.score for each in ours.scores), reverse=True)
+    by_label = {each.label: each.score for each in ours.scores}
+    close([by_label[label] for label in LABELS], expected)

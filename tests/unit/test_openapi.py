@@ -1,0 +1,48 @@
+"""The API as its own OpenAPI document describes it: whatever schemathesis makes up, no answer outside of the document.
+
+Over a model that computes nothing; that each documented status can come, and from what, is `test_contract.py`'s.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.python import asgi
+from test_tasks import FakeBackend, FakeModel, tokenizer  # noqa: F401
+
+from engine.tokenizer import Tokenizer
+from serve_app import openapi
+from serve_app.api import Api
+from serve_app.metrics import Metrics
+from serve_app.settings import Settings
+
+# The kind of model that answers a route; BGE-M3 the others.
+KINDS = {"/predict": "classifier", "/embed_sparse": "splade"} | dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "reranker")
+
+
+@pytest.fixture(scope="module")
+def sessions(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:  # noqa: F811
+    """By kind of model a server of it."""
+    with ExitStack() as stack:
+        models = {kind: FakeBackend(FakeModel(tokenizer, kind)) for kind in {*KINDS.values(), "m3"}}
+        apps = {kind: Api(model, Settings(), Metrics("fake")).app for kind, model in models.items()}
+        yield {kind: stack.enter_context(asgi.get_client(app)) for kind, app in apps.items()}
+
+
+CONFIG = schemathesis.Config.from_dict(
+    {
+        # Whether a text, an id or a prompt's name is one that can be used depends on the model: no document says that.
+        "checks": {"positive_data_acceptance": {"enabled": False}},
+        "generation": {"allow-extra-parameters": False},  # headers that nobody knows are no mistake
+    }
+)
+API = schemathesis.openapi.from_dict(openapi.document(""), config=CONFIG)
+
+
+@API.parametrize()
+@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+def test_no_answer_outside_of_the_document(case: schemathesis.Case, sessions: dict[str, Any]) -> None:
+    case.call_and_validate("http://testserver", sessions[KINDS.get(case.path, "m3")])
