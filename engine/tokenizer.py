@@ -199,12 +199,12 @@ class Tokenizer:
 
     def _guarded(self, index: int, texts: tuple[str, ...], options: EncodeOptions) -> tuple[str, ...]:
         """The texts of one input, each cut to its share of the characters where they have too many."""
-        num_chars = sum(map(len, texts))
-        if any("\0" in text for text in texts):
+        whole = "".join(texts)
+        if "\0" in whole:
             raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
-        if num_chars > self.max_chars:
+        if len(whole) > self.max_chars:
             if not options.truncate:
-                raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {num_chars}")
+                raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {len(whole)}")
             share = self.max_chars // len(texts)
             left = options.truncation_direction == "left"
             texts = tuple(text[-share:] if left else text[:share] for text in texts)
