@@ -29,7 +29,8 @@ class GteConfig(ModelConfig):
 class Gte(Model):
     """Weights of NewModel, which transformers calls GteModel; `forward` gives its last hidden states.
 
-    Published: Alibaba-NLP/gte-base-en-v1.5, gte-large-en-v1.5 and gte-multilingual-base, Snowflake/snowflake-arctic-embed-m-v2.0.
+    Published: Alibaba-NLP/gte-base-en-v1.5, gte-large-en-v1.5 and gte-multilingual-base, Snowflake/snowflake-arctic-embed-m-v2.0;
+    with a head Alibaba-NLP/gte-multilingual-reranker-base.
     Source: `modeling.py` of Alibaba-NLP/new-impl.
     """
 

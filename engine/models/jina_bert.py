@@ -28,7 +28,8 @@ class JinaBertConfig(ModelConfig):
 class JinaBert(Model):
     """Weights of JinaBertModel; `forward` gives its last hidden states.
 
-    Published: jinaai/jina-embeddings-v2-small-en, -base-en, -base-de, -base-es, -base-zh; with Q and K normalised -base-code.
+    Published: jinaai/jina-embeddings-v2-small-en, -base-en, -base-de, -base-es, -base-zh; with Q and K normalised -base-code;
+    with a head jinaai/jina-reranker-v1-turbo-en and -tiny-en.
     Source: `modeling_bert.py` of jinaai/jina-bert-implementation, and of jinaai/jina-bert-v2-qk-post-norm.
     """
 

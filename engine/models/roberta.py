@@ -12,7 +12,8 @@ class Roberta(Bert):
     """Weights of RobertaModel, CamembertModel or XLMRobertaModel, which differ in their tokenizers alone.
 
     Published: BAAI/bge-m3, intfloat/multilingual-e5-base and -large, Snowflake/snowflake-arctic-embed-l-v2.0,
-    sentence-transformers/all-distilroberta-v1 and paraphrase-multilingual-mpnet-base-v2, dangvantuan/sentence-camembert-base.
+    sentence-transformers/all-distilroberta-v1 and paraphrase-multilingual-mpnet-base-v2, dangvantuan/sentence-camembert-base;
+    with a head BAAI/bge-reranker-base, -large and -v2-m3.
     Source: `RobertaModel` of transformers. There a padding token inside a text takes no position; here every token takes
     the next one, since no tokenizer makes padding of a text that does not spell it out.
     """
