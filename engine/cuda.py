@@ -69,18 +69,18 @@ class CudaRunner:
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want_hidden: bool = False
     ) -> CudaFlight:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
-        lengths = [len(ids) for ids in sequences]
-        num_tokens, num_seqs = sum(lengths), len(lengths)
+        layout = self._packer.layout(sequences, whole=want_hidden)
+        num_tokens, num_seqs = sum(layout.lengths), len(sequences)
         graphed = num_tokens <= self.max_graph_tokens and not want_hidden
         room = next(size for size in GRAPH_TOKENS if size >= num_tokens) if graphed else None
-        shape, tiles = self._packer.shape(lengths, room)
+        shape, tiles = self._packer.shape(layout, room)
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
-            self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
+            self._packer.fill(staging.numpy(), shape, layout, tiles, options)
             hidden = None
             vectors = self._graphs.replay(shape, staging) if graphed else None
             if vectors is None:
-                batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
+                batch = shape.view(staging.to(self._device, non_blocking=True), layout)
                 vectors, hidden = self._forward(batch, want_hidden)
             host_vectors = _to_host(vectors[:num_seqs])
             host_hidden = None if hidden is None else _to_host(hidden.float())
@@ -195,7 +195,7 @@ class _Graphs:
 
     def _capture(self, shape: BatchShape, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         buffer = staging.to(self._device, non_blocking=True)
-        batch = shape.view(buffer, ())
+        batch = shape.view(buffer)
         self._forward(batch, False)  # kernels are compiled and libraries set up outside of the capture
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
@@ -242,4 +242,5 @@ def _like(num_tokens: int, longest: int) -> list[int]:
 
 
 def _texts(lengths: Sequence[int], vocab_size: int) -> list[TokenIds]:
-    return [np.arange(length, dtype=np.int32) % vocab_size for length in lengths]
+    """No two begin alike: a prefix that they shared would be computed once."""
+    return [np.arange(index, index + length, dtype=np.int32) % vocab_size for index, length in enumerate(lengths)]

@@ -48,7 +48,7 @@ class Engine:
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
         cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
-        self.packer = BatchPacker(config.pooling, config.embedding_size, cut)
+        self.packer = BatchPacker(config.pooling, config.embedding_size, cut, model.shares_prefixes)
         self._cuda = CudaRunner(self._vectors, self.packer, device) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
@@ -164,7 +164,7 @@ class Engine:
         with torch.inference_mode():
             if self._cuda is not None:
                 return self._cuda.launch(sequences, options, want_hidden)
-            vectors, hidden = self._vectors(self.packer.pack(sequences, options), want_hidden)
+            vectors, hidden = self._vectors(self.packer.pack(sequences, options, whole=want_hidden), want_hidden)
             return Landed(Output(vectors.numpy(), None if hidden is None else hidden.float().numpy()))
 
     @torch.inference_mode()

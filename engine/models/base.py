@@ -17,6 +17,7 @@ class Model(ABC):
     architectures: ClassVar[tuple[str, ...]]  # as config.json names them
     needless: ClassVar[tuple[str, ...]] = ()  # tensors of the checkpoint that embeddings do not use, as glob patterns
     overflows_float16: ClassVar[bool] = False
+    shares_prefixes: bool = False  # whether a token sees all before it and nothing else: then what begins alike is the same
     walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
 
     @staticmethod
