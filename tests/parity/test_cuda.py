@@ -109,6 +109,29 @@ def test_vectors_are_right_in_every_company(folder: Path, engine: Engine, length
         assert_as_exact_as_transformers(output.vectors, folder, batch)
 
 
+SHARING = {
+    "qwen3": {},
+    "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen2": {"hidden_size": 256},
+    "llama": {"head_dim": 128, "num_attention_heads": 7, "num_key_value_heads": 1},
+    "mistral": {"head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_sequences_that_share_a_prefix_get_the_vectors_they_get_alone(tiny: Callable[..., Path], kind: str) -> None:
+    """Captured, replayed on other lengths and prefixes in the same shape, and without graphs."""
+    folder = tiny(kind.split()[0], **SHARING[kind])
+    engine = Engine.load(folder, dtype="bfloat16", device="cuda")
+    for max_graph_tokens in (512, 0):
+        engine._cuda.max_graph_tokens = max_graph_tokens  # type: ignore[union-attr]
+        for lengths, prefix in ((RAGGED, 65), ([1] * 40, 100), ([90, 90, 3], 150), ([20, 1, 100, 128], 17), ([60] * 5, 64)):
+            own, (shared, other) = sequences(lengths, prefix), sequences([prefix, 40], prefix + 1)
+            batch = [np.concatenate((shared, ids)) for ids in own] + [shared, other, other[:3], own[-1]]
+            assert engine.packer.layout(batch, whole=False).prefixes
+            assert_as_exact_as_transformers(engine.launch(batch).wait().vectors, folder, batch)
+
+
 def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> None:
     """transformers' Qwen3 is causal whatever its config says; our fp32 path is held to the checkpoint's in another test."""
     folder = tiny("qwen3", use_bidirectional_attention=True)
