@@ -70,7 +70,7 @@ def lay_out(sequences: Sequence[TokenIds]) -> Layout:
 def common_prefixes(sequences: Sequence[TokenIds]) -> list[Group]:
     """The prefixes to compute once; empty where too little would be saved.
 
-    Costs 0.2 us a sequence where no two begin alike, about 5 us for each that does.
+    Costs 0.03 to 0.2 us a sequence where no two begin alike, 3 us for each that does.
     """
     long_enough = [index for index, ids in enumerate(sequences) if len(ids) > LEAST_PREFIX]
     if len(long_enough) < 2:
@@ -101,21 +101,21 @@ def _best_groups(sequences: Sequence[TokenIds], members: list[int]) -> list[Grou
     """
     members = sorted(members, key=lambda index: sequences[index].tobytes())
     common = [_common(sequences[one], sequences[other]) for one, other in pairwise(members)]
-    waiting: list[tuple[int, int, int, list[Group]]] = []  # runs to the left: prefix with what follows, first member, best of it
+    # Runs that more may join on the right: tokens in common with what follows, first member, best saving, and its groups
+    # as (first member, last, tokens).
+    waiting: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
     for last, length in enumerate([*common, 0]):
-        first, saved, groups = last, 0, list[Group]()
+        first, saved, groups = last, 0, list[tuple[int, int, int]]()
         while waiting and waiting[-1][0] >= length:
             inner, first, saved_before, groups_before = waiting.pop()
-            whole = (members[first : last + 1], inner)
-            saved, groups = saved + saved_before, groups_before + groups
-            if _saved(whole) >= saved:
-                saved, groups = _saved(whole), [whole]
+            saved, whole = saved + saved_before, (last - first) * inner
+            saved, groups = (whole, [(first, last, inner)]) if whole >= saved else (saved, groups_before + groups)
         waiting.append((length, first, saved, groups))
-    return waiting[-1][3]
+    return [(members[first : last + 1], length) for first, last, length in waiting[-1][3]]
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:
-    """Tokens at the beginning that are the same, less one where that is all of a sequence."""
+    """Tokens with which both begin, less one where that is all of either."""
     most = min(len(one), len(other)) - 1
     differ = one[:most] != other[:most]
     first = int(differ.argmax())
