@@ -15,7 +15,7 @@ from engine.batch import BatchPacker
 from engine.kernels.attention import Tiling
 from engine.model_config import Pooling
 from engine.pooling import EmbedOptions
-from engine.prefixes import Layout
+from engine.prefixes import MOST_PREFIXES, Layout
 
 
 def of_lengths(lengths: list[int]) -> Layout:
@@ -105,6 +105,18 @@ def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: 
     for text, row, tile in zip(texts, batch.pooled_rows.tolist(), batch.pooled_tiles.tolist(), strict=False):
         assert seen(tile, row) == text.tolist()
     assert batch.num_tokens == shape.num_tokens
+
+
+@pytest.mark.parametrize("loners", [0, 1, 40])
+def test_a_shape_with_room_holds_as_many_prefixes_as_there_may_be(loners: int) -> None:
+    """Each of them and what follows it are tiles that nothing else may join."""
+    texts = [np.array([start, *range(15), own], dtype=np.int32) for start in range(MOST_PREFIXES + 4) for own in (1, 2)]
+    texts += [np.array([100 + index], dtype=np.int32) for index in range(loners)]
+    packer = BatchPacker("last_token", 8, Tiling(64, 1, 2, (9, 0), 132), shares_prefixes=True)
+    layout = packer.layout(texts, whole=False)
+    assert len(layout.pieces) == len(texts) + MOST_PREFIXES
+    shape, tiles = packer.shape(layout, room=sum(layout.lengths))
+    assert 2 * MOST_PREFIXES < len(tiles) <= shape.num_tiles
 
 
 def test_only_the_pooling_of_the_last_token_shares() -> None:
