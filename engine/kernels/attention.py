@@ -73,8 +73,8 @@ class Tiling:
         return attention_tiles(lengths, shape.block_m // self.group, prefixes)
 
     def most_tiles(self, num_tokens: int, shape: TileShape, num_prefixes: int = 0) -> int:
-        """Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one; or a prefix begins or ends
-        to count between them."""
+        """Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one, unless their prefixes differ:
+        as they may where a prefix begins and where what follows it does."""
         return 2 * -(-num_tokens // (shape.block_m // self.group)) + 1 + 2 * num_prefixes
 
 
