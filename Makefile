@@ -39,6 +39,7 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.elementwise
 	$(BIN)/python -m loadtests.kernels.attention
 	$(BIN)/python -m loadtests.engine
+	$(BIN)/python -m loadtests.shared_prefix
 
 # After a change of tei.proto; a test says when this was forgotten.
 proto: $(VENV)/.installed-test

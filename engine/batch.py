@@ -16,6 +16,7 @@ from engine.kernels.attention import TileShape, Tiling
 from engine.model_config import Pooling
 from engine.pairs import SECOND_SEGMENT
 from engine.pooling import EmbedOptions
+from engine.prefixes import MOST_PREFIXES, Layout, lay_out
 from engine.tokenizer import TokenIds
 
 
@@ -24,18 +25,22 @@ class PackedBatch:
     """Sequences laid end to end with no padding. T = total tokens, B = sequences.
 
     Parts of one int32 buffer, so that a batch reaches the device in one copy.
+
+    Where sequences share prefixes, each prefix is there once, before what its sequences have of their own (`Layout`). A token's
+    bounds then begin where its sequence would if all of it lay together: its position is its distance from there as ever.
     """
 
     token_ids: Tensor  # [T]
     bounds: Tensor  # [T, 2], the sequence each token belongs to: [first token, one past its last)
-    cu_seqlens: Tensor  # [B + 1], cu_seqlens[0] == 0 and cu_seqlens[-1] == T
+    cu_seqlens: Tensor  # [B + 1], cu_seqlens[0] == 0 and cu_seqlens[-1] == T; [0] where prefixes are shared
     pooled_rows: Tensor  # [B], the token that last-token or cls pooling reads
     dimensions: Tensor  # [B], leading dimensions a vector keeps
     normalize: Tensor  # [B], 0 or 1
-    tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference
-    pooled_tiles: Tensor  # [B, 2], the same for the pooled rows alone
+    tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference; [n, 4] with prefixes
+    pooled_tiles: Tensor  # [B, 2 or 4], the same for the pooled rows alone
     tile_shape: TileShape | None  # None for the reference
-    lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences
+    lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences; of pieces with prefixes
+    prefixes: Sequence[tuple[int, int]]  # of each of them the rows that lie before it; empty where none are shared
     spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
     token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
 
@@ -53,15 +58,17 @@ class BatchShape:
     num_tiles: int
     tile_shape: TileShape | None = None
     typed: bool = False
+    shares_prefixes: bool = False
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each part, in order. Pairs come first: kernels read them eight bytes at a time."""
+        """Name and shape of each part, in order. The wide ones come first: kernels read a row of them at a time."""
+        tile = 4 if self.shares_prefixes else 2
         parts: dict[str, tuple[int, ...]] = {
+            "tiles": (self.num_tiles, tile),
+            "pooled_tiles": (self.num_seqs if self.num_tiles else 0, tile),
             "bounds": (self.num_tokens, 2),
-            "tiles": (self.num_tiles, 2),
-            "pooled_tiles": (self.num_seqs if self.num_tiles else 0, 2),
             "token_ids": (self.num_tokens,),
-            "cu_seqlens": (self.num_seqs + 1,),
+            "cu_seqlens": (0 if self.shares_prefixes else self.num_seqs + 1,),
             "pooled_rows": (self.num_seqs,),
             "dimensions": (self.num_seqs,),
             "normalize": (self.num_seqs,),
@@ -73,10 +80,11 @@ class BatchShape:
         """Numbers in the buffer."""
         return sum(map(math.prod, self.parts().values()))
 
-    def view(self, buffer: Tensor, lengths: tuple[int, ...]) -> PackedBatch:
-        """The parts of a filled buffer."""
+    def view(self, buffer: Tensor, layout: Layout | None = None) -> PackedBatch:
+        """The parts of a filled buffer; without its layout, for a CUDA graph, which serves many."""
         parts = {name: buffer[part].view(shape) for name, (part, shape) in _slices(self).items()}
-        return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths, spans=())
+        lengths, prefixes = (layout.lengths, layout.prefixes) if layout is not None else ((), ())
+        return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths, prefixes=prefixes, spans=())
 
 
 @lru_cache(256)
@@ -96,22 +104,28 @@ class BatchPacker:
     embedding_size: int
     tiling: Tiling | None  # None where the reference attention runs
     typed: bool = False  # the model tells the texts of a pair apart
+    shares_prefixes: bool = False  # whether the model can
 
     def pack(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, device: torch.device | None = None
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions] | None = None,
+        device: torch.device | None = None,
+        whole: bool = True,
     ) -> PackedBatch:
         """Lay sequences end to end on `device`, in the order given.
 
         Args:
             sequences: at least one int32 array, each with at least one id.
             options: one per sequence; None asks for whole, normalised vectors.
+            whole: whether all of a sequence's tokens lie together; else sequences may share prefixes.
         """
         device = device or torch.device("cpu")
-        lengths = tuple(map(len, sequences))
-        shape, tiles = self.shape(lengths)
+        layout = self.layout(sequences, whole)
+        shape, tiles = self.shape(layout)
         buffer = torch.empty(shape.size, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.fill(buffer.numpy(), shape, sequences, tiles, options)
-        return shape.view(buffer.to(device, non_blocking=True), lengths)
+        self.fill(buffer.numpy(), shape, layout, tiles, options)
+        return shape.view(buffer.to(device, non_blocking=True), layout)
 
     def pack_spans(
         self, lengths: Sequence[int], options: Sequence[EmbedOptions], device: torch.device | None = None
@@ -136,28 +150,35 @@ class BatchPacker:
                 groups[-1][1].append(each)
         return tuple(packer.pack(rows, their_options, device) for rows, their_options in groups)
 
-    def shape(self, lengths: Sequence[int], room: int | None = None) -> tuple[BatchShape, NDArray[np.int32]]:
+    def layout(self, sequences: Sequence[TokenIds], whole: bool) -> Layout:
+        """What is to lie end to end. Other poolings than that of the last token read what is shared."""
+        shares = self.shares_prefixes and self.pooling == "last_token" and not whole
+        return lay_out(sequences) if shares else Layout(sequences)
+
+    def shape(self, layout: Layout, room: int | None = None) -> tuple[BatchShape, NDArray[np.int32]]:
         """The shape of a batch, and its attention tiles.
 
         Args:
             room: tokens that the shape is to have room for, in few variants, so that one CUDA graph serves many batches;
                 None for a shape that fits this batch alone.
         """
-        num_tokens, num_seqs = room or sum(lengths), len(lengths)
+        lengths, shares = layout.lengths, bool(layout.prefixes)
+        num_tokens, num_seqs = room or sum(lengths), layout.num_seqs
         if room is not None:
             num_seqs = min(4 ** -(-(num_seqs - 1).bit_length() // 2), room)  # the next power of four
         if self.tiling is None:
-            return BatchShape(num_tokens, num_seqs, 0, typed=self.typed), np.empty((0, 2), dtype=np.int32)
+            empty = np.empty((0, 4 if shares else 2), dtype=np.int32)
+            return BatchShape(num_tokens, num_seqs, 0, None, self.typed, shares), empty
         tile_shape = self.tiling.shape(num_tokens)
-        tiles = self.tiling.cut(lengths, tile_shape)
-        num_tiles = len(tiles) if room is None else self.tiling.most_tiles(room, tile_shape)
-        return BatchShape(num_tokens, num_seqs, num_tiles, tile_shape, self.typed), tiles
+        tiles = self.tiling.cut(lengths, tile_shape, layout.prefixes)
+        num_tiles = len(tiles) if room is None else self.tiling.most_tiles(room, tile_shape, MOST_PREFIXES * shares)
+        return BatchShape(num_tokens, num_seqs, num_tiles, tile_shape, self.typed, shares), tiles
 
     def fill(
         self,
         buffer: NDArray[np.int32],
         shape: BatchShape,
-        sequences: Sequence[TokenIds],
+        layout: Layout,
         tiles: NDArray[np.int32],
         options: Sequence[EmbedOptions] | None = None,
     ) -> None:
@@ -166,31 +187,37 @@ class BatchPacker:
         Padding tokens are sequences of their own, of token 0; padding tiles are empty; padding sequences pool row 0.
         """
         part = {name: buffer[where].reshape(parts) for name, (where, parts) in _slices(shape).items()}
-        num_seqs = len(sequences)
-        ends = np.cumsum(np.fromiter(map(len, sequences), dtype=np.int32, count=num_seqs), dtype=np.int32)
+        num_seqs = layout.num_seqs
+        ends = np.cumsum(np.fromiter(layout.lengths, dtype=np.int32, count=len(layout.pieces)), dtype=np.int32)
         num_tokens = int(ends[-1])
         starts = np.empty_like(ends)
         starts[0], starts[1:] = 0, ends[:-1]
+        firsts, rows = starts, starts if self.pooling == "cls" else ends - 1
+        if shape.shares_prefixes:
+            prefixes, rows = np.array(layout.prefixes, dtype=np.int32), rows[layout.last_pieces]
+            firsts = starts - (prefixes[:, 1] - prefixes[:, 0])
 
-        np.concatenate(sequences, out=part["token_ids"][:num_tokens])
+        np.concatenate(layout.pieces, out=part["token_ids"][:num_tokens])
         part["token_ids"][num_tokens:] = 0
         if shape.typed:
             np.right_shift(part["token_ids"], SECOND_SEGMENT.bit_length() - 1, out=part["token_types"])
             part["token_ids"] &= ~SECOND_SEGMENT
-        bounds = np.stack((starts, ends), axis=1)
+        bounds = np.stack((firsts, ends), axis=1)
         part["bounds"][:num_tokens] = np.repeat(bounds, ends - starts, axis=0)
         padding = np.arange(num_tokens, shape.num_tokens, dtype=np.int32)
         part["bounds"][num_tokens:] = np.stack((padding, padding + 1), axis=1)
-        part["cu_seqlens"][0] = 0
-        part["cu_seqlens"][1 : num_seqs + 1] = ends
-        part["cu_seqlens"][num_seqs + 1 :] = num_tokens
+        if not shape.shares_prefixes:
+            part["cu_seqlens"][0] = 0
+            part["cu_seqlens"][1 : num_seqs + 1] = ends
+            part["cu_seqlens"][num_seqs + 1 :] = num_tokens
         part["tiles"][: len(tiles)] = tiles
         part["tiles"][len(tiles) :] = 0
-        rows = starts if self.pooling == "cls" else ends - 1
         part["pooled_rows"][:num_seqs] = rows
         part["pooled_rows"][num_seqs:] = 0
         if shape.num_tiles:
-            part["pooled_tiles"][:num_seqs] = np.stack((rows, rows + 1), axis=1)
+            part["pooled_tiles"][:num_seqs, :2] = np.stack((rows, rows + 1), axis=1)
+            if shape.shares_prefixes:
+                part["pooled_tiles"][:num_seqs, 2:] = prefixes[layout.last_pieces]
             part["pooled_tiles"][num_seqs:] = 0
         part["dimensions"][:] = self.embedding_size
         part["normalize"][:] = 1

@@ -85,21 +85,21 @@ class CudaRunner:
         land: Land = Output,
     ) -> CudaFlight:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
-        lengths = [len(ids) for ids in sequences]
-        num_tokens, num_seqs = sum(lengths), len(lengths)
+        layout = self._packer.layout(sequences, whole=bool(want))
+        num_tokens, num_seqs = sum(layout.lengths), len(sequences)
         graphed = num_tokens <= self.max_graph_tokens and "chunks" not in want
         room = next(size for size in GRAPH_TOKENS if size >= num_tokens) if graphed else None
-        shape, tiles = self._packer.shape(lengths, room)
+        shape, tiles = self._packer.shape(layout, room)
         if graphed and self._wide_values(shape, want) > MOST_GRAPH_VALUES:
-            graphed, (shape, tiles) = False, self._packer.shape(lengths)
+            graphed, (shape, tiles) = False, self._packer.shape(layout)
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), torch.cuda.stream(self._stream):
             staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
-            self._packer.fill(staging.numpy(), shape, sequences, tiles, options)
+            self._packer.fill(staging.numpy(), shape, layout, tiles, options)
             results = self._graphs.replay(shape, want, staging) if graphed else None
             if results is None:
-                batch = shape.view(staging.to(self._device, non_blocking=True), tuple(lengths))
+                batch = shape.view(staging.to(self._device, non_blocking=True), layout)
                 if "chunks" in want and options is not None:
-                    batch = replace(batch, spans=self._packer.pack_spans(lengths, options, self._device))
+                    batch = replace(batch, spans=self._packer.pack_spans(layout.lengths, options, self._device))
                 results = self._forward(batch, want)
             vectors, rows = results
             host_vectors = _to_host(vectors[:num_seqs])
@@ -219,7 +219,7 @@ class _Graphs:
 
     def _capture(self, shape: BatchShape, want: Want, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Results]:
         buffer = staging.to(self._device, non_blocking=True)
-        batch = shape.view(buffer, ())
+        batch = shape.view(buffer)
         self._forward(batch, want)  # kernels are compiled and libraries set up outside of the capture
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
@@ -266,4 +266,5 @@ def _like(num_tokens: int, longest: int) -> list[int]:
 
 
 def _texts(lengths: Sequence[int], vocab_size: int) -> list[TokenIds]:
-    return [np.arange(length, dtype=np.int32) % vocab_size for length in lengths]
+    """No two begin alike: a prefix that they shared would be computed once."""
+    return [np.arange(index, index + length, dtype=np.int32) % vocab_size for index, length in enumerate(lengths)]

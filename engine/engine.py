@@ -60,7 +60,7 @@ class Engine:
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
         cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
-        self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments)
+        self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments, model.shares_prefixes)
         self._cuda = CudaRunner(self._vectors, self.packer, device, self._wide_values) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
@@ -211,7 +211,7 @@ class Engine:
                 return self._launch_for(sequences, options or [EmbedOptions()] * len(sequences), want)
             if self._cuda is not None:
                 return self._cuda.launch(sequences, options)
-            vectors, _ = self._vectors(self.packer.pack(sequences, options), ())
+            vectors, _ = self._vectors(self.packer.pack(sequences, options, whole=False), ())
             return Landed(Output(vectors.numpy()))
 
     def _launch_for(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions], want: tuple[OutputName, ...]) -> Flight:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -68,12 +69,13 @@ class Tiling:
         blocks = self.n_kv_heads * num_tokens * self.group / large.block_m
         return large if blocks >= self.num_sms else small
 
-    def cut(self, lengths: Sequence[int], shape: TileShape) -> NDArray[np.int32]:
-        return attention_tiles(lengths, shape.block_m // self.group)
+    def cut(self, lengths: Sequence[int], shape: TileShape, prefixes: Sequence[tuple[int, int]] = ()) -> NDArray[np.int32]:
+        return attention_tiles(lengths, shape.block_m // self.group, prefixes)
 
-    def most_tiles(self, num_tokens: int, shape: TileShape) -> int:
-        """Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one."""
-        return 2 * -(-num_tokens // (shape.block_m // self.group)) + 1
+    def most_tiles(self, num_tokens: int, shape: TileShape, num_prefixes: int = 0) -> int:
+        """Two neighbouring tiles hold more than one tile's depth of tokens, or they would be one, unless their prefixes differ:
+        as they may where a prefix begins and where what follows it does."""
+        return 2 * -(-num_tokens // (shape.block_m // self.group)) + 1 + 2 * num_prefixes
 
 
 def tiling(heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiling | None:
@@ -102,15 +104,19 @@ def attention(
 
     Args:
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
-        tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten.
-        bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last).
+        tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten. [n, 4]
+            where sequences share prefixes: then a tile's tokens see the rows [third, fourth) besides, before their own.
+        bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last); behind a prefix, the first
+            token that it would have were the prefix its own.
         causal: a token sees itself and what is before it; else its whole sequence.
         window: it sees no token further away than this; None for no limit.
         bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.
     Returns: [T, H, D], contiguous.
     """
     heads, head_dim = q.shape[1:]
-    kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, q.dtype, q.device)
+    prefix = tiles.shape[1] == 4
+    assert not prefix or (causal and window is None and bias is None), "only then a prefix is what all tokens after it see"
+    kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     left = _NO_LIMIT if window is None else window
     kernel(
@@ -133,40 +139,51 @@ def attention(
     return out
 
 
-def attention_tiles(lengths: Sequence[int], depth: int) -> NDArray[np.int32]:
+def attention_tiles(lengths: Sequence[int], depth: int, prefixes: Sequence[tuple[int, int]] = ()) -> NDArray[np.int32]:
     """Cut a packed batch into tiles of at most `depth` tokens, the most work first.
 
     A sequence begins a tile of its own unless all of it fits into what is left of the last one: so short sequences share
     a tile, and no tile walks the keys of a sequence only for its stray end.
+
+    Args:
+        prefixes: where prefixes are shared, of each sequence the rows [first, end) that it sees besides; one tile's are equal.
+    Returns: [n, 2], first token and one past the last; with prefixes [n, 4], the tile's after them.
     """
-    tiles: list[tuple[int, int, int]] = []  # keys to walk at most, first token, one past the last
+    tiles: list[tuple[int, ...]] = []  # keys to walk at most, then what is returned
     start = 0
-    for length in lengths:
+    for length, prefix in zip(lengths, prefixes or repeat(()), strict=False):
         end = start + length
-        if tiles and end - tiles[-1][1] <= depth:
-            keys, first, _ = tiles[-1]
-            tiles[-1] = (keys + length, first, end)
+        if tiles and end - tiles[-1][1] <= depth and tiles[-1][3:] == prefix:
+            keys, first, *_ = tiles[-1]
+            tiles[-1] = (keys + length, first, end, *prefix)
         else:
-            tiles += [(length, first, min(first + depth, end)) for first in range(start, end, depth)]
+            keys = length + (prefix[1] - prefix[0] if prefix else 0)
+            tiles += [(keys, first, min(first + depth, end), *prefix) for first in range(start, end, depth)]
         start = end
     tiles.sort(key=lambda tile: -tile[0])
     return np.array([tile[1:] for tile in tiles], dtype=np.int32)
 
 
 @cache
-def _kernel(head_dim: int, group: int, shape: TileShape, bias: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = attention_defines(head_dim, group, dtype, shape, bias)
+def _kernel(
+    head_dim: int, group: int, shape: TileShape, bias: bool, prefix: bool, dtype: torch.dtype, device: torch.device
+) -> Kernel:
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix)
     return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
 
 
-def attention_defines(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False) -> dict[str, int]:
+def attention_defines(
+    head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False, prefix: bool = False
+) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "M_TILES": shape.m_tiles,
-        "MIN_BLOCKS": min(shape.min_blocks, 2) if bias else shape.min_blocks,  # a third block's registers hold its addresses
+        # A third block's registers hold what these need.
+        "MIN_BLOCKS": min(shape.min_blocks, 2) if bias or prefix else shape.min_blocks,
         "BIAS": int(bias),
+        "PREFIX": int(prefix),
         "HALF": half(dtype),
     }

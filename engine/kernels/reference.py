@@ -1,6 +1,8 @@
 """Every operation in plain torch: the specification our kernels are tested against, and the path of CPUs and float32."""
 
 import math
+from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -85,6 +87,7 @@ def attention(
     causal: bool,
     window: int | None = None,
     bias: Tensor | None = None,
+    prefixes: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence, one sequence after the other.
 
@@ -93,24 +96,28 @@ def attention(
         causal: a token sees itself and what is before it; else the whole sequence.
         window: it sees no token further away than this.
         bias: [H, 2 R + 1], added to the scaled score of a key d tokens after the query: column R + d, at most R either way.
+        prefixes: where prefixes are shared, of each sequence the rows [first, end) that lie before it.
     Returns: [T, H, D], contiguous.
     """
     if len(lengths) == 1:
         return _one_sequence(q, k, v, causal, window, bias).contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     start = 0
-    for length in lengths:
+    for length, prefix in zip(lengths, prefixes or repeat((0, 0)), strict=False):
         rows = slice(start, start := start + length)
-        out[rows] = _one_sequence(q[rows], k[rows], v[rows], causal, window, bias)
+        keys, values = k[rows], v[rows]
+        if prefix[1] > prefix[0]:
+            keys, values = (torch.cat((x[slice(*prefix)], x[rows])) for x in (k, v))
+        out[rows] = _one_sequence(q[rows], keys, values, causal, window, bias)
     return out
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, bias: Tensor | None) -> Tensor:
-    """[L, H, D] -> [L, H, D]."""
+    """[L, H, D] -> [L, H, D]; k and v may be longer, q then being of the last tokens."""
     mask = None
-    if window is not None or bias is not None:
-        mask = q.new_zeros(1) if bias is None else distance_bias(bias, len(q)).to(q.dtype)  # [H, L, L]
-        mask = mask.masked_fill(~visible(len(q), causal, window, q.device), -math.inf)
+    if window is not None or bias is not None or len(q) < len(k):
+        mask = q.new_zeros(1) if bias is None else distance_bias(bias, len(k))[:, -len(q) :].to(q.dtype)  # [H, L, keys]
+        mask = mask.masked_fill(~visible(len(k), causal, window, q.device)[-len(q) :], -math.inf)
         causal = False
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, D]

@@ -70,6 +70,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 yield _attention(head_dim, 2, dtype, small)
             yield _attention(head_dim, 1, torch.float16, large)
             yield _attention(head_dim, 1, dtype, large, bias=True)
+            yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS)
+            if small != large:
+                yield _attention(head_dim, 2, dtype, small, prefix=True)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -129,6 +132,9 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 
-def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False) -> Variant:
-    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows{', bias' * bias}"
-    return Variant("attention", label, attention_defines(head_dim, group, dtype, shape, bias), shape.shared_bytes(head_dim))
+def _attention(
+    head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False, prefix: bool = False
+) -> Variant:
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix)
+    return Variant("attention", f"{label}{', bias' * bias}{', prefix' * prefix}", defines, shape.shared_bytes(head_dim))

@@ -50,7 +50,7 @@ class Attention:
         q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
         batch = self._batch
         if batch.tile_shape is None:
-            return reference.attention(q, k, v, batch.lengths, self._causal, self._window, self._bias)
+            return reference.attention(q, k, v, batch.lengths, self._causal, self._window, self._bias, batch.prefixes)
         tiles = batch.pooled_tiles if pooled_only else batch.tiles
         if self._bias is not None and self._unscaled_bias is None:  # the kernel scales it with the scores
             self._unscaled_bias = self._bias * math.sqrt(qkv.shape[2])

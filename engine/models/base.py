@@ -22,6 +22,7 @@ class Model(ABC):
     masked_lm: ClassVar[MaskedLMNames | None] = None  # where SPLADE can be made of its masked-LM head
     words: Tensor  # [vocab_size, hidden_size], the tokens' table; there wherever `masked_lm` is
     overflows_float16: ClassVar[bool] = False
+    shares_prefixes: bool = False  # whether a token sees all before it and nothing else: then what begins alike is the same
     walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
 
     @staticmethod

@@ -31,7 +31,9 @@ class DecoderConfig(ModelConfig):
     local_layers: tuple[int, ...] = ()
 
     def layer_window(self, index: int) -> int | None:
-        return self.window if index in self.local_layers else None
+        """None also where it is no shorter than the longest input."""
+        reaches_all = self.window is None or self.window >= self.max_input_length - 1
+        return None if index not in self.local_layers or reaches_all else self.window
 
 
 def decoder_fields(
@@ -120,6 +122,7 @@ class Decoder(Model):
     def _read(self, config: DecoderConfig) -> None:
         self.heads, self.causal = (config.n_heads, config.n_kv_heads), config.causal
         self.windows = {config.layer_window(index) for index in range(config.n_layers)}
+        self.shares_prefixes = config.causal and self.windows == {None}
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         hidden = kernels.embed(batch.token_ids, batch.bounds, self.embed_tokens)  # [T, C]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from engine.kernels.attention import TileShape, attention_tiles, tile_shapes
 
+Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
+
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16]
 RAGGED = (1, 7, 33, 128, 2, 129, 5, 300, 1, 1, 1)
@@ -26,10 +28,11 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def bounds_of(lengths: Sequence[int]) -> Tensor:
+def bounds_of(lengths: Sequence[int], prefixes: Prefixes = ()) -> Tensor:
     """[T, 2] int32, the sequence each token belongs to: [first token, one past its last)."""
     ends = np.cumsum(lengths)
-    pairs = np.stack((ends - lengths, ends), axis=1).astype(np.int32)
+    before = [end - first for first, end in prefixes] or [0] * len(lengths)
+    pairs = np.stack((ends - lengths - before, ends), axis=1).astype(np.int32)
     return torch.from_numpy(np.repeat(pairs, lengths, axis=0)).to(DEVICE)
 
 
@@ -48,9 +51,9 @@ def tile_depth(heads: tuple[int, int], head_dim: int, shape: TileShape | None = 
     return (shape or shapes_of(head_dim)[0]).block_m // (heads[0] // heads[1])
 
 
-def tiles_of(lengths: Sequence[int], depth: int) -> Tensor:
-    """[n, 2] int32."""
-    return torch.from_numpy(attention_tiles(lengths, depth)).to(DEVICE)
+def tiles_of(lengths: Sequence[int], depth: int, prefixes: Prefixes = ()) -> Tensor:
+    """[n, 2] int32, with prefixes [n, 4]."""
+    return torch.from_numpy(attention_tiles(lengths, depth, prefixes)).to(DEVICE)
 
 
 def random_qkv(num_tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from helpers import (
     DEVICE,
     DTYPES,
     RAGGED,
+    Prefixes,
     bounds_of,
     poisoned,
     random_qkv,
@@ -215,6 +216,141 @@ def test_scores_that_grow_or_shrink_along_the_keys(
     q[..., 0] = 8
     k[..., 0] = (start + slope / 64 * places) * head_dim**0.5 / 8
     check((q, k, v), lengths, causal)
+
+
+def pieces_of(groups: Sequence[tuple[int, Sequence[int]]], loners: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, int]]]:
+    """Lengths and prefixes of a batch in which each group is a prefix and what follows it."""
+    lengths: list[int] = []
+    prefixes: list[tuple[int, int]] = []
+    for length, owns in groups:
+        start = sum(lengths)
+        lengths += [length, *owns]
+        prefixes += [(0, 0)] + [(start, start + length)] * len(owns)
+    return [*lengths, *loners], prefixes + [(0, 0)] * len(loners)
+
+
+GROUPS = [(60, (50, 1, 7, 200, 1, 1)), (16, (1, 1)), (130, (3, 64)), (300, (129,))]
+LONERS = (5, 300, 1)
+
+
+def ours_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, small: bool = False, tiles: Tensor | None = None) -> Tensor:
+    """Causal attention behind prefixes, into an output full of NaN."""
+    head_dim, bounds = qkv[0].shape[2], bounds_of(lengths, prefixes)
+    shape = shapes_of(head_dim)[small]
+    if tiles is None:
+        tiles = tiles_of(lengths, tile_depth(heads_of(qkv), head_dim, shape), prefixes)
+    with poisoned():
+        return kernels.attention(*qkv, tiles, shape, bounds, causal=True)
+
+
+def check_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, small: bool = False) -> None:
+    out = ours_shared(qkv, lengths, prefixes, small)
+    low = reference.attention(*qkv, tuple(lengths), True, prefixes=prefixes)
+    q, k, v = (x.double() for x in qkv)
+    assert_as_close_as_torch(out, low, reference.attention(q, k, v, tuple(lengths), True, prefixes=prefixes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
+def test_shared_prefixes(small: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    lengths, prefixes = pieces_of(GROUPS, LONERS)
+    check_shared(random_qkv(sum(lengths), heads, head_dim, dtype), lengths, prefixes, small)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (16, 8), (7, 1)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
+def test_prefixes_around_a_block_of_keys(small: bool, head_dim: int, heads: tuple[int, int]) -> None:
+    shape = shapes_of(head_dim)[small]
+    depth, step = tile_depth(heads, head_dim, shape), shape.block_n
+    owns = (1, depth - 1, depth, depth + 1, 1, 2, step - 1, step, step + 1, 1)
+    for length in (1, 16, step - 1, step, step + 1, 2 * step - 1, 2 * step, 2 * step + 1, 5 * step + 3):
+        lengths, prefixes = pieces_of([(length, owns), (length, (1,))], (1, depth))
+        check_shared(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, prefixes, small)
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
+def test_what_follows_a_prefix_is_as_in_the_whole_text(head_dim: int, heads: tuple[int, int]) -> None:
+    lengths, prefixes = pieces_of(GROUPS, LONERS)
+    qkv = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
+    out = ours_shared(qkv, lengths, prefixes)
+    end = 0
+    for length, (first, last) in zip(lengths, prefixes, strict=True):
+        start, end = end, end + length
+        q, k, v = (torch.cat((x[first:last], x[start:end])) for x in qkv)
+        assert_same_but_for_rounding(out[start:end], ours((q, k, v), [last - first + length], causal=True)[-length:])
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
+def test_tiles_without_a_prefix_are_those_of_the_kernel_that_knows_none(head_dim: int, heads: tuple[int, int]) -> None:
+    qkv = random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16)
+    assert_same_but_for_rounding(ours_shared(qkv, RAGGED, [(0, 0)] * len(RAGGED)), ours(qkv, RAGGED, causal=True))
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
+def test_pooled_rows_behind_a_prefix(head_dim: int, heads: tuple[int, int]) -> None:
+    """Rows of no tile are left alone; padding tiles do nothing."""
+    lengths, prefixes = pieces_of(GROUPS, LONERS)
+    qkv = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
+    ends = torch.tensor(lengths, device=DEVICE).cumsum(0).to(torch.int32)
+    before = torch.tensor(prefixes, device=DEVICE, dtype=torch.int32)
+    tiles = torch.cat((torch.stack((ends - 1, ends), dim=1), before), dim=1)
+    tiles = torch.cat((tiles, torch.zeros(5, 4, dtype=torch.int32, device=DEVICE)))
+    out = ours_shared(qkv, lengths, prefixes, small=True, tiles=tiles)
+    assert_same_but_for_rounding(out[ends - 1], ours_shared(qkv, lengths, prefixes)[ends - 1])
+    others = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
+    others[ends - 1] = False
+    assert out[others].isnan().all()
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
+@pytest.mark.parametrize("slope", [-40, -4, 0, 4, 40])
+def test_scores_that_grow_or_shrink_from_the_prefix_on(head_dim: int, heads: tuple[int, int], slope: float) -> None:
+    """`slope` is what is added to a score before softmax over 64 keys: the running maximum is raised in the second range of keys
+    as in the first, or never again after it."""
+    lengths, prefixes = pieces_of([(200, (300, 3, 1, 70))], (90,))
+    q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
+    places = reference.places(bounds_of(lengths, prefixes)).unsqueeze(1)
+    q[..., 0] = 8
+    k[..., 0] = slope / 64 * places * head_dim**0.5 / 8
+    check_shared((q, k, v), lengths, prefixes)
+
+
+def test_a_prefix_gone_to_nan_spoils_what_follows_it_alone() -> None:
+    lengths, prefixes = pieces_of([(60, (5, 3)), (16, (5, 300)), (70, (1, 1))], (4, 4))
+    qkv = random_qkv(sum(lengths), (16, 8), 128, torch.bfloat16)
+    for x in qkv:
+        x[68:84] = torch.nan
+    finite = ours_shared(qkv, lengths, prefixes).isfinite().all(dim=(1, 2)).tolist()
+    assert finite == [True] * 68 + [False] * (16 + 5 + 300) + [True] * (70 + 2 + 8)
+
+
+def test_graph_replay_with_prefixes_equals_eager() -> None:
+    heads, head_dim = (16, 8), 128
+    batches = [
+        pieces_of([(60, (30, 70, 1))], (95,)), pieces_of([(17, (1, 1)), (100, (37, 100))]), pieces_of([], (256,)),
+        pieces_of([(128, (1,) * 128)]),
+    ]  # fmt: skip
+    depth, shape = tile_depth(heads, head_dim), shapes_of(head_dim)[0]
+    cut = [tiles_of(lengths, depth, prefixes) for lengths, prefixes in batches]
+    q, k, v = random_qkv(256, heads, head_dim, torch.bfloat16)
+    tiles = torch.zeros(max(map(len, cut)), 4, dtype=torch.int32, device=DEVICE)
+    bounds = bounds_of(*batches[0])
+    kernels.attention(q, k, v, tiles, shape, bounds, causal=True)  # compiles and loads, which a capture cannot
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels.attention(q, k, v, tiles, shape, bounds, causal=True)
+    for (lengths, prefixes), mine in zip(batches, cut, strict=True):
+        assert sum(lengths) == 256
+        for x in (q, k, v):
+            x.normal_()
+        bounds.copy_(bounds_of(lengths, prefixes))
+        tiles.zero_()[: len(mine)] = mine
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, ours_shared((q, k, v), lengths, prefixes))
 
 
 @both_masks

@@ -164,7 +164,8 @@ def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], ki
     for graphed in (True, True, False):  # a graph is captured, then replayed on other pairs
         pairs = [tuple(" ".join(f"w{i}" for i in rng.integers(0, 290, count)) for count in (9, most)) for most in (1, 30, 7, 90)]
         sequences = engine.tokenizer.encode_pairs(pairs, EncodeOptions())  # type: ignore[arg-type]
-        output = engine.launch(sequences, [EmbedOptions(normalize=False)] * 4, want_hidden=not graphed).wait()
+        want: tuple[OutputName, ...] = () if graphed else ("tokens",)
+        output = engine.launch(sequences, [EmbedOptions(normalize=False)] * 4, want=want).wait()
         expected, low = (np.stack([_logits(model.eval(), ids) for ids in sequences]) for model in models)
         assert np.linalg.norm(output.vectors - expected) <= 1.5 * np.linalg.norm(low - expected)
 
@@ -174,6 +175,29 @@ def _logits(model: Any, sequence: np.ndarray) -> np.ndarray:
     given = {"token_type_ids": types} if getattr(model.config, "type_vocab_size", 0) > 1 else {}
     with torch.inference_mode():
         return np.asarray(model(input_ids=ids, **given).logits[0].float().cpu())
+
+
+SHARING = {
+    "qwen3": {},
+    "qwen3 wide heads": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen2": {"hidden_size": 256},
+    "llama": {"head_dim": 128, "num_attention_heads": 7, "num_key_value_heads": 1},
+    "mistral": {"head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_sequences_that_share_a_prefix_get_the_vectors_they_get_alone(tiny: Callable[..., Path], kind: str) -> None:
+    """Captured, replayed on other lengths and prefixes in the same shape, and without graphs."""
+    folder = tiny(kind.split()[0], **SHARING[kind])
+    engine = Engine.load(folder, dtype="bfloat16", device="cuda")
+    for max_graph_tokens in (512, 0):
+        engine._cuda.max_graph_tokens = max_graph_tokens  # type: ignore[union-attr]
+        for lengths, prefix in ((RAGGED, 65), ([1] * 40, 100), ([90, 90, 3], 150), ([20, 1, 100, 128], 17), ([60] * 5, 64)):
+            own, (shared, other) = sequences(lengths, prefix), sequences([prefix, 40], prefix + 1)
+            batch = [np.concatenate((shared, ids)) for ids in own] + [shared, other, other[:3], own[-1]]
+            assert engine.packer.layout(batch, whole=False).prefixes
+            assert_as_exact_as_transformers(engine.launch(batch).wait().vectors, folder, batch)
 
 
 def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from engine import Engine
 from engine.batch import BatchPacker
 from engine.kernels.attention import Tiling
+from engine.model_config import Pooling
 from engine.pooling import EmbedOptions
+from engine.prefixes import MOST_PREFIXES, Layout
+
+
+def of_lengths(lengths: list[int]) -> Layout:
+    return Layout([np.full(length, 7, dtype=np.int32) for length in lengths])
 
 
 def test_pack_lays_sequences_end_to_end() -> None:
@@ -29,12 +36,12 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
     """As for a CUDA graph, whose buffer still holds the batch before."""
     packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132))
     sequences = [np.full(length, 7, dtype=np.int32) for length in (40, 3, 50)]
-    shape, tiles = packer.shape(list(map(len, sequences)), room=128)
+    shape, tiles = packer.shape(Layout(sequences), room=128)
     assert (shape.num_tokens, shape.num_seqs) == (128, 4)
     assert len(tiles) <= shape.num_tiles
     buffer = np.full(shape.size, 99, dtype=np.int32)
-    packer.fill(buffer, shape, sequences, tiles)
-    batch = shape.view(torch.from_numpy(buffer), ())
+    packer.fill(buffer, shape, Layout(sequences), tiles)
+    batch = shape.view(torch.from_numpy(buffer))
     assert batch.token_ids.tolist() == [7] * 93 + [0] * 35
     assert batch.bounds[93:].tolist() == [[token, token + 1] for token in range(93, 128)]
     assert batch.cu_seqlens.tolist() == [0, 40, 43, 93, 93]
@@ -54,10 +61,10 @@ def test_the_types_of_tokens_leave_their_ids() -> None:
     assert packed.token_types.tolist() == [0, 1, 1, 0]
     assert sequences[0].tolist() == [5, 6 | second, second]  # the request's own array is as it was
     packer = BatchPacker("cls", 8, Tiling(64, 2, 2, (9, 0), 132), typed=True)
-    shape, tiles = packer.shape([3, 1], room=16)
+    shape, tiles = packer.shape(Layout(sequences), room=16)
     buffer = np.full(shape.size, -1, dtype=np.int32)
-    packer.fill(buffer, shape, sequences, tiles)
-    batch = shape.view(torch.from_numpy(buffer), ())
+    packer.fill(buffer, shape, Layout(sequences), tiles)
+    batch = shape.view(torch.from_numpy(buffer))
     assert batch.token_types is not None
     assert batch.token_types.tolist() == [0, 1, 1, *[0] * 13]
     assert batch.token_ids.tolist() == [5, 6, 0, 7, *[0] * 12]
@@ -65,7 +72,7 @@ def test_the_types_of_tokens_leave_their_ids() -> None:
 
 def test_a_batch_of_a_model_without_types_has_none_of_them() -> None:
     assert BatchPacker("cls", 8, None).pack([np.array([5], dtype=np.int32)]).token_types is None
-    assert "token_types" not in BatchPacker("cls", 8, None).shape([5])[0].parts()
+    assert "token_types" not in BatchPacker("cls", 8, None).shape(of_lengths([5]))[0].parts()
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 7]), st.sampled_from([32, 64, 128]))
@@ -73,15 +80,80 @@ def test_a_shape_with_room_holds_every_batch_of_its_tokens(lengths: list[int], g
     tiling = Tiling(head_dim, group, 2, (9, 0), 132)
     packer = BatchPacker("cls", 8, tiling)
     room = -(-sum(lengths) // 64) * 64
-    shape, tiles = packer.shape(lengths, room)
+    shape, tiles = packer.shape(of_lengths(lengths), room)
     assert len(tiles) <= shape.num_tiles
     assert len(lengths) <= shape.num_seqs <= room
-    assert shape == packer.shape([1] * len(lengths), room)[0]  # it depends on the room and the power of four alone
+    assert shape == packer.shape(of_lengths([1] * len(lengths)), room)[0]  # it depends on the room and the power of four alone
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> list[np.ndarray]:
+    """Texts of which groups begin with the same tokens, in any order."""
+    groups = draw(
+        st.lists(st.tuples(st.integers(16, 90), st.lists(st.integers(1, 60), min_size=1, max_size=6)), min_size=1, max_size=30)
+    )
+    texts = [
+        np.array([index, *range(length - 1), *([1000 + member] * own)], dtype=np.int32)
+        for index, (length, owns) in enumerate(groups)
+        for member, own in enumerate(owns)
+    ]
+    return draw(st.permutations(texts))
+
+
+@given(alike(), st.sampled_from([1, 2, 7]), st.sampled_from([32, 128]), st.booleans())
+def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: int, head_dim: int, roomy: bool) -> None:
+    """By the tiles and bounds, as the kernel reads them, in a buffer that still holds another batch."""
+    packer = BatchPacker("last_token", 8, Tiling(head_dim, group, 2, (9, 0), 132), shares_prefixes=True)
+    layout = packer.layout(texts, whole=False)
+    num_tokens = sum(layout.lengths)
+    shape, tiles = packer.shape(layout, room=num_tokens + 7 if roomy else None)
+    assert len(tiles) <= shape.num_tiles
+    buffer = np.full(shape.size, 99, dtype=np.int32)
+    packer.fill(buffer, shape, layout, tiles)
+    batch = shape.view(torch.from_numpy(buffer), layout)
+    ids, bounds = batch.token_ids.numpy(), batch.bounds.numpy()
+
+    def seen(tile: list[int], token: int) -> list[int]:
+        first, end = tile[2:] or (0, 0)
+        assert tile[0] <= token < tile[1]
+        assert end <= bounds[token, 0] + end - first, "a prefix lies before what follows it"
+        keys = [*ids[first:end], *ids[bounds[token, 0] + end - first : token + 1]]
+        assert len(keys) == token - bounds[token, 0] + 1, "as many as its position says"
+        return keys
+
+    texts_seen = [seen(tile, token) for tile in batch.tiles.tolist() for token in range(*tile[:2])]
+    assert len(texts_seen) == num_tokens
+    beginnings = {tuple(text[:end].tolist()) for text in texts for end in range(1, len(text) + 1)}
+    assert set(map(tuple, texts_seen)) == beginnings
+    for text, row, tile in zip(texts, batch.pooled_rows.tolist(), batch.pooled_tiles.tolist(), strict=False):
+        assert seen(tile, row) == text.tolist()
+    assert batch.num_tokens == shape.num_tokens
+
+
+@pytest.mark.parametrize("loners", [0, 1, 40])
+def test_a_shape_with_room_holds_as_many_prefixes_as_there_may_be(loners: int) -> None:
+    """Each of them and what follows it are tiles that nothing else may join."""
+    texts = [np.array([start, *range(15), own], dtype=np.int32) for start in range(MOST_PREFIXES + 4) for own in (1, 2)]
+    texts += [np.array([100 + index], dtype=np.int32) for index in range(loners)]
+    packer = BatchPacker("last_token", 8, Tiling(64, 1, 2, (9, 0), 132), shares_prefixes=True)
+    layout = packer.layout(texts, whole=False)
+    assert len(layout.pieces) == len(texts) + MOST_PREFIXES
+    shape, tiles = packer.shape(layout, room=sum(layout.lengths))
+    assert 2 * MOST_PREFIXES < len(tiles) <= shape.num_tiles
+
+
+def test_only_the_pooling_of_the_last_token_shares() -> None:
+    texts = [np.array([*range(100), last], dtype=np.int32) for last in range(3)]
+    for pooling in get_args(Pooling):
+        layout = BatchPacker(pooling, 8, None, shares_prefixes=True).layout(texts, whole=False)
+        assert bool(layout.prefixes) == (pooling == "last_token")
+    assert not BatchPacker("last_token", 8, None, shares_prefixes=True).layout(texts, whole=True).prefixes
+    assert not BatchPacker("last_token", 8, None).layout(texts, whole=False).prefixes
 
 
 @pytest.mark.parametrize(("num_seqs", "expected"), [(1, 1), (2, 4), (4, 4), (5, 16), (16, 16), (17, 64), (64, 64), (65, 128)])
 def test_a_shape_with_room_takes_powers_of_four_of_sequences(num_seqs: int, expected: int) -> None:
-    assert BatchPacker("cls", 8, None).shape([1] * num_seqs, room=128)[0].num_seqs == expected
+    assert BatchPacker("cls", 8, None).shape(of_lengths([1] * num_seqs), room=128)[0].num_seqs == expected
 
 
 def test_a_family_that_walks_the_lengths_gets_no_tiles(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from engine.layers.moe import Experts
 from engine.model_config import Pooling
 from engine.models.jina_bert import alibi_slopes, symmetric_alibi
 from engine.pooling import EmbedOptions, pool
+from engine.prefixes import Layout
 
 CPU = torch.device("cpu")
 RAGGED = [1, 31, 32, 33, 64, 7, 7, 100]
@@ -141,11 +142,11 @@ def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling) -> None:
     """As in a CUDA graph: tokens of no sequence, sequences of no token."""
     packer = BatchPacker(pooling, 8, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in (3, 1, 5)]
-    shape, tiles = packer.shape([3, 1, 5], room=16)
+    shape, tiles = packer.shape(Layout(sequences), room=16)
     buffer = np.full(shape.size, 99, dtype=np.int32)
-    packer.fill(buffer, shape, sequences, tiles)
+    packer.fill(buffer, shape, Layout(sequences), tiles)
     hidden = torch.randn(16, 8)
-    roomy = pool(hidden, shape.view(torch.from_numpy(buffer), ()), pooling)
+    roomy = pool(hidden, shape.view(torch.from_numpy(buffer)), pooling)
     assert torch.equal(roomy[:3], pool(hidden[:9], packer.pack(sequences), pooling))
 
 

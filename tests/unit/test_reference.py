@@ -50,6 +50,21 @@ def test_attention(lengths: tuple[int, ...], heads: tuple[int, int], causal: boo
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_attention_behind_a_prefix_is_that_of_the_whole_text(heads: tuple[int, int], window: int | None) -> None:
+    (n_heads, n_kv_heads), head_dim = heads, 8
+    qkv = torch.randn(26, n_heads + 2 * n_kv_heads, head_dim, dtype=torch.float64)
+    split = (n_heads, n_kv_heads, n_kv_heads)
+    lengths, prefixes = (3, 5, 1, 4, 6, 7), [(0, 0), (0, 0), (3, 8), (3, 8), (0, 0), (3, 8)]
+    out = reference.attention(*qkv.split(split, dim=1), lengths, True, window, prefixes=prefixes)
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    for length, end, prefix in zip(lengths, ends, prefixes, strict=True):
+        whole = torch.cat((qkv[slice(*prefix)], qkv[end - length : end]))
+        expected = reference.attention(*whole.split(split, dim=1), (len(whole),), True, window)
+        torch.testing.assert_close(out[end - length : end], expected[-length:])
+
+
 @pytest.mark.parametrize("norm", [True, False])
 def test_rope(norm: bool) -> None:
     n_heads, n_kv_heads, head_dim, theta = 5, 2, 8, 100.0

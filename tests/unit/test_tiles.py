@@ -52,6 +52,17 @@ def test_two_neighbours_hold_more_than_one_tile_could(sizes: list[int], depth: i
     assert len(tiles) <= 2 * -(-sum(sizes) // depth) + 1
 
 
+def test_a_tile_holds_what_follows_one_prefix_or_none() -> None:
+    tiles = attention_tiles(
+        [40, 5, 6, 7, 20, 3, 4, 5, 5], 32, [(0, 0)] + 3 * [(0, 40)] + [(0, 0)] + 2 * [(58, 78)] + 2 * [(0, 0)]
+    )
+    assert (tiles.dtype, tiles.shape) == (np.int32, (6, 4))
+    assert tiles[0].tolist() == [40, 58, 0, 40]  # 58 keys
+    assert sorted(tiles.tolist()) == [
+        [0, 32, 0, 0], [32, 40, 0, 0], [40, 58, 0, 40], [58, 78, 0, 0], [78, 85, 58, 78], [85, 95, 0, 0],
+    ]  # fmt: skip
+
+
 def test_the_longest_walk_comes_first() -> None:
     tiles = attention_tiles([3, 500, 4, 4], 128).tolist()
     assert set(map(tuple, tiles[:4])) == {(3, 131), (131, 259), (259, 387), (387, 511)}

@@ -4,6 +4,8 @@
 //   bounds int2 [T]: the sequence each token belongs to, [x, y).
 //   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
 //   smaller left, bidirectional neither.
+//   PREFIX: tiles int4 [n], [z, w) being the rows of a prefix that all tokens of the tile see besides, before their own; none
+//   where z == w. `bounds` then begin that much before a token's own sequence does. Causal and without a window.
 //   BIAS: bias float [H, 2 * reach + 1] is added to the score of a key d tokens after the query, from column reach + d,
 //   at most `reach` either way; in units of sqrt(D), as scores are before they are scaled.
 //
@@ -11,6 +13,9 @@
 // loaded once for all query heads that share them, and a causal tile is only BLOCK_M / GROUP tokens deep: far fewer
 // masked-out products on short texts. A tile may hold several short sequences; it then walks all their keys, masked.
 // Most blocks of keys need no mask: whether one does is a comparison of two scalars.
+//
+// A prefix's keys come first, in blocks of their own, the last one padded with masked zeros: the softmax carries on from
+// one range to the next. They count from `first`, whole blocks before `begin`, so that one loop walks both ranges.
 //
 // FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V
 // fragment read from shared memory feeds M_TILES products; K of the next block is fetched under softmax and P V, V under
@@ -88,12 +93,18 @@ __device__ __forceinline__ void load_keys(u32 shared, const u16* x, int stride, 
     }
 }
 
+#if PREFIX
+typedef int4 Tile;
+#else
+typedef int2 Tile;
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ out,
-          const int2* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
+          const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
           i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_) {
     extern __shared__ __align__(128) unsigned char shared[];
-    const int2 tile = tiles[blockIdx.y];
+    const Tile tile = tiles[blockIdx.y];
     if (tile.x == tile.y) return;
     const int kv_head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 q_tile = static_cast<u32>(__cvta_generic_to_shared(shared));
@@ -101,8 +112,15 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     const int stride = static_cast<int>(kv_stride), left = static_cast<int>(left_), right = static_cast<int>(right_);
 
     // Keys any row of the tile sees, and those every row sees; both ends grow with the token.
+#if PREFIX  // causal and without a window: said here, it saves registers
+    const int prefix = tile.w - tile.z;
+    auto first_key = [&](int token) { return bounds[token].x + prefix; };
+    auto last_key = [&](int token) { return token + 1; };
+#else
+    constexpr int prefix = 0;
     auto first_key = [&](int token) { return max(bounds[token].x, token - left); };
     auto last_key = [&](int token) { return min(bounds[token].y, token + right + 1); };
+#endif
     const int begin = first_key(tile.x), end = last_key(tile.y - 1);
     const int all_begin = first_key(tile.y - 1), all_end = last_key(tile.x);
 
@@ -114,10 +132,21 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
         const u16* row = q + (valid ? token : tile.x) * q_stride + (kv_head * GROUP + r % GROUP) * D;
         if (ROW_LANES == CHUNKS || chunk < CHUNKS) copy_async(q_tile + place(r, chunk), row + chunk * 8, valid);
     }
+
+    // Keys from `first` are the prefix's, those from `begin` on the tile's own; a block holds keys of one kind, up to `stop`.
+    const int first = begin - ((prefix + BLOCK_N - 1) & -BLOCK_N);
+    auto in_prefix = [&](int key) { return PREFIX && key < begin; };
+    auto stop = [&](int key) { return in_prefix(key) ? begin - (-prefix & (BLOCK_N - 1)) : end; };
+
     // This thread's chunk of the next block of keys; the values lie at the same distance everywhere.
-    const u16* next = k + (begin + first_row) * kv_stride + kv_head * D + chunk * 8;
+    auto chunk_of = [&](int row) { return k + (row + first_row) * kv_stride + kv_head * D + chunk * 8; };
+#if PREFIX
+    const u16* next = chunk_of(prefix > 0 ? tile.z : begin);
+#else
+    const u16* next = chunk_of(begin);
+#endif
     const i64 to_values = v - k;
-    load_keys(k_tile, next, stride, end - begin - first_row);
+    load_keys(k_tile, next, stride, stop(first) - first - first_row);
     copy_commit();
 
     float o[M_TILES][D_TILES][4] = {};
@@ -132,10 +161,10 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     const u32 q_at = q_tile + place(warp_row + lane % 16, lane / 16);
     const u32 k_at = k_tile + place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 v_at = v_tile + place(lane % 16, lane / 16);
-    for (int key = begin; key < end; key += BLOCK_N) {
+    for (int key = first; key < end; key += BLOCK_N) {
         copy_wait();
         __syncthreads();  // K is there, and nobody reads the previous V any more
-        load_keys(v_tile, next + to_values, stride, end - key - first_row);
+        load_keys(v_tile, next + to_values, stride, stop(key) - key - first_row);
         copy_commit();
 
         float s[M_TILES][N_TILES][4] = {};
@@ -160,7 +189,8 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
         copy_wait();
         __syncthreads();  // V is there, and nobody reads this K any more
         next += BLOCK_N * stride;
-        if (key + BLOCK_N < end) load_keys(k_tile, next, stride, end - key - BLOCK_N - first_row);
+        if (PREFIX && key + BLOCK_N == begin) next = chunk_of(begin);
+        if (key + BLOCK_N < end) load_keys(k_tile, next, stride, stop(key + BLOCK_N) - key - BLOCK_N - first_row);
         copy_commit();
 
 #if BIAS
@@ -178,15 +208,16 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
                     for (int e = 0; e < 2; ++e) s[m][n][2 * h + e] += mine[max(-reach, min(reach, from + n * 8 + e))];
             }
 #endif
-        if (key < all_begin || key + BLOCK_N > all_end) {
+        if (in_prefix(key) ? key + BLOCK_N > stop(key) : key < all_begin || key + BLOCK_N > all_end) {
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int row = warp_row + m * 16 + lane / 4 + h * 8;
                     const int token = min(tile.x + row / GROUP, tile.y - 1);
-                    const int first = first_key(token), span = last_key(token) - first;
-                    const int from = first - key - lane % 4 * 2;
+                    const int seen = in_prefix(key) ? key : first_key(token);
+                    const int span = (in_prefix(key) ? stop(key) : last_key(token)) - seen;
+                    const int from = seen - key - lane % 4 * 2;
 #pragma unroll
                     for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
