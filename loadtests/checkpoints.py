@@ -47,19 +47,28 @@ class Published:
         return 2 * self.body_parameters * sum(lengths) + 4 * pairs * width * c.num_hidden_layers
 
 
-def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, vocab: int, positions: int) -> Published:
+def _qwen3(
+    hidden: int,
+    layers: int,
+    heads: int,
+    intermediate: int,
+    vocab: int,
+    positions: int,
+    model_class: Any = transformers.Qwen3Model,
+) -> Published:
     config = transformers.Qwen3Config(
         vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
         head_dim=128, intermediate_size=intermediate, max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
     )  # fmt: skip
-    return Published(config, transformers.Qwen3Model, "last_token")
+    return Published(config, model_class, "last_token")
 
 
 PUBLISHED = {
     "Qwen3-Embedding-0.6B": _qwen3(1024, 28, 16, 3072, 151669, 32768),
     "Qwen3-Embedding-4B": _qwen3(2560, 36, 32, 9728, 151665, 40960),
     "Qwen3-Embedding-8B": _qwen3(4096, 36, 32, 12288, 151665, 40960),
+    "Qwen3-Reranker-0.6B": _qwen3(1024, 28, 16, 3072, 151669, 40960, transformers.Qwen3ForCausalLM),
     "BERT-base": Published(transformers.BertConfig(), transformers.BertModel, "mean"),
 }
 
@@ -70,6 +79,7 @@ def save_random(name: str, folder: Path, device: str = "cuda") -> Published:
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         shapes = {key: tensor.shape for key, tensor in published.model_class(published.config).state_dict().items()}
+    shapes.pop("lm_head.weight", None)  # tied to the words' table
     torch.manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]
     for key, shape in shapes.items():
@@ -85,5 +95,6 @@ def save_random(name: str, folder: Path, device: str = "cuda") -> Published:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = published.config.to_dict() | {"architectures": [published.model_class.__name__], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    Tokenizer(models.WordLevel({"[UNK]": 0, "warm": 1, "up": 2}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    words = {"[UNK]": 0, "warm": 1, "up": 2, "yes": 3, "no": 4}
+    Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     return published
