@@ -33,6 +33,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.overhead
 	$(BIN)/python -m loadtests.batching
 	$(BIN)/python -m loadtests.real_model
+	$(BIN)/python -m loadtests.tasks
 
 # On a machine with a GPU and 32 GB of disk for random weights: ten minutes.
 bench-gpu: $(VENV)/.installed-test
@@ -40,6 +41,7 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.attention
 	$(BIN)/python -m loadtests.engine
 	$(BIN)/python -m loadtests.shared_prefix
+	$(BIN)/python -m loadtests.rerank
 
 # After a change of tei.proto; a test says when this was forgotten.
 proto: $(VENV)/.installed-test

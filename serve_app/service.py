@@ -15,7 +15,7 @@ from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, NotF
 from engine.flight import Vectors
 from engine.loop import Embeddings
 from engine.model_config import OutputName
-from engine.pooling import EmbedOptions, check_dimensions
+from engine.pooling import EmbedOptions, check_dimensions, check_outputs
 from engine.tokenizer import ChunkedText, EncodeOptions, TextOrIds, TokenIds, Tokenizer
 from serve_app.backend import Backend, ServedModel
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded, ScoreNotFinite
@@ -233,10 +233,8 @@ class Service:
         Raises: as `embed`; InvalidInput for late chunking where the pooling has no parts, BatchTooLarge for too many chunks.
         """
         late = chunking.pooling == "late"
-        if late and "chunks" not in model.info.outputs:
-            raise InvalidInput(
-                f"late chunking averages tokens, this model's pooling is {model.info.pooling}; send `pooling`: none or mean"
-            )
+        if late:
+            check_outputs(EmbedOptions(outputs=("chunks",)), model.info.outputs, model.info.pooling, ())
         self._check(model, options, dtypes)
         args = model.tokenizer, texts, chunking.size, chunking.overlap, encoding if late else None
         cut: list[ChunkedText] = await self.off_loop(call.num_chars, _cut, *args)

@@ -24,7 +24,7 @@ def folders(tiny: Callable[..., Path]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def served(client: httpx.Client, clustered: Clustered, folders: dict[str, str]) -> Iterator[httpx.Client]:  # noqa: ARG001
+def served(client: httpx.Client, clustered: Clustered, folders: dict[str, str]) -> Iterator[httpx.Client]:
     pools = {
         "mini": {"mini.t": pool.PoolServer},
         "ranker": {"ranker.t": pool.PoolServer, "ranker.u": pool.PoolServer},

@@ -524,7 +524,7 @@ def test_late_chunks_come_from_one_pass_over_each_text(serve: Serve) -> None:
 
 def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
     served = serve("cls")
-    assert "pooling is cls" in served.refused("/embed", inputs=LONG, chunking={"size": 10, "pooling": "late"})[2]
+    assert "one token of a text (cls)" in served.refused("/embed", inputs=LONG, chunking={"size": 10, "pooling": "late"})[2]
     assert "input 1 is a list of token ids" in served.refused("/embed", inputs=["x", [5, 6]], chunking={"size": 10})[2]
     many = served.refused("/embed", inputs=LONG, chunking={"size": 2})
     assert many[0] == 422
