@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from parity import gte_reference, jina_bert_reference, nomic_bert_reference
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tiny_tokenizer import save_tokenizer
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
 
@@ -150,7 +150,7 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
         for parameter in model.parameters():  # biases and norms too, or their handling is not tested
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "10GB")
-    _save_tokenizer(folder, vocab, made_of.encoder)
+    save_tokenizer(folder, vocab, made_of.encoder)
     if kind.endswith("_classifier"):  # its head has its own pooling
         return folder
     pooling = "cls" if made_of.encoder else "lasttoken"
@@ -159,17 +159,3 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
         json.dumps({"word_embedding_dimension": hf_config.hidden_size, "pooling_mode": pooling})
     )
     return folder
-
-
-def _save_tokenizer(folder: Path, vocab: int, encoder: bool) -> None:
-    """Words w0, w1, ...; special tokens around a text as the family has them."""
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<|endoftext|>"]
-    words = specials + [f"w{i}" for i in range(vocab - len(specials))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(specials)
-    single = "[CLS] $A [SEP]" if encoder else "$A <|endoftext|>"
-    pair = "[CLS] $A [SEP] $B:1 [SEP]:1" if encoder else "$A $B:1 <|endoftext|>:1"
-    used = [(word, words.index(word)) for word in specials if word in single]
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=used)
-    tokenizer.save(str(folder / "tokenizer.json"))

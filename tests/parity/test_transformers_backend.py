@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import _save_tokenizer
+from tiny_tokenizer import save_tokenizer
 
 from engine import Engine, ModelError
 from engine.memory import body_parameters, num_parameters
@@ -53,7 +53,7 @@ def save(network: Any, folder: Path, pooling: str = "mean") -> Path:
         for parameter in network.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     network.eval().save_pretrained(folder)
-    _save_tokenizer(folder, 300, encoder=True)
+    save_tokenizer(folder, 300, encoder=True)
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 128}')
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}))

@@ -5,14 +5,16 @@ Over a model that computes nothing; that each documented status can come, and fr
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
+from fake_models import FakeBackend, FakeModel
 from hypothesis import HealthCheck, settings
 from schemathesis.python import asgi
-from test_tasks import FakeBackend, FakeModel, tokenizer  # noqa: F401
 
+from engine.model_folder import load_model_config
 from engine.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
@@ -24,8 +26,9 @@ KINDS = {"/predict": "classifier", "/embed_sparse": "splade"} | dict.fromkeys(("
 
 
 @pytest.fixture(scope="module")
-def sessions(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:  # noqa: F811
+def sessions(minilm: Path) -> Iterator[dict[str, Any]]:
     """By kind of model a server of it."""
+    tokenizer = Tokenizer.load(minilm, load_model_config(minilm))
     with ExitStack() as stack:
         models = {kind: FakeBackend(FakeModel(tokenizer, kind)) for kind in {*KINDS.values(), "m3"}}
         apps = {kind: Api(model, Settings(), Metrics("fake")).app for kind, model in models.items()}
