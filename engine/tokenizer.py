@@ -32,6 +32,9 @@ _CHARS_PER_TOKEN = 250
 # A request's own prompt is put before each of its inputs; longer, 2048 inputs would make far more text than a body may hold.
 _MAX_PROMPT_CHARS = 8_192
 
+# Of all pairs of one request that go through a template, in which the query stands again for each document.
+_MAX_INSTRUCT_CHARS = 64_000_000
+
 InputType = Literal["query", "document", "classification", "clustering"]
 # What published models call the prompt of each kind of input, the first that a model has: sentence-transformers' own names
 # (`encode_query`, `encode_document`), then those of models that have none of them.
@@ -183,35 +186,43 @@ class Tokenizer:
         encodings = self._encode_batch(whole, add_special_tokens, offsets=True)
         return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
 
-    def chunk(self, index: int, text: str, size: int, overlap: int, whole: EncodeOptions | None) -> ChunkedText:
+    def chunk(self, index: int, text: str, size: int, overlap: int, most: int, whole: EncodeOptions | None) -> ChunkedText:
         """Cut a text into chunks of `size` tokens, the last one of what is left, each beginning with the last `overlap` of the
-        one before.
+        one before. A text of no token, white space for some tokenizers, is one chunk.
 
         Args:
             index: which input of the request it is, for errors.
+            most: how many chunks it may make.
             whole: how the text is encoded as one input: what of it is over the limit is in no chunk, or refused. None for its
                 bare tokens, however many.
-        Raises: as `encode`.
+        Raises: as `encode`; InvalidInput for more than `most` chunks.
         """
         prompt, dropped, sound = "", 0, _sound(index, (text,))
         if whole is not None:
             prompt, sound = self._prompt_text(whole), self._cut_texts(sound, whole)
             dropped = len(text) - len(sound[0]) if whole.truncation_direction == "left" else 0
         (encoding,) = self._encode_batch([prompt + self._cased(sound)[0]], add_special_tokens=False, offsets=True)
-        kept, before = range(len(encoding.ids)), 0
+        ids, at = encoding.ids, encoding.offsets  # each is made anew when it is asked for
+        kept, before, after = range(len(ids)), list[int](), list[int]()
         if whole is not None:
-            room, before = self._limit(whole) - self.num_special, len(self._prefix)
+            before, after, room = self._prefix, self._suffix, self._limit(whole) - self.num_special
             if len(kept) > room:
                 kept = kept[self._cut_to(room, len(kept) + self.num_special, whole)]
-        content = [i for i in kept if encoding.offsets[i][1] > len(prompt)]
-        starts = range(0, max(1, len(content) - overlap), size - overlap) if content else ()
-        in_text = self._char_offsets(sound[0], len(prompt), dropped)
-        windows = [content[start : start + size] for start in starts]
-        ids = [encoding.ids[i] for i in kept]
+        token_ids = np.array(before + ids[kept.start : kept.stop] + after, dtype=np.int32)
+        content = [i for i in kept if at[i][1] > max(len(prompt), at[i][0])]
+        if not content:
+            if whole is not None and not len(token_ids):
+                raise EmptyInput("`inputs` cannot be empty")
+            return ChunkedText(token_ids, ((0, max(1, len(token_ids))),), [(0, len(text))])
+        starts = range(0, max(1, len(content) - overlap), size - overlap)
+        if len(starts) > most:
+            raise InvalidInput(f"`chunking` makes {len(starts)} chunks of input {index}, {most} at most; take larger ones")
+        windows = [(content[start], content[min(start + size, len(content)) - 1]) for start in starts]
+        in_text, shift = self._char_offsets(sound[0], len(prompt), dropped), len(before) - kept.start
         return ChunkedText(
-            np.array(ids if whole is None else self._prefix + ids + self._suffix, dtype=np.int32),
-            tuple((before + window[0] - kept.start, before + window[-1] + 1 - kept.start) for window in windows),
-            [(in_text(encoding.offsets[window[0]][0]), in_text(encoding.offsets[window[-1]][1])) for window in windows],
+            token_ids,
+            tuple((first + shift, last + 1 + shift) for first, last in windows),
+            [(in_text(at[first][0]), in_text(at[last][1])) for first, last in windows],
         )
 
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
@@ -274,6 +285,8 @@ class Tokenizer:
         self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str
     ) -> list[TokenIds]:
         direction = options.truncation_direction
+        if sum(len(query) + len(document) for query, document in pairs) + len(instruction) * len(pairs) > _MAX_INSTRUCT_CHARS:
+            raise InvalidInput("query and documents are too long together; send fewer documents or a shorter query")
         heads = [template.head(instruction, query) for query, _ in pairs]
         bodies = [f"{head} {document}" for head, (_, document) in zip(heads, pairs, strict=True)]
         encoded = self._encode_batch(bodies, False, offsets=direction == "left")

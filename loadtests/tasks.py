@@ -186,7 +186,7 @@ def late(folder: Path) -> dict[str, System]:
 
     def ours(engine: Engine) -> System:
         def run(texts: list[str]) -> None:
-            cut = [engine.tokenizer.chunk(index, text, CHUNK, 0, PLAIN) for index, text in enumerate(texts)]
+            cut = [engine.tokenizer.chunk(index, text, CHUNK, 0, 10_000, PLAIN) for index, text in enumerate(texts)]
             jobs = [Job([each.token_ids], EmbedOptions(pooled=False, outputs=("chunks",), spans=each.spans)) for each in cut]
             loop = EngineLoop(engine, engine.max_batch_tokens, THREADS)
             loop.submit(jobs)

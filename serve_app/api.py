@@ -28,6 +28,7 @@ from serve_app import encode, openapi
 from serve_app.backend import Backend, ModelInfo, ServedModel
 from serve_app.errors import (
     BadBody,
+    BadInstance,
     EmptyBatch,
     Form,
     Unauthorized,
@@ -212,6 +213,8 @@ class Api:
         with self._service.admit(sum(map(len, inputs))):
             terms = self._service.call((), request.headers.raw).terms  # one request's, and refused where it has no instance too
             calls = [Call(each, terms) for each in inputs]
+            for call in calls:
+                call.size = sum(each.num_chars for each in calls)  # many that are small are not small together
             try:
                 async with asyncio.TaskGroup() as group:
                     work = [answer(self._service, *each) for each in zip(calls, models, instances, strict=True)]
@@ -227,7 +230,8 @@ class Api:
         tokenizer = self._backend.get(body.model).tokenizer
         with self._service.admit(len(body.inputs)):
             args = body.inputs, body.add_special_tokens, body.encode_options(self._settings.auto_truncate)
-            tokens = await self._service.off_loop(sum(map(len, body.inputs)), tokenizer.tokens, *args)
+            size = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
+            tokens = await self._service.off_loop(size, tokenizer.tokens, *args)
         return _json(encode.tokens(tokens))
 
     async def decode(self, request: Request) -> Response:
@@ -305,7 +309,10 @@ class Api:
         fields = instance if isinstance(instance, dict) else {}
         name = fields.get("model")
         model = self._backend.get(name if isinstance(name, str) else None)
-        return parse_instance(meant(model.info, fields), index, instance)
+        body = parse_instance(meant(model.info, fields), index, instance)
+        if isinstance(body, EmbedRequest) and body.chunking is not None:
+            raise BadInstance(f"instances.{index}: `chunking` is not available here; send it to /embed")
+        return body
 
     async def _rerank_cohere(self, request: Request, body: CohereRerankRequest, version: Literal["1", "2"]) -> Response:
         texts, model = body.texts, self._backend.get(body.model)

@@ -33,6 +33,7 @@ from cluster.plan import Plan, load_models
 from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
+from engine.model_config import ModelConfig
 from engine.model_folder import load_model_config
 from serve_app import keys, tei
 from serve_app.settings import IDLE_PROMPTS, Settings, SettingsError, load_settings
@@ -123,6 +124,7 @@ def serve(settings: Settings) -> None:
     keys.Keys.of(settings)  # a keys file that is none stops the start here, not in a replica
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes have no business with it
+    configs = []
     for model in settings.models:
         console.print(f"model {model}")
         folder = resolve_model(model, code=settings.trust_remote_code)
@@ -134,9 +136,8 @@ def serve(settings: Settings) -> None:
             backend=settings.backend,
             trust_remote_code=settings.trust_remote_code,
         )
-        console.print(
-            f"  {folder}\n  {config.architecture}, {config.embedding_size} dimensions, up to {config.max_input_length} tokens"
-        )
+        configs.append(config)
+        console.print(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=model, names=", ".join(config.idle_prompts))
             console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
@@ -148,7 +149,7 @@ def serve(settings: Settings) -> None:
             console.print("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)
             _wait_until_ready(settings)
-            _announce(settings)
+            _announce(settings, configs[0])
             while True:
                 sleep(3600)
     except KeyboardInterrupt:
@@ -393,7 +394,25 @@ def _wait_until_ready(settings: Settings) -> None:
             sleep(0.1)
 
 
-def _announce(settings: Settings) -> None:
+def _gives(config: ModelConfig) -> str:
+    if config.task == "embedding":
+        return f"{config.embedding_size} dimensions"
+    return config.task if config.task == "reranker" else f"{config.task} of {len(config.labels)} labels"
+
+
+def _example(config: ModelConfig, name: str) -> tuple[str, str]:
+    """(path, body) of a request that a model of this kind answers."""
+    if config.task == "reranker":
+        return "/rerank", '{"query": "What is a greeting?", "texts": ["Hello, world", "The sky is blue"]}'
+    if config.task == "classifier":
+        return "/predict", '{"inputs": "Hello, world"}'
+    if config.pooling == "splade":
+        return "/embed_sparse", '{"inputs": "Hello, world"}'
+    return "/v1/embeddings", f'{{"model": "{name}", "input": "Hello, world"}}'
+
+
+def _announce(settings: Settings, config: ModelConfig) -> None:
+    """`config` is the first model's, which an example is for."""
     from serve_app import app
 
     address = _address(settings)
@@ -403,10 +422,8 @@ def _announce(settings: Settings) -> None:
     if settings.grpc_port is not None:
         console.print(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
     key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""
-    console.print(
-        f"\ncurl {address}/v1/embeddings -H 'Content-Type: application/json' {key}"
-        f"""-d '{{"model": "{settings.names[0]}", "input": "Hello, world"}}'\n""",
-    )
+    path, body = _example(config, settings.names[0])
+    console.print(f"\ncurl {address}{path} -H 'Content-Type: application/json' {key}-d '{body}'\n")
 
 
 def _address(settings: Settings) -> str:

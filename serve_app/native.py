@@ -157,7 +157,8 @@ async def _embed(service: Service, call: Call, model: ServedModel, body: EmbedRe
 async def _hybrid(service: Service, call: Call, model: ServedModel, body: EmbedHybridRequest) -> list[dict[str, Any]]:
     wanted = body.outputs or hybrid_outputs(model.info)
     ragged: list[OutputName] = [each for each in ("sparse", "colbert") if each in wanted]
-    options = EmbedOptions(body.normalize, body.dimensions, pooled="dense" in wanted, outputs=tuple(ragged))
+    dense = "dense" in wanted  # what SPLADE gives besides would be cut and normalised with it
+    options = EmbedOptions(body.normalize and dense, body.dimensions if dense else None, pooled=dense, outputs=tuple(ragged))
     result = await service.embed(call, model, body.inputs, body.encode_options(service.settings.auto_truncate), options)
     columns: dict[HybridOutput, Any] = {}
     if result.vectors is not None:

@@ -183,9 +183,17 @@ _PREDICTED = {"anyOf": [_PREDICTIONS, {"type": "array", "items": _PREDICTIONS}]}
 _ANY = {"anyOf": [_EMBEDDED, _FLOATS, _SPARSE_ANSWER, _PREDICTED, _RANKS]}
 
 Body = type[BaseModel]
+_ANY_BODY: tuple[Body, ...] = (
+    schemas.EmbedRequest,
+    schemas.SimilarityRequest,
+    schemas.EmbedSparseRequest,
+    schemas.PredictRequest,
+    schemas.RerankRequest,
+)
 # path, bodies, schema of the answer, summary
 _POSTS: list[tuple[str, tuple[Body, ...], dict[str, Any], str]] = [
     ("/v1/embeddings", (schemas.OpenAIEmbeddingsRequest,), _OPENAI_LIST, "Embeddings, OpenAI's form"),
+    ("/embeddings", (schemas.OpenAIEmbeddingsRequest,), _OPENAI_LIST, "As /v1/embeddings"),
     ("/v1/rerank", (schemas.CohereRerankRequest,), _COHERE_RANKS, "Documents by relevance, Cohere's version 1 and Jina's form"),
     ("/v2/rerank", (schemas.CohereRerankRequest,), _COHERE_RANKS, "Documents by relevance, Cohere's version 2"),
     ("/v1/embed", (schemas.CohereEmbedRequest,), _COHERE_ANSWER, "Embeddings, the form of Cohere's version 1"),
@@ -193,10 +201,11 @@ _POSTS: list[tuple[str, tuple[Body, ...], dict[str, Any], str]] = [
     ("/embed", (schemas.EmbedRequest,), _EMBEDDED, "Embeddings, TEI's form"),
     (
         "/",
-        (schemas.EmbedRequest, schemas.SimilarityRequest, schemas.PredictRequest, schemas.RerankRequest),
+        _ANY_BODY,
         _ANY,
         "As another route, by the model's task and the shape of the body",
     ),
+    ("/invocations", _ANY_BODY, _ANY, "As /"),
     (
         "/rerank",
         (schemas.RerankRequest, schemas.CohereRerankRequest),
@@ -289,7 +298,7 @@ def document(root_path: str) -> dict[str, Any]:
             errors = {code: text for code, text in errors.items() if code not in ("422", "424")}
             errors |= {"400": "A body, input or field that the model cannot take", "500": "The forward pass failed"}
             responses = {code: _response(text, _COHERE_ERROR) for code, text in errors.items()}
-        elif path.startswith("/v1/"):
+        elif path in ("/v1/embeddings", "/embeddings"):
             responses = {code: _response(text, _OPENAI_ERROR) for code, text in errors.items()}
         else:
             responses = {code: _native_error(code, text) for code, text in errors.items()}

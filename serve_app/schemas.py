@@ -252,12 +252,15 @@ class PredictRequest(ModelBody):
         return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
 
 
+Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
 class HybridWeights(_Body):
     """What each score of a model of several counts."""
 
-    dense: Annotated[float, Field(ge=0)] = 1.0
-    sparse: Annotated[float, Field(ge=0)] = 0.3
-    colbert: Annotated[float, Field(ge=0)] = 1.0
+    dense: Weight = 1.0
+    sparse: Weight = 0.3
+    colbert: Weight = 1.0
 
 
 class _Ranking(ModelBody):

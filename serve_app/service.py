@@ -24,6 +24,7 @@ from serve_app.quantize import OutputDtype, check_dtype
 from serve_app.schemas import Chunking, HybridWeights, Single, TextOrPair
 from serve_app.scores import late_interaction, lexical, probabilities, weighted_mean
 from serve_app.settings import Settings
+from serve_app.tasks import hybrid_outputs
 from serve_app.tei_metrics import Task
 from serve_app.terms import Terms, read_terms
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 TOKENIZING_THREADS = 2
 # Below this many characters a request is tokenised where it stands: a thread hop costs more (docs/decisions/004).
 _INLINE_CHARS = 2_000
+# Of the numbers in an answer that has a vector of each token.
+_MOST_ANSWER_BYTES = 1 << 30
 
 _SCORES: dict[OutputName, Callable[[Any, Sequence[Any]], Vectors]] = {"sparse": lexical, "colbert": late_interaction}
 
@@ -45,6 +48,7 @@ class Call:
         self.method = "single" if isinstance(inputs, Single) else "batch"
         self.num_inputs = len(inputs)
         self.num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in inputs)
+        self.size = self.num_chars  # what decides whether it is tokenised in place
         self.num_tokens = 0
         self.tokenization_s = self._queue_s = self._inference_s = 0.0
 
@@ -138,9 +142,9 @@ class Service:
     ) -> Embeddings:
         """Raises: what the tokenizer, the engine or the clock says, and InvalidInput where the vectors could not become one of
         `dtypes`."""
-        self._metrics.tei.started(call.method, len(inputs))
+        self._metrics.tei.started(call.method, call.num_inputs)
         self._check(model, options, dtypes)
-        size = call.num_chars + len(encoding.prompt or "") * len(inputs)
+        size = call.size + len(encoding.prompt or "") * len(inputs)
         return await self._compute(call, model, options, size, model.tokenizer.encode, inputs, encoding)
 
     async def embed_all(
@@ -161,7 +165,7 @@ class Service:
         self, call: Call, model: ServedModel, inputs: Sequence[TextOrPair], encoding: EncodeOptions, raw_scores: bool
     ) -> Vectors:
         """[n, n_labels] fp32: probabilities, or logits for `raw_scores`. Raises: as `embed`."""
-        return await self._classify(call, model, raw_scores, encode_classified, model.tokenizer, inputs, encoding)
+        return await self._classify(call, model, raw_scores, call.size, encode_classified, model.tokenizer, inputs, encoding)
 
     async def rerank(
         self,
@@ -178,18 +182,21 @@ class Service:
         """[n] fp32, how well each text answers the query: of a cross-encoder the probability (`raw_scores`: the logit), of a
         model of several scores their weighted mean. Raises: as `embed`."""
         if model.info.task == "embedding":
+            if instruction is not None:
+                raise InvalidInput("`instruction` is for rerankers with a template, and this model has none; leave it out")
             return await self._score_hybrid(call, model, query, texts, encoding, weights or HybridWeights())
         pairs = [(query, text) for text in texts]
         encode_pairs = model.tokenizer.encode_pairs
-        return (await self._classify(call, model, raw_scores, encode_pairs, pairs, encoding, instruction))[:, 0]
+        size = call.size + len(instruction or "") * len(pairs)
+        return (await self._classify(call, model, raw_scores, size, encode_pairs, pairs, encoding, instruction))[:, 0]
 
     async def _classify(
-        self, call: Call, model: ServedModel, raw_scores: bool, encode: Callable[..., list[TokenIds]], *args: Any
+        self, call: Call, model: ServedModel, raw_scores: bool, size: int, encode: Callable[..., list[TokenIds]], *args: Any
     ) -> Vectors:
         self._metrics.tei.started(call.method, call.num_inputs, "predict")
         options = EmbedOptions(normalize=False)
         try:
-            logits = (await self._compute(call, model, options, call.num_chars, encode, *args, task="predict")).vectors
+            logits = (await self._compute(call, model, options, size, encode, *args, task="predict")).vectors
         except NotFinite:
             raise ScoreNotFinite from None
         assert logits is not None
@@ -204,19 +211,23 @@ class Service:
         encoding: EncodeOptions,
         weights: HybridWeights,
     ) -> Vectors:
-        total = weights.dense + weights.sparse + weights.colbert
-        if not total:
-            raise InvalidInput("`weights` are all 0; leave one above it")
-        wanted: list[OutputName] = [name for name in ("sparse", "colbert") if getattr(weights, name)]
-        options = EmbedOptions(pooled=weights.dense > 0, outputs=tuple(wanted))
-        result = await self.embed(call, model, [query, *texts], encoding, options)
-        scores = np.zeros(len(texts), dtype=np.float32)
+        has = hybrid_outputs(model.info)
+        used: dict[str, float] = {name: getattr(weights, name) for name in has if getattr(weights, name)}
+        if not used:
+            raise InvalidInput(f"`weights` of what the model has ({', '.join(has)}) are all 0; leave one above it")
+        wanted: list[OutputName] = [name for name in ("sparse", "colbert") if name in used]
+        options = EmbedOptions(pooled="dense" in used, outputs=tuple(wanted))
+        # The server's default prompt is for one kind of text, and here are two.
+        result = await self.embed(call, model, [query, *texts], replace(encoding, prompt=""), options)
+        scores = np.zeros(len(texts))
         if result.vectors is not None:
-            scores += weights.dense * (result.vectors[1:] @ result.vectors[0])
+            scores += used["dense"] * (result.vectors[1:] @ result.vectors[0])
+        loop = asyncio.get_running_loop()
         for name in wanted:
             first, *rest = result.ragged[name]
-            scores += getattr(weights, name) * _SCORES[name](first, rest)
-        return scores / np.float32(total)
+            scored = loop.run_in_executor(self._tokenizing, _SCORES[name], first, rest)
+            scores += used[name] * await self._on_time(call.terms, scored)
+        return np.asarray(scores / sum(used.values()), dtype=np.float32)
 
     async def embed_chunks(
         self,
@@ -236,14 +247,19 @@ class Service:
         if late:
             check_outputs(EmbedOptions(outputs=("chunks",)), model.info.outputs, model.info.pooling, ())
         self._check(model, options, dtypes)
-        args = model.tokenizer, texts, chunking.size, chunking.overlap, encoding if late else None
-        cut: list[ChunkedText] = await self.off_loop(call.num_chars, _cut, *args)
-        num_chunks, limit = sum(len(each.offsets) for each in cut), self.settings.max_client_batch_size
+        limit, room = self.settings.max_client_batch_size, model.info.max_input_length - model.tokenizer.num_special
+        if not late and chunking.size > room:
+            raise InvalidInput(f"`chunking.size` must be at most {room}, what the model takes. Given: {chunking.size}")
+        args = model.tokenizer, texts, chunking, limit, encoding if late else None
+        size = call.size + len(encoding.prompt or "") * len(texts) * late
+        cut: list[ChunkedText] = await self._on_time(call.terms, self.off_loop(size, _cut, *args))
+        num_chunks = sum(len(each.offsets) for each in cut)
         if num_chunks > limit:
             raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger ones or send fewer texts")
         if late:
             return await self._late_chunks(call, model, cut, options)
         pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
+        call.size = sum(map(len, pieces))
         vectors = np.asarray((await self.embed(call, model, pieces, encoding, options, dtypes)).vectors)
         parts = np.split(vectors, np.cumsum([len(each.offsets) for each in cut])[:-1])
         if chunking.pooling == "mean":
@@ -255,7 +271,7 @@ class Service:
         self, call: Call, model: ServedModel, cut: Sequence[ChunkedText], options: EmbedOptions
     ) -> list[Chunks]:
         """Each text is a job of its own: its spans are its job's."""
-        self._metrics.tei.started(call.method, len(cut))
+        self._metrics.tei.started(call.method, call.num_inputs)
         self._tokenized(call, [each.token_ids for each in cut])
         terms, asked = call.terms.after(call.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
 
@@ -287,6 +303,7 @@ class Service:
         async def run() -> Embeddings:
             sequences: list[TokenIds] = await self.off_loop(size, encode, *args)
             self._tokenized(call, sequences)
+            _check_answer(options, call.num_tokens, model.info.embedding_size)
             return await model.embed(sequences, options, call.terms.after(call.tokenization_s))
 
         result = await self._on_time(call.terms, run())
@@ -309,6 +326,7 @@ class Service:
 
     def _check(self, model: ServedModel, options: EmbedOptions, dtypes: Sequence[OutputDtype]) -> None:
         check_dimensions(options.dimensions, model.info.embedding_size)
+        check_outputs(options, model.info.outputs, model.info.pooling, ())
         for dtype in dtypes:
             check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)
 
@@ -330,6 +348,12 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
 
+def _check_answer(options: EmbedOptions, num_tokens: int, width: int) -> None:
+    """Raises: InvalidInput for vectors of more tokens than an answer can hold."""
+    if {"tokens", "colbert"} & set(options.outputs) and num_tokens * width * 4 > _MOST_ANSWER_BYTES:
+        raise InvalidInput(f"{num_tokens} tokens' vectors of {width} numbers are too many for one answer; send fewer inputs")
+
+
 def encode_classified(tokenizer: Tokenizer, inputs: Sequence[TextOrPair], encoding: EncodeOptions) -> list[TokenIds]:
     """Texts and pairs, in their order. Raises: as the tokenizer."""
     texts = [each for each in inputs if isinstance(each, str)]
@@ -338,5 +362,5 @@ def encode_classified(tokenizer: Tokenizer, inputs: Sequence[TextOrPair], encodi
     return [next(encoded[not isinstance(each, str)]) for each in inputs]
 
 
-def _cut(tokenizer: Tokenizer, texts: Sequence[str], size: int, overlap: int, whole: EncodeOptions | None) -> list[ChunkedText]:
-    return [tokenizer.chunk(index, text, size, overlap, whole) for index, text in enumerate(texts)]
+def _cut(tokenizer: Tokenizer, texts: Sequence[str], how: Chunking, most: int, whole: EncodeOptions | None) -> list[ChunkedText]:
+    return [tokenizer.chunk(index, text, how.size, how.overlap, most, whole) for index, text in enumerate(texts)]

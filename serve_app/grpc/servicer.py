@@ -21,8 +21,8 @@ from engine.hub import split_revision
 from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions
 from serve_app import encode
-from serve_app.backend import Backend, ServedModel
-from serve_app.errors import BadMessage, EmptyBatch, Unauthorized, Unhealthy, UnknownRoute, grpc_status
+from serve_app.backend import Backend, ModelInfo, ServedModel
+from serve_app.errors import BadMessage, EmptyBatch, Unauthorized, Unhealthy, UnknownRoute, WrongTask, grpc_status
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.metadata import headers
 from serve_app.keys import Keys
@@ -159,7 +159,7 @@ class TeiServicer:
     async def _rerank(self, request: tei.RerankRequest, caller: Caller) -> tuple[tei.RerankResponse, Call]:
         if not request.texts:
             raise EmptyBatch("`texts` cannot be empty")
-        check_rerank(caller.model.info)
+        _check_rerank(caller.model.info)
         texts = list(request.texts)
         call = self._service.call([(request.query, text) for text in texts], caller.headers)
         args = request.query, texts, _encoding(request)
@@ -225,7 +225,7 @@ class TeiServicer:
             async def one(message: tei.RerankStreamRequest) -> tuple[tei.Rank, Call]:
                 nonlocal first
                 first = first or message
-                check_rerank(caller.model.info)
+                _check_rerank(caller.model.info)
                 call = self._service.call(Single([(message.query, message.text)]), caller.headers)
                 args = message.query, [message.text], _encoding(message)
                 (score,) = await self._service.rerank(call, caller.model, *args, raw_scores=first.raw_scores)
@@ -354,6 +354,12 @@ class TeiServicer:
         context.set_details(details)
         context.set_trailing_metadata(list(trailing.items()))
         return code
+
+
+def _check_rerank(info: ModelInfo) -> None:
+    if info.task == "embedding" and not can_rerank(info):
+        raise WrongTask("model is not a classifier model")  # what TEI's gRPC says, and its HTTP does not
+    check_rerank(info)
 
 
 def _encoding(request: Any) -> EncodeOptions:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 from fake_models import SPARSE, WIDTH, FakeBackend, FakeModel, tokens, vector, weights
 
+from engine.errors import InvalidInput
 from engine.model_folder import load_model_config
 from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
-from serve_app import scores
+from serve_app import cli, scores, service
 from serve_app.api import Api
 from serve_app.metrics import Metrics
 from serve_app.settings import Settings
@@ -291,6 +293,41 @@ def test_embed_hybrid_names_what_the_model_lacks(serve: Serve) -> None:
     assert serve("embedding").send("POST", "/embed_hybrid", {"inputs": "x", "outputs": []}).status_code == 422
 
 
+def test_a_rerank_of_hybrid_scores_takes_what_the_model_has(serve: Serve) -> None:
+    served = serve("m3")
+    served.model.info = replace(served.model.info, outputs=("tokens", "sparse"))
+    served.post("/rerank", query="what?", texts=TEXTS)
+    assert served.model.asked[-1].outputs == ("sparse",)
+    assert "are all 0" in served.refused("/rerank", query="q", texts=["x"], weights={"dense": 0, "sparse": 0})[2]
+    for weight in (-1, 1e7, "Infinity"):
+        assert served.send("POST", "/rerank", {"query": "q", "texts": ["x"], "weights": {"dense": weight}}).status_code == 422
+    assert served.refused("/rerank", query="q", texts=["x"], instruction="find it")[0] == 422
+
+
+def test_the_default_prompt_is_not_put_before_what_is_ranked(serve: Serve) -> None:
+    served = serve("m3")
+    plain = served.post("/rerank", query="what?", texts=TEXTS)
+    tokenizer = served.model.tokenizer
+    served.model.tokenizer = Tokenizer(tokenizer._tokenizer, replace(tokenizer._config, default_prompt="query: "))
+    assert served.post("/rerank", query="what?", texts=TEXTS) == plain
+
+
+def test_splade_gives_the_same_weights_as_hybrid(serve: Serve) -> None:
+    served = serve("splade")
+    served.post("/embed_hybrid", inputs="one", dimensions=8)
+    assert (served.model.asked[-1].normalize, served.model.asked[-1].dimensions) == (False, None)
+
+
+def test_vectors_of_too_many_tokens_are_refused(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_MOST_ANSWER_BYTES", 10 * WIDTH * 4)
+    assert len(serve("m3").post("/embed_all", inputs="one two three")[0]) == 5
+    refused = serve("m3").refused("/embed_all", inputs=["one two three"] * 3)
+    assert (
+        refused[2]
+        == f"Input validation error: 15 tokens' vectors of {WIDTH} numbers are too many for one answer; send fewer inputs"
+    )
+
+
 @pytest.mark.parametrize("given", [None, {"dense": 0.4, "sparse": 0.2, "colbert": 0.4}, {"dense": 0, "colbert": 0}])
 def test_rerank_with_the_weighted_scores_of_a_hybrid_model(serve: Serve, given: dict[str, float] | None) -> None:
     served = serve("m3")
@@ -309,6 +346,14 @@ def test_rerank_with_the_weighted_scores_of_a_hybrid_model(serve: Serve, given: 
 
 
 # One address for all tasks.
+
+
+@pytest.mark.parametrize("kind", ["embedding", "splade", "reranker", "classifier"])
+def test_the_example_of_a_start_is_answered(serve: Serve, kind: str) -> None:
+    served = serve(kind)
+    path, body = cli._example(served.model.info, "fake")  # type: ignore[arg-type]
+    answer = served.post(path, **json.loads(body))
+    assert len(answer) >= 1
 
 
 def test_the_bare_path_does_what_the_model_is_for(serve: Serve) -> None:
@@ -364,7 +409,7 @@ LONG = "Serving models on the GPUs you have. Größe, 東京 and naïve cafés: 
 
 @pytest.mark.parametrize(("size", "overlap"), [(8, 0), (8, 3), (5, 4), (300, 0), (300, 299)])
 def test_chunks_cover_the_text(tokenizer: Tokenizer, size: int, overlap: int) -> None:
-    chunked = tokenizer.chunk(0, LONG, size, overlap, None)
+    chunked = tokenizer.chunk(0, LONG, size, overlap, 1000, None)
     content = tokenizer.encode([LONG], EncodeOptions())[0][1:-1]
     np.testing.assert_array_equal(chunked.token_ids, content)
     spans = chunked.spans
@@ -383,7 +428,7 @@ def test_chunks_cover_the_text(tokenizer: Tokenizer, size: int, overlap: int) ->
 def test_chunks_of_a_whole_text_lie_behind_prompt_and_special_tokens(tokenizer: Tokenizer) -> None:
     prompt = "query: "
     options = EncodeOptions(prompt=prompt)
-    chunked = tokenizer.chunk(0, LONG, 10, 0, options)
+    chunked = tokenizer.chunk(0, LONG, 10, 0, 1000, options)
     (whole,) = tokenizer.encode([LONG], options)
     np.testing.assert_array_equal(chunked.token_ids, whole)
     before = len(tokenizer.encode([prompt], EncodeOptions())[0]) - 1
@@ -396,7 +441,7 @@ def test_chunks_of_a_whole_text_lie_behind_prompt_and_special_tokens(tokenizer: 
 @pytest.mark.parametrize("direction", ["left", "right"])
 def test_chunks_of_a_text_over_the_limit(tokenizer: Tokenizer, direction: Any) -> None:
     options = EncodeOptions(truncation_direction=direction, max_tokens=12)
-    chunked = tokenizer.chunk(0, LONG, 4, 0, options)
+    chunked = tokenizer.chunk(0, LONG, 4, 0, 1000, options)
     np.testing.assert_array_equal(chunked.token_ids, tokenizer.encode([LONG], options)[0])
     assert [stop - start for start, stop in chunked.spans] == [4, 4, 2]
     kept = LONG[chunked.offsets[0][0] : chunked.offsets[-1][1]]
@@ -408,7 +453,7 @@ def test_offsets_are_of_the_text_as_it_was_sent(tokenizer: Tokenizer) -> None:
     """Lower case may be longer than what it is of: "İ" becomes two characters."""
     lower = Tokenizer(tokenizer._tokenizer, replace(tokenizer._config, lower_case=True))
     text = "İİİ İstanbul WORDS"
-    chunked = lower.chunk(0, text, 1, 0, None)
+    chunked = lower.chunk(0, text, 1, 0, 1000, None)
     assert text[slice(*chunked.offsets[-1])] == "WORDS"
     assert chunked.offsets[0][0] == 0
 
@@ -437,7 +482,7 @@ def test_the_mean_of_chunks_counts_tokens(serve: Serve, normalize: bool) -> None
     served = serve("cls")
     body = {"inputs": [LONG, "short"], "normalize": normalize, "dimensions": 8}
     answer = served.post("/embed", **body, chunking={"size": 25, "pooling": "mean"})
-    chunked = served.model.tokenizer.chunk(0, LONG, 25, 0, None)
+    chunked = served.model.tokenizer.chunk(0, LONG, 25, 0, 1000, None)
     pieces = [LONG[start:stop] for start, stop in chunked.offsets]
     vectors = served.vectors(*pieces, normalize=normalize, dimensions=8)
     counts = np.array([stop - start for start, stop in chunked.spans])
@@ -451,10 +496,29 @@ def test_late_chunks_come_from_one_pass_over_each_text(serve: Serve) -> None:
     served = serve("embedding")
     answer = served.post("/embed", inputs=[LONG, "short"], chunking={"size": 10, "pooling": "late"})
     assert [(asked.outputs, asked.pooled) for asked in served.model.asked] == [(("chunks",), False)] * 2
-    chunked = served.model.tokenizer.chunk(0, LONG, 10, 0, EncodeOptions())
+    chunked = served.model.tokenizer.chunk(0, LONG, 10, 0, 1000, EncodeOptions())
     assert [(each["start"], each["end"]) for each in answer[0]] == chunked.offsets
     expected = [vector(chunked.token_ids[start:stop], WIDTH, EmbedOptions()) for start, stop in chunked.spans]
     np.testing.assert_allclose([each["embedding"] for each in answer[0]], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["none", "mean", "late"])
+def test_a_text_without_tokens_is_one_chunk(serve: Serve, pooling: str) -> None:
+    served = serve("embedding")
+    first, blank = served.post("/embed", inputs=["x", "  "], chunking={"size": 8, "pooling": pooling}, normalize=False)
+    if pooling == "mean":
+        np.testing.assert_allclose([first, blank], served.vectors("x", "  ", normalize=False), rtol=1e-6)
+    else:
+        assert [(each["start"], each["end"]) for each in first + blank] == [(0, 1), (0, 2)]
+
+
+def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer) -> None:
+    """What tokenizers hands out is made anew at each look; a window of each start of a long text would be gigabytes."""
+    text = "word " * 100_000
+    chunked = tokenizer.chunk(0, text, 50_000, 49_900, 1000, None)
+    assert len(chunked.offsets) == 501
+    with pytest.raises(InvalidInput, match="makes 50001 chunks of input 3, 1000 at most"):
+        tokenizer.chunk(3, text, 50_000, 49_999, 1000, None)
 
 
 def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
@@ -463,6 +527,11 @@ def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
     assert "input 1 is a list of token ids" in served.refused("/embed", inputs=["x", [5, 6]], chunking={"size": 10})[2]
     many = served.refused("/embed", inputs=LONG, chunking={"size": 2})
     assert many[0] == 422
-    assert many[2].endswith(f"chunks > maximum allowed batch size {LIMIT}; take larger ones or send fewer texts")
+    assert many[2].endswith(f"chunks of input 0, {LIMIT} at most; take larger ones")
+    several = served.refused("/embed", inputs=[LONG] * 3, chunking={"size": 8})
+    assert several[2].endswith(f"chunks > maximum allowed batch size {LIMIT}; take larger ones or send fewer texts")
+    assert "must be at most 254" in served.refused("/embed", inputs=LONG, chunking={"size": 255})[2]
+    wrapped = served.refused("/vertex", instances=[{"inputs": LONG, "chunking": {"size": 8}}])
+    assert wrapped == (422, "Validation", "instances.0: `chunking` is not available here; send it to /embed")
     for chunking in ({"size": 0}, {"size": 4, "overlap": 4}, {"overlap": 1}, {"size": 4, "pooling": "max"}, 3):
         assert served.send("POST", "/embed", {"inputs": LONG, "chunking": chunking}).status_code == 422
