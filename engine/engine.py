@@ -269,11 +269,12 @@ class Engine:
     def _vectors(self, batch: PackedBatch, want: tuple[OutputName, ...]) -> tuple[Tensor, dict[OutputName, Tensor]]:
         """(vectors, fp32 rows of what else is wanted) of a batch on the engine's device: for each token one, of chunks for each
         span."""
-        hidden = self.model.forward(batch, self.config.pooling in ONE_TOKEN and not want)
+        pooled_only = self.config.pooling in ONE_TOKEN and not want
+        hidden = self.model.forward(batch, pooled_only)
         if self.splade is not None:
             vectors = self.splade(hidden, batch.cu_seqlens, batch.dimensions, batch.normalize)
         else:
-            vectors = pool(hidden, batch, self.config.pooling, self.dense)
+            vectors = pool(hidden, batch, self.config.pooling, self.dense, pooled_only)
         if not want:
             return vectors, {}
         rows = self.token_outputs.rows(hidden, want) if self.token_outputs is not None else {}

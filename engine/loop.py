@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, NotFinite, OutOfMemory
+from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, InvalidInput, NotFinite, OutOfMemory
 from engine.flight import Flight, Output, Vectors
 from engine.model_config import OutputName
 from engine.packer import Job, Packer, Slice
@@ -45,6 +45,9 @@ _Arrays = Mapping[OutputName, NDArray[Any]]
 
 # The rate before any was measured.
 _TOKENS_PER_S = 1_000.0
+
+# What a job that wants no vectors has of them: a slice of a pass's would keep them all.
+_NONE = np.empty((0, 0), dtype=np.float32)
 
 # A pass of fewer than 512 tokens is bound by its launch or by reading the weights, and says little of a full one.
 _LARGE_BITS = 10
@@ -190,7 +193,9 @@ class EngineLoop:
             if not self.alive:
                 raise EngineStopped("the engine has stopped")
             for job in jobs:
-                if job.deadline == inf or self._is_in_reach(job):
+                if not job.sequences:  # it would be cut into no pass, and hold up what is behind it
+                    job.fail(InvalidInput("a request without inputs"))
+                elif job.deadline == inf or self._is_in_reach(job):
                     self._packer.add(job)
             self._wake.notify()
 
@@ -473,7 +478,7 @@ def _results(
         if not finite[rows].all():
             results.append(None)
             continue
-        kept = np.ascontiguousarray(vectors[rows, : options.dimensions]) if options.pooled else vectors[:0]
+        kept = np.ascontiguousarray(vectors[rows, : options.dimensions]) if options.pooled else _NONE
         results.append((kept, ragged[rows]))
     return results
 

@@ -78,6 +78,8 @@ def load_model_config(
     if head:
         pooling = head.pooling
     pooling = pooling or ("splade" if is_splade else _read_pooling(folder, pooling_folder, fields["hidden_size"]))
+    if pooling == "splade" and family is Transformers:
+        raise ModelError(f"{keys.path}: pooling splade is not supported with backend transformers; leave the backend out")
     lexical, colbert_size = _read_token_layers(folder, architecture, fields["hidden_size"])
     limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
     fields["max_position_embeddings"] = fields["max_position_embeddings"] or limit

@@ -35,11 +35,13 @@ class EmbedOptions:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterable[Dense | Head]" = ()) -> Tensor:
+def pool(
+    hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterable[Dense | Head]" = (), pooled_only: bool = False
+) -> Tensor:
     """One vector per sequence: pooled, through the dense layers or the head, cut to its dimensions, normalised where asked.
 
     Args:
-        hidden: [T, hidden_size], or [B, hidden_size] when the model computed the pooled rows alone.
+        hidden: [T, hidden_size], or with `pooled_only`, when the model computed the pooled rows alone, [B, hidden_size].
     Returns: [B, embedding_size] fp32 with zeros past a row's dimensions; all NaN where a value is not finite.
     """
     if pooling == "mean":
@@ -50,10 +52,9 @@ def pool(hidden: Tensor, batch: "PackedBatch", pooling: Pooling, dense: "Iterabl
         pooled = reference.pool_max(hidden, batch.cu_seqlens)
     elif pooling == "weighted_mean":
         pooled = reference.pool_weighted_mean(hidden, batch.cu_seqlens, batch.bounds)
-    elif len(hidden) == len(batch.pooled_rows):  # also where every sequence is one token: row b is sequence b then
-        pooled = hidden
     else:
-        pooled = hidden.index_select(0, batch.pooled_rows)
+        assert pooling in ONE_TOKEN, "SPLADE has a head of its own"
+        pooled = hidden if pooled_only else hidden.index_select(0, batch.pooled_rows)
     for layer in dense:
         pooled = layer(pooled)
     return kernels.pool_finish(pooled, batch.dimensions, batch.normalize)

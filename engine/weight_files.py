@@ -119,7 +119,7 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors ({found[1]}), which is never run; if you trust its authors, convert it: "
             f'python -c "{_CONVERT.format(path.name, path.stem.removeprefix("pytorch_"))}"'
         ) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged file stops the unpickler anywhere
         raise ModelError(f"{path} cannot be read as a PyTorch file: {(str(error) or repr(error)).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, expected tensors by name")

@@ -223,7 +223,7 @@ class PooledModel:
             labels=config.labels,
             multi_label=config.multi_label,
             outputs=config.outputs,
-            int8_ranges=read_ranges(folder, config.embedding_size),
+            int8_ranges=read_ranges(folder, config),
         )
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
@@ -249,7 +249,8 @@ class PooledModel:
             "aliases": list(self.given.aliases),
             "state": next(state for state in ("ready", "starting", "asleep") if state in states),
             "parameters": self.num_parameters,
-            "dimensions": self.info.embedding_size,
+            "task": self.info.task,
+            "dimensions": self.info.embedding_size if self.info.task == "embedding" else None,
             "max_input_length": self.info.max_input_length,
             "pools": pools,
         }

@@ -63,7 +63,7 @@ class EngineServer:
             labels=self._engine.config.labels,
             multi_label=self._engine.config.multi_label,
             outputs=self._engine.config.outputs,
-            int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config.embedding_size),
+            int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config),
         )
         self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)
         if settings.cache_bytes:

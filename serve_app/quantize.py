@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import InvalidInput, ModelError
+from engine.model_config import ModelConfig
 
 Quantized = Literal["int8", "uint8", "binary", "ubinary"]
 OutputDtype = Literal["float", Quantized]
@@ -57,11 +58,14 @@ def check_dtype(dtype: OutputDtype, dimensions: int, normalized: bool, ranges: R
         )
 
 
-def read_ranges(folder: Path, embedding_size: int) -> dict[int, Vectors]:
-    """The calibrated ranges of a model: `{"384": [[384 minima], [384 maxima]], ...}` in its folder; none without the file.
+def read_ranges(folder: Path, config: ModelConfig) -> dict[int, Vectors]:
+    """The calibrated ranges of a model: `{"384": [[384 minima], [384 maxima]], ...}` in its folder; none without the file, or
+    for a model that gives scores.
 
     Raises: ModelError naming the file and what is wrong with it.
     """
+    if config.task != "embedding":
+        return {}
     path = folder / RANGES_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -71,7 +75,7 @@ def read_ranges(folder: Path, embedding_size: int) -> dict[int, Vectors]:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f'{path} must hold {{"<dimensions>": [[minima], [maxima]]}}')
-    return dict(_entry(path, key, value, embedding_size) for key, value in content.items())
+    return dict(_entry(path, key, value, config.embedding_size) for key, value in content.items())
 
 
 def _entry(path: Path, key: str, value: Any, embedding_size: int) -> tuple[int, Vectors]:

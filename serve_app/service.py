@@ -275,9 +275,13 @@ class Service:
         self._tokenized(call, [each.token_ids for each in cut])
         terms, asked = call.terms.after(call.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
 
+        options_of = [replace(asked, spans=each.spans) for each in cut]
+        for each, its in zip(cut, options_of, strict=True):  # a pass that others share would fail for a wrong one
+            check_outputs(its, model.info.outputs, model.info.pooling, [len(each.token_ids)])
+
         async def run() -> list[Embeddings]:
             async with asyncio.TaskGroup() as group:
-                work = [model.embed([each.token_ids], replace(asked, spans=each.spans), terms) for each in cut]
+                work = [model.embed([each.token_ids], its, terms) for each, its in zip(cut, options_of, strict=True)]
                 jobs = [group.create_task(each) for each in work]
             return [job.result() for job in jobs]
 

@@ -125,7 +125,7 @@ WANTS: dict[str, tuple[bool, tuple[OutputName, ...]]] = {
 
 
 @pytest.mark.parametrize(("graphed", "want"), WANTS.values(), ids=WANTS.keys())
-@pytest.mark.parametrize("lengths", [[33], [33] * 7, RAGGED], ids=["alone", "equal lengths", "ragged"])
+@pytest.mark.parametrize("lengths", [[33], [33] * 7, [3] * 6, RAGGED], ids=["alone", "equal", "a place a token", "ragged"])
 def test_vectors_are_right_in_every_company(
     folder: Path,
     engine: Engine,

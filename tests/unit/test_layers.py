@@ -137,17 +137,18 @@ def test_pool(pooling: Pooling, expected: list[float]) -> None:
     torch.testing.assert_close(vectors, torch.tensor([expected, [10.0, 20.0]]))
 
 
+@pytest.mark.parametrize("lengths", [(3, 1, 5), (3, 3, 3, 3, 3)], ids=["ragged", "as many places as tokens"])
 @pytest.mark.parametrize("pooling", [each for each in get_args(Pooling) if each != "splade"])
-def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling) -> None:
+def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling, lengths: tuple[int, ...]) -> None:
     """As in a CUDA graph: tokens of no sequence, sequences of no token."""
     packer = BatchPacker(pooling, 8, None)
-    sequences = [np.zeros(length, dtype=np.int32) for length in (3, 1, 5)]
+    sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
     shape, tiles = packer.shape(Layout(sequences), room=16)
     buffer = np.full(shape.size, 99, dtype=np.int32)
     packer.fill(buffer, shape, Layout(sequences), tiles)
     hidden = torch.randn(16, 8)
     roomy = pool(hidden, shape.view(torch.from_numpy(buffer)), pooling)
-    assert torch.equal(roomy[:3], pool(hidden[:9], packer.pack(sequences), pooling))
+    assert torch.equal(roomy[: len(lengths)], pool(hidden[: sum(lengths)], packer.pack(sequences), pooling))
 
 
 def test_vectors_are_cut_before_they_are_normalised() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine import BackendError, Engine, EngineStopped
-from engine.errors import DeadlineOutOfReach, DeadlinePassed, DeviceLost, OutOfMemory
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, DeviceLost, InvalidInput, OutOfMemory
 from engine.flight import Landed, Output
 from engine.loop import BatchReport, EngineLoop
 from engine.model_config import OutputName
@@ -340,3 +340,12 @@ def test_an_idle_engine_tries_whatever_its_rate(gate: Gate, loop: EngineLoop) ->
     again = job(3, within_s=5)
     loop.submit([again])
     assert again.future.result(5).vectors.tolist() == [[3, 3]]
+
+
+def test_a_job_of_nothing_is_refused_and_holds_nobody_up(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    nothing, something = Job([], EmbedOptions()), Job([np.ones(3, dtype=np.int32)], EmbedOptions())
+    loop.submit([nothing, something])
+    with pytest.raises(InvalidInput, match="without inputs"):
+        nothing.future.result(5)
+    assert something.future.result(5).vectors is not None

@@ -1,14 +1,19 @@
 """Quantised vectors: sentence-transformers' own numbers, the default range, and the file of calibrated ranges."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sentence_transformers.util.quantization import quantize_embeddings
 
+from cluster.catalogue import CATALOGUE
 from engine.errors import InvalidInput, ModelError
 from serve_app.quantize import RANGES_FILE, check_dtype, quantize, read_ranges
+
+# Of a model with vectors of four dimensions.
+CONFIG = replace(CATALOGUE["sentence-transformers/all-MiniLM-L6-v2"], hidden_size=4)
 
 
 def normalised(rows: int, dimensions: int, seed: int = 0) -> np.ndarray:
@@ -63,9 +68,9 @@ def test_what_cannot_be_quantised_is_refused_by_name() -> None:
 
 
 def test_ranges_come_from_the_models_folder(tmp_path: Path) -> None:
-    assert read_ranges(tmp_path, 4) == {}
+    assert read_ranges(tmp_path, CONFIG) == {}
     (tmp_path / RANGES_FILE).write_text(json.dumps({"4": [[-1] * 4, [1] * 4], "2": [[0, 0], [0.5, 1]]}))
-    ranges = read_ranges(tmp_path, 4)
+    ranges = read_ranges(tmp_path, CONFIG)
     assert sorted(ranges) == [2, 4]
     assert ranges[2].dtype == np.float32
     assert quantize(np.float32([[0.51, 0.5]]), "uint8", ranges).tolist() == [[255, 127]]
@@ -88,5 +93,5 @@ def test_ranges_come_from_the_models_folder(tmp_path: Path) -> None:
 def test_a_bad_file_of_ranges_stops_the_start(tmp_path: Path, content: str, part: str) -> None:
     (tmp_path / RANGES_FILE).write_text(content)
     with pytest.raises(ModelError, match=part) as caught:
-        read_ranges(tmp_path, 4)
+        read_ranges(tmp_path, CONFIG)
     assert RANGES_FILE in str(caught.value)
