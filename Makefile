@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
-.PHONY: serve test test-clients check test-gpu bench bench-gpu proto clean
+.PHONY: serve test test-clients lint check test-gpu bench bench-gpu proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -16,11 +16,14 @@ test: $(VENV)/.installed-test
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
-# What CI runs besides the tests: formatting, lint, types, and the fast tests with warnings as errors.
-check: $(VENV)/.installed-test
+# What CI runs besides the tests.
+lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Before a commit: that, and the fast tests.
+check: lint
 	$(BIN)/python -m pytest -q tests/unit
 
 # On a machine with a GPU: kernels against their references, whole models against transformers and sentence-transformers.

@@ -14,9 +14,11 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Annotated, Any
 
+import grpc
 import torch
 import typer
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -382,16 +384,26 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
 
 
 def _wait_until_ready(settings: Settings) -> None:
-    """Poll /health through HAProxy, the way a client comes in."""
+    """Ask for health through HAProxy, the way a client comes in: it hears of a replica's two ports at different moments."""
+    asks: list[Callable[[], Any]] = [lambda: urllib.request.urlopen(f"{_address(settings)}/health", timeout=2).close()]  # noqa: S310 - our own address
+    if settings.grpc_port is not None:
+        asks.append(lambda: _ask_grpc(settings))
     deadline = monotonic() + _READY_TIMEOUT_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{_address(settings)}/health", timeout=2):  # noqa: S310 - our own address
-                return
-        except OSError as error:
-            if monotonic() > deadline:
-                raise ModelError(f"no answer on {_address(settings)} within {_READY_TIMEOUT_S:g} s: {error}") from error
-            sleep(0.1)
+    for ask in asks:
+        while True:
+            try:
+                ask()
+                break
+            except (OSError, grpc.RpcError) as error:
+                if monotonic() > deadline:
+                    raise ModelError(f"no answer on {_address(settings)} within {_READY_TIMEOUT_S:g} s: {error}") from error
+                sleep(0.1)
+
+
+def _ask_grpc(settings: Settings) -> None:
+    host = _address(settings).removeprefix("http://").rpartition(":")[0]
+    with grpc.insecure_channel(f"{host}:{settings.grpc_port}") as channel:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
 
 
 def _gives(config: ModelConfig) -> str:
