@@ -24,8 +24,8 @@ import pytest
 # Where emberforge is installed; here are only the clients.
 BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 KEY = "ef-clients"
-# Folders of `prepare.py`'s that are served beside the embedded model: "reranker", "classifier", "splade", as soon as their routes
-# are there. The reranker is the first, which has the server's root: some clients can reach nothing else.
+# Folders of `prepare.py`'s that are served beside the embedded model. The reranker is the first, which has the server's root: some
+# clients can reach nothing else.
 TASKS = ["reranker", "classifier", "splade"]
 
 
@@ -66,8 +66,9 @@ def server(prepared: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def open_server(prepared: Path) -> Iterator[Server]:
     """Several models, and no key."""
-    models = [str(prepared / name) for name in TASKS] + ["all-MiniLM-L6-v2"]
-    with _serving(models, [*TASKS, "all-MiniLM-L6-v2"], [], prepared / "open.log", 30_900) as server:
+    models, names = [str(prepared / name) for name in TASKS] + ["all-MiniLM-L6-v2"], [*TASKS, "all-MiniLM-L6-v2"]
+    options = [each for name in names for each in ("--served-model-name", name)]
+    with _serving(models, names, options, prepared / "open.log", 30_900) as server:
         yield server
 
 
