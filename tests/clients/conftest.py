@@ -24,8 +24,8 @@ import pytest
 # Where emberforge is installed; here are only the clients.
 BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 KEY = "ef-clients"
-# Folders of `prepare.py`'s that are served beside the embedded model. The reranker is the first, which has the server's root: some
-# clients can reach nothing else.
+# Folders of `prepare.py`'s that are served beside the embedded model. The reranker is the first, which has the server's root:
+# some clients can reach nothing else.
 TASKS = ["reranker", "classifier", "splade"]
 
 
