@@ -33,6 +33,7 @@ TASKS = ["reranker", "classifier", "splade"]
 class Server:
     root: str
     models: tuple[str, ...]
+    grpc: str  # host and port, which its first model answers
 
     def url(self, model: str) -> str:
         """Where one of its models answers, without a slash at the end."""
@@ -77,17 +78,31 @@ def close(ours: Any, theirs: Any) -> None:
     np.testing.assert_allclose(np.asarray(ours, dtype=np.float32), np.asarray(theirs, dtype=np.float32), atol=2e-5)
 
 
-@contextmanager
-def _serving(models: list[str], names: list[str], options: list[str], log: Path, replica_port: int) -> Iterator[Server]:
+@pytest.fixture(scope="session")
+def plain_server(prepared: Path) -> Iterator[Server]:
+    """The embedded model alone, and no key."""
+    with _serving(["all-MiniLM-L6-v2"], ["all-MiniLM-L6-v2"], [], prepared / "plain.log", 30_700) as server:
+        yield server
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    listen = ["--host", "127.0.0.1", "--port", str(port)]
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def _serving(models: list[str], names: list[str], options: list[str], log: Path, replica_port: int) -> Iterator[Server]:
+    port, grpc_port = _free_port(), _free_port()
+    listen = ["--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(BIN / "emberforge"), "serve", *models, *listen, "--dtype", "float32", *options]
-    environment = _environment() | {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_port)}
+    environment = _environment() | {
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(replica_port + 50),
+    }
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    server = Server(f"http://127.0.0.1:{port}", tuple(names))
+    server = Server(f"http://127.0.0.1:{port}", tuple(names), f"127.0.0.1:{grpc_port}")
     try:
         for name in names:
             _wait_until_healthy(server.url(name), process, log)
