@@ -45,6 +45,9 @@ SERVE_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
+_MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
+_PORTS_OF_A_RAY = 50
+
 # The end of a local server takes at most their sum and 2 s: requests in flight, then Ray's own processes.
 _DRAIN_S = 5.0
 _RAY_STOP_S = 2.0
@@ -70,6 +73,43 @@ def serve_environment(state_dir: Path) -> dict[str, str]:
     }
 
 
+@contextmanager
+def grpc_ports() -> Iterator[dict[str, str]]:
+    """Ports for the gRPC of one Ray's replicas, for as long as it runs.
+
+    Ray 2.60 means to give each replica a port of its own, but says so to gRPC in a form that gRPC ignores: replicas of two Rays
+    would listen on one port, and get each other's calls.
+    """
+    low, high = int(SERVE_ENV[_MIN_GRPC_PORT]), int(SERVE_ENV[_MAX_GRPC_PORT])
+    for first in range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY):
+        ports = range(first + 1, first + _PORTS_OF_A_RAY)
+        mark = _bound(first)  # keeps the next Ray away before a replica of ours listens
+        if mark is not None:
+            with mark:
+                if all(map(_is_free, ports)):
+                    yield {_MIN_GRPC_PORT: str(ports[0]), _MAX_GRPC_PORT: str(ports[-1])}
+                    return
+    yield {}
+
+
+def _bound(port: int) -> socket.socket | None:
+    """A socket that holds a port without listening; None where somebody else has it."""
+    mark = socket.socket()
+    try:
+        mark.bind(("", port))
+    except OSError:
+        mark.close()
+        return None
+    return mark
+
+
+def _is_free(port: int) -> bool:
+    mark = _bound(port)
+    if mark is not None:
+        mark.close()
+    return mark is not None
+
+
 def free_port() -> int:
     """A TCP port nobody listens on at this moment."""
     with socket.socket() as probe:
@@ -89,8 +129,8 @@ def local_ray(num_cpus: int) -> Iterator[None]:
 
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
     """
-    with tempfile.TemporaryDirectory(prefix="ef-") as state:
-        set_environment(serve_environment(Path(state)) | haproxy.environment())
+    with tempfile.TemporaryDirectory(prefix="ef-") as state, grpc_ports() as ports:
+        set_environment(serve_environment(Path(state)) | ports | haproxy.environment())
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
 
