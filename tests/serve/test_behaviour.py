@@ -21,8 +21,8 @@ from serve_app.settings import Settings
 Deploy = Callable[..., Any]
 
 
-def metric(client: httpx.Client, name: str) -> float:
-    lines = [line for line in client.get("metrics").text.splitlines() if line.startswith(f"emberforge_{name}{{")]
+def metric(client: httpx.Client, name: str, of: str = "emberforge") -> float:
+    lines = [line for line in client.get("metrics").text.splitlines() if line.startswith(f"{of}_{name}{{")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 

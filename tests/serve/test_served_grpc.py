@@ -123,8 +123,9 @@ def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, chan
         assert (caught.value.code(), caught.value.details()[:19]) == (Code.RESOURCE_EXHAUSTED, "Model is overloaded")
 
         before, computed = metric(client, "cancelled_requests_total"), metric(client, "tokens_total")
+        let_in = metric(client, "request_count", of="te")
         leaving = embed.Embed.future(request, metadata=slow)
-        wait_for(lambda: metric(client, "requests_in_flight") >= 6)
+        wait_for(lambda: metric(client, "request_count", of="te") == let_in + 1)  # before, Serve itself would end the call
         leaving.cancel()
         wait_for(lambda: metric(client, "cancelled_requests_total") == before + 1)
         assert {each.result().status_code for each in held} == {200}
