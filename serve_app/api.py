@@ -71,6 +71,7 @@ from serve_app.scores import best_first
 from serve_app.service import TOKENIZING_THREADS, Call, Chunks, Service
 from serve_app.settings import Settings
 from serve_app.tasks import check_embed, check_rerank
+from serve_app.together import together
 from serve_app.version import VERSION
 
 log = logging.getLogger(__name__)
@@ -213,15 +214,12 @@ class Api:
         with self._service.admit(sum(map(len, inputs))):
             terms = self._service.call((), request.headers.raw).terms  # one request's, and refused where it has no instance too
             calls = [Call(each, terms) for each in inputs]
+            size = sum(call.num_chars for call in calls)
             for call in calls:
-                call.size = sum(each.num_chars for each in calls)  # many that are small are not small together
-            try:
-                async with asyncio.TaskGroup() as group:
-                    work = [answer(self._service, *each) for each in zip(calls, models, instances, strict=True)]
-                    tasks = [group.create_task(each) for each in work]
-            except ExceptionGroup as failed:
-                raise failed.exceptions[0] from None
-        return _json(encode.to_json({"predictions": [task.result() for task in tasks]}))
+                call.size = size  # many that are small are not small together
+            each_of = zip(calls, models, instances, strict=True)
+            predictions = await together([answer(self._service, *each) for each in each_of])
+        return _json(encode.to_json({"predictions": predictions}))
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
@@ -278,12 +276,11 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for entry in self._backend.models():
+        entries = self._backend.models()
+        for entry in entries:
             if name in (entry["id"], *entry.get("aliases", ())):
                 return _json(encode.to_json(entry))
-        raise UnknownModel(
-            f"model `{name}` is not served here; there is {', '.join(each['id'] for each in self._backend.models())}"
-        )
+        raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(each['id'] for each in entries)}")
 
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(openapi.swagger_page())

@@ -4,17 +4,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, time
 from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
-from engine.model_config import OutputName, Task
+from engine.model_config import ModelConfig, OutputName, Task
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
 from serve_app.errors import UnknownModel
 from serve_app.health import Health
-from serve_app.quantize import Ranges
+from serve_app.quantize import Ranges, read_ranges
 from serve_app.terms import Terms
 
 
@@ -36,6 +37,21 @@ class ModelInfo:
     multi_label: bool = False  # several of them may hold at once
     outputs: tuple[OutputName, ...] = ("tokens",)  # what an embedding model gives besides vectors
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, config: ModelConfig, folder: Path, **known: Any) -> "ModelInfo":
+        """What its configuration says of a model, and `known`, which that does not. Raises: ModelError, of the ranges' file."""
+        return cls(
+            pooling=config.pooling,
+            embedding_size=config.embedding_size,
+            created=int(time()),
+            task=config.task,
+            labels=config.labels,
+            multi_label=config.multi_label,
+            outputs=config.outputs,
+            int8_ranges=read_ranges(folder, config),
+            **known,
+        )
 
     def openai_entry(self) -> dict[str, Any]:
         return {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}

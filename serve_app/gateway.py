@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from contextvars import Context
 from dataclasses import replace
-from time import monotonic, time
+from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
@@ -32,9 +32,9 @@ from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
-from serve_app.quantize import read_ranges
 from serve_app.settings import IDLE_PROMPTS, Settings
 from serve_app.terms import Terms
+from serve_app.together import together
 
 log = logging.getLogger(__name__)
 
@@ -209,21 +209,15 @@ class PooledModel:
         self.tokenizer = Tokenizer.load(folder, config)
         self.pools = [Pool(ref) for ref in given.pools]
         self.num_parameters = num_parameters(config)
-        self.info = ModelInfo(
+        self.info = ModelInfo.of(
+            config,
+            folder,
             model_id=given.model,
             served_model_name=given.name,
             dtype=settings.dtype,
             device="cluster",
-            pooling=config.pooling,
-            embedding_size=config.embedding_size,
             max_input_length=self.tokenizer.max_input_length,
             max_batch_tokens=MOST_BATCH_TOKENS,  # at most: each pool finds its own
-            created=int(time()),
-            task=config.task,
-            labels=config.labels,
-            multi_label=config.multi_label,
-            outputs=config.outputs,
-            int8_ranges=read_ranges(folder, config),
         )
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
@@ -232,7 +226,7 @@ class PooledModel:
         parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
         if len(parts) == 1:
             return await self._compute(sequences, options, terms)
-        results = await _all(self._compute([sequences[i] for i in part], options, terms) for part in parts)
+        results = await together(self._compute([sequences[i] for i in part], options, terms) for part in parts)
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:
@@ -371,16 +365,6 @@ def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOpt
         arrays = [array for each in results for array in each.ragged[name]]
         ragged[name] = [arrays[index] for index in place]
     return Embeddings(vectors, ragged, queue_s, inference_s)
-
-
-async def _all(computations: Any) -> list[Embeddings]:
-    """All of them, at the same time; the first to fail ends the others."""
-    tasks = [asyncio.ensure_future(each) for each in computations]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 _background: set["asyncio.Task[None]"] = set()

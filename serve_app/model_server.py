@@ -5,7 +5,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping
-from time import time
 
 import ray
 from ray import serve
@@ -22,7 +21,6 @@ from serve_app.cache import CachedModel
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.health import Health
 from serve_app.metrics import Metrics
-from serve_app.quantize import read_ranges
 from serve_app.settings import IDLE_PROMPTS, Settings
 
 log = logging.getLogger(__name__)
@@ -49,21 +47,15 @@ class EngineServer:
         )
         loop = self._loop
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_jobs, lambda: loop.queued_inputs)
-        info = ModelInfo(
+        info = ModelInfo.of(
+            self._engine.config,
+            resolve_model(model, weights=False),
             model_id=model,
             served_model_name=name,
             dtype=self._engine.dtype_name,
             device=str(self._engine.device),
-            pooling=self._engine.config.pooling,
-            embedding_size=self._engine.config.embedding_size,
             max_input_length=self._engine.tokenizer.max_input_length,
             max_batch_tokens=self._engine.max_batch_tokens,
-            created=int(time()),
-            task=self._engine.config.task,
-            labels=self._engine.config.labels,
-            multi_label=self._engine.config.multi_label,
-            outputs=self._engine.config.outputs,
-            int8_ranges=read_ranges(resolve_model(model, weights=False), self._engine.config),
         )
         self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)
         if settings.cache_bytes:

@@ -27,6 +27,7 @@ from serve_app.settings import Settings
 from serve_app.tasks import hybrid_outputs
 from serve_app.tei_metrics import Task
 from serve_app.terms import Terms, read_terms
+from serve_app.together import together
 
 T = TypeVar("T")
 
@@ -274,22 +275,11 @@ class Service:
         self._metrics.tei.started(call.method, call.num_inputs)
         self._tokenized(call, [each.token_ids for each in cut])
         terms, asked = call.terms.after(call.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
-
-        options_of = [replace(asked, spans=each.spans) for each in cut]
-        for each, its in zip(cut, options_of, strict=True):  # a pass that others share would fail for a wrong one
-            check_outputs(its, model.info.outputs, model.info.pooling, [len(each.token_ids)])
-
-        async def run() -> list[Embeddings]:
-            async with asyncio.TaskGroup() as group:
-                work = [model.embed([each.token_ids], its, terms) for each, its in zip(cut, options_of, strict=True)]
-                jobs = [group.create_task(each) for each in work]
-            return [job.result() for job in jobs]
-
-        try:
-            results = await self._on_time(call.terms, run())
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        self._computed(call, results, len(cut), "embed")
+        jobs = [(each.token_ids, replace(asked, spans=each.spans)) for each in cut]
+        for ids, its in jobs:  # a pass that others share would fail for a wrong one
+            check_outputs(its, model.info.outputs, model.info.pooling, [len(ids)])
+        results = await self._on_time(call.terms, together([model.embed([ids], its, terms) for ids, its in jobs]))
+        self._computed(call, results, "embed")
         return [Chunks(each.offsets, result.ragged["chunks"][0]) for each, result in zip(cut, results, strict=True)]
 
     async def _compute(
@@ -311,7 +301,7 @@ class Service:
             return await model.embed(sequences, options, call.terms.after(call.tokenization_s))
 
         result = await self._on_time(call.terms, run())
-        self._computed(call, [result], call.num_inputs, task)
+        self._computed(call, [result], task)
         return result
 
     async def _on_time(self, terms: Terms, work: Awaitable[T]) -> T:
@@ -339,10 +329,10 @@ class Service:
         self._metrics.tokenize_seconds.observe(call.tokenization_s)
         self._metrics.tei.tokenized(map(len, sequences))
 
-    def _computed(self, call: Call, results: Sequence[Embeddings], num_inputs: int, task: Task) -> None:
+    def _computed(self, call: Call, results: Sequence[Embeddings], task: Task) -> None:
         call.computed(results)
-        self._metrics.tei.succeeded(call.method, num_inputs, call.seconds(), task)
-        self._metrics.inputs.inc(num_inputs)
+        self._metrics.tei.succeeded(call.method, call.num_inputs, call.seconds(), task)
+        self._metrics.inputs.inc(call.num_inputs)
         self._metrics.queue_seconds.observe(results[0].queue_s)
 
     async def off_loop(self, size: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -354,7 +344,7 @@ class Service:
 
 def _check_answer(options: EmbedOptions, num_tokens: int, width: int) -> None:
     """Raises: InvalidInput for vectors of more tokens than an answer can hold."""
-    if {"tokens", "colbert"} & set(options.outputs) and num_tokens * width * 4 > _MOST_ANSWER_BYTES:
+    if num_tokens * width * 4 > _MOST_ANSWER_BYTES and {"tokens", "colbert"} & set(options.outputs):
         raise InvalidInput(f"{num_tokens} tokens' vectors of {width} numbers are too many for one answer; send fewer inputs")
 
 

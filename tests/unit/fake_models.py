@@ -9,7 +9,8 @@ import numpy as np
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds, Tokenizer
-from serve_app.backend import ModelInfo
+from serve_app.backend import ModelInfo, ServedModel
+from serve_app.errors import Unhealthy, UnknownModel
 from serve_app.terms import Terms
 
 WIDTH = 16
@@ -63,16 +64,22 @@ def weights(ids: TokenIds) -> np.ndarray:
 
 
 class FakeBackend:
-    def __init__(self, model: FakeModel) -> None:
-        self._model = model
+    """Of one model, which any name but `missing` means."""
 
-    def get(self, name: str | None) -> FakeModel:
+    def __init__(self, model: ServedModel, healthy: bool = True) -> None:
+        self._model, self.healthy = model, healthy
+
+    def get(self, name: str | None) -> ServedModel:
+        if name == "missing":
+            raise UnknownModel("model `missing` is not served here; there is fake")
         return self._model
 
     def models(self) -> list[dict[str, Any]]:
         return []
 
-    async def check_health(self) -> None: ...
+    async def check_health(self) -> None:
+        if not self.healthy:
+            raise Unhealthy("unhealthy")
 
     def backlog_s(self) -> float:
-        return 0.0
+        return 2.5

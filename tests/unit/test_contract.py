@@ -14,6 +14,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 import pytest
+from fake_models import FakeBackend
 
 from engine.errors import BackendError, EngineStopped, NotFinite, TokenizerError
 from engine.loop import Embeddings
@@ -23,7 +24,7 @@ from engine.tokenizer import TokenIds, Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import ModelInfo
-from serve_app.errors import Form, Unhealthy, UnknownModel
+from serve_app.errors import Form
 from serve_app.metrics import Metrics
 from serve_app.settings import Settings
 from serve_app.terms import Terms
@@ -285,26 +286,6 @@ class _BrokenTokenizer:
         raise TokenizerError("tokenizer error no")
 
     encode = encode_pairs = tokens = fail
-
-
-class FakeBackend:
-    def __init__(self, model: FakeModel, healthy: bool = True) -> None:
-        self._model, self._healthy = model, healthy
-
-    def get(self, name: str | None) -> Any:
-        if name == "missing":
-            raise UnknownModel("model `missing` is not served here; there is fake")
-        return self._model
-
-    def models(self) -> list[dict[str, Any]]:
-        return []
-
-    async def check_health(self) -> None:
-        if not self._healthy:
-            raise Unhealthy("unhealthy")
-
-    def backlog_s(self) -> float:
-        return 2.5
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fake_models import FakeBackend
 
 from engine.loop import Embeddings
 from engine.model_folder import load_model_config
@@ -22,7 +23,6 @@ from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
 from serve_app.api import Api
 from serve_app.backend import ModelInfo
-from serve_app.errors import UnknownModel
 from serve_app.metrics import Metrics
 from serve_app.quantize import quantize
 from serve_app.settings import Settings
@@ -42,24 +42,6 @@ class FakeModel:
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         return Embeddings(np.stack([vector(ids, options) for ids in sequences]), {}, 0.0, 0.0)
-
-
-class FakeBackend:
-    def __init__(self, model: FakeModel) -> None:
-        self._model = model
-
-    def get(self, name: str | None) -> FakeModel:
-        if name == "missing":
-            raise UnknownModel("model `missing` is not served here; there is fake")
-        return self._model
-
-    def models(self) -> list[dict[str, Any]]:
-        return []
-
-    def check_health(self) -> None: ...
-
-    def backlog_s(self) -> float:
-        return 0.0
 
 
 def vector(ids: TokenIds, options: EmbedOptions) -> np.ndarray:

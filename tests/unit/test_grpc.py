@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_models import FakeBackend
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray.serve.config import gRPCOptions
 
@@ -24,7 +25,6 @@ from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
 from serve_app import encode
 from serve_app.app import deploy_config, machine_share
 from serve_app.backend import ModelInfo
-from serve_app.errors import Unhealthy, UnknownModel
 from serve_app.grpc import servicer, tei_pb2_grpc
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.metadata import headers
@@ -69,26 +69,6 @@ class FakeModel:
         if "tokens" in options.outputs:
             ragged["tokens"] = [np.stack([vector([each]) for each in ids]) for ids in sequences]
         return Embeddings(np.stack([vector(ids)[: options.dimensions] for ids in sequences]), ragged, 0.5, 0.25)
-
-
-class FakeBackend:
-    def __init__(self, model: FakeModel) -> None:
-        self._model, self.healthy = model, True
-
-    def get(self, name: str | None) -> FakeModel:
-        if name == "missing":
-            raise UnknownModel("model `missing` is not served here; there is fake")
-        return self._model
-
-    def models(self) -> list[dict[str, Any]]:
-        return []
-
-    async def check_health(self) -> None:
-        if not self.healthy:
-            raise Unhealthy("unhealthy")
-
-    def backlog_s(self) -> float:
-        return 2.5
 
 
 def vector(ids: Sequence[int]) -> np.ndarray:
