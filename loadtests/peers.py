@@ -1,6 +1,6 @@
 """What else would run these models here: transformers, padded as sentence-transformers pads, and packed on FlashAttention 2."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,27 @@ def load(folder: Path, attention: str) -> Any:
 
 
 def padded(model: Any, batch_size: int) -> Encode:
-    """Sorted by length and padded to the longest of each batch, the last token pooled."""
+    """The last token pooled."""
 
     @torch.inference_mode()
     def encode(sequences: Sequence[Ids]) -> None:
-        ordered = sorted(sequences, key=len, reverse=True)
-        for start in range(0, len(ordered), batch_size):
-            part = ordered[start : start + batch_size]
-            ids = np.zeros((len(part), len(part[0])), dtype=np.int64)
-            mask = np.zeros_like(ids)
-            for row, each in enumerate(part):
-                ids[row, -len(each) :], mask[row, -len(each) :] = each, 1
-            inputs = {"input_ids": torch.from_numpy(ids).cuda(), "attention_mask": torch.from_numpy(mask).cuda()}
-            hidden = model(**inputs).last_hidden_state
+        for batch in padded_batches(sequences, batch_size):
+            hidden = model(**batch).last_hidden_state
             torch.nn.functional.normalize(hidden[:, -1].float(), dim=-1).cpu()
 
     return encode
+
+
+def padded_batches(sequences: Sequence[Ids], batch_size: int) -> Iterator[dict[str, Tensor]]:
+    """Sorted by length and padded on the left to the longest of each batch."""
+    ordered = sorted(sequences, key=len, reverse=True)
+    for start in range(0, len(ordered), batch_size):
+        part = ordered[start : start + batch_size]
+        ids = np.zeros((len(part), len(part[0])), dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row, each in enumerate(part):
+            ids[row, -len(each) :], mask[row, -len(each) :] = each, 1
+        yield {"input_ids": torch.from_numpy(ids).cuda(), "attention_mask": torch.from_numpy(mask).cuda()}
 
 
 def packed(model: Any, batch_tokens: int) -> Encode:

@@ -21,7 +21,7 @@ from engine.packer import Job
 from engine.pooling import EmbedOptions
 from loadtests import peers
 from loadtests.checkpoints import save_random
-from loadtests.peers import Ids
+from loadtests.peers import Ids, padded_batches
 from loadtests.report import write
 from loadtests.shared_prefix import documents, ids, use
 
@@ -58,15 +58,8 @@ def padded(model: Any, batch_size: int) -> Callable[[list[list[Ids]]], None]:
     @torch.inference_mode()
     def run(asked: list[list[Ids]]) -> None:
         for texts in asked:
-            ordered = sorted(texts, key=len, reverse=True)
-            for start in range(0, len(ordered), batch_size):
-                part = ordered[start : start + batch_size]
-                tokens = np.zeros((len(part), len(part[0])), dtype=np.int64)
-                mask = np.zeros_like(tokens)
-                for row, each in enumerate(part):
-                    tokens[row, -len(each) :], mask[row, -len(each) :] = each, 1
-                given = {"input_ids": torch.from_numpy(tokens).cuda(), "attention_mask": torch.from_numpy(mask).cuda()}
-                logits = model(**given, logits_to_keep=1).logits[:, -1]
+            for batch in padded_batches(texts, batch_size):
+                logits = model(**batch, logits_to_keep=1).logits[:, -1]
                 torch.log_softmax(logits[:, [4, 3]].float(), dim=-1)[:, 1].exp().cpu()
 
     return run
@@ -125,7 +118,8 @@ def main() -> None:
     rate = f"{QUERIES} at once: documents/s"
     most = max(row[rate] for row in rows if row["system"].startswith("transformers"))
     for row in rows:
-        row |= {"times the best peer: one request": best / row["one request, ms"], "documents/s": row[rate] / most}
+        row["times the best peer: one request"] = best / row["one request, ms"]
+        row["times the best peer: documents/s"] = row[rate] / most
     notes = [
         f"bf16, random weights; {DOCUMENTS} documents of 50 to 400 tokens behind {BEFORE} tokens of template and 20 of query, "
         f"{AFTER} after; token ids in, scores out on the host; median of {ROUNDS} rounds of fresh ids",
