@@ -17,7 +17,8 @@ from engine.kernels.pool import pool_defines
 from engine.kernels.rope import rope_defines
 
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
-_GROUPS = (1, 2, 4, 7, 8)  # query heads a key head
+# Query heads a key head of published models, by head_dim.
+_GROUPS = {32: (1,), 64: (1, 7), 96: (1,), 128: (1, 2, 4, 5, 6, 7, 8), 256: (1, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +66,14 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     if modern:
         for head_dim in HEAD_DIMS:
             large, small = tile_shapes(head_dim, capability)
-            yield from (_attention(head_dim, group, dtype, large) for group in _GROUPS)
+            yield from (_attention(head_dim, group, dtype, large) for group in _GROUPS[head_dim])
             if small != large:
-                yield _attention(head_dim, 2, dtype, small)
+                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small)
             yield _attention(head_dim, 1, torch.float16, large)
             yield _attention(head_dim, 1, dtype, large, bias=True)
-            yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS)
+            yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS[head_dim])
             if small != large:
-                yield _attention(head_dim, 2, dtype, small, prefix=True)
+                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, prefix=True)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
