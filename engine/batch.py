@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import InvalidInput
-from engine.kernels.attention import TileShape, Tiling
+from engine.kernels.tiles import Shape, Tiling
 from engine.model_config import Pooling
 from engine.pairs import SECOND_SEGMENT
 from engine.pooling import EmbedOptions
@@ -38,7 +38,7 @@ class PackedBatch:
     normalize: Tensor  # [B], 0 or 1
     tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference; [n, 4] with prefixes
     pooled_tiles: Tensor  # [B, 2 or 4], the same for the pooled rows alone
-    tile_shape: TileShape | None  # None for the reference
+    tile_shape: Shape | None  # None for the reference
     lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences; of pieces with prefixes
     prefixes: Sequence[tuple[int, int]]  # of each of them the rows that lie before it; empty where none are shared
     spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
@@ -56,7 +56,7 @@ class BatchShape:
     num_tokens: int
     num_seqs: int
     num_tiles: int
-    tile_shape: TileShape | None = None
+    tile_shape: Shape | None = None
     typed: bool = False
     shares_prefixes: bool = False
 

@@ -21,7 +21,7 @@ from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, defau
 from engine.errors import InvalidInput, ModelError, NotFinite
 from engine.flight import Flight, Landed, Output, Ragged, Vectors
 from engine.hub import resolve_model
-from engine.kernels.attention import tiling
+from engine.kernels.tiles import tiling
 from engine.layers.dense import Dense
 from engine.layers.head import Head
 from engine.layers.splade import Splade, most_splade_seqs
@@ -59,7 +59,7 @@ class Engine:
         self.splade, self.token_outputs, self.no_words = splade, token_outputs, np.array(no_words, dtype=np.int32)
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
-        cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device)
+        cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device, config.causal, model.biases_scores)
         self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments, model.shares_prefixes)
         self._cuda = CudaRunner(self._vectors, self.packer, device, self._wide_values) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)

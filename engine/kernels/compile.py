@@ -94,6 +94,7 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
     options = ProgramOptions(
         arch=arch,
         std="c++17",
+        device_as_default_execution_space=True,  # lambdas with `auto` parameters are taken for the host's by NVRTC 13.0
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=["-v"] if report else None,
     )

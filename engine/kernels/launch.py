@@ -19,9 +19,17 @@ class Kernel:
     """One entry point, compiled for one device; call it with its grid and arguments."""
 
     def __init__(
-        self, source: str, entry: str, defines: Mapping[str, int], device: torch.device, threads: int, shared_bytes: int = 0
+        self,
+        source: str,
+        entry: str,
+        defines: Mapping[str, int],
+        device: torch.device,
+        threads: int,
+        shared_bytes: int = 0,
+        arch: str | None = None,
     ) -> None:
-        code = compile_kernel(source, defines, arch_of(device))
+        """`arch`: where it is not just the device's, but says which features no other chip has, as "sm_90a"."""
+        code = compile_kernel(source, defines, arch or arch_of(device))
         self._code = code  # keeps the module loaded
         self._kernel = code.get_kernel(entry)
         self._device = device

@@ -9,12 +9,14 @@ import torch
 
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
-from engine.kernels.attention import HEAD_DIMS, TileShape, attention_defines, tile_shapes
+from engine.kernels.attention import attention_defines
+from engine.kernels.attention_hopper import ARCH, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
 from engine.kernels.rope import rope_defines
+from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
 
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
 # Query heads a key head of published models, by head_dim.
@@ -29,6 +31,7 @@ class Variant:
     label: str
     defines: Mapping[str, int]
     dynamic_shared_bytes: int = 0
+    features: str = ""  # behind the arch's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,10 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS[head_dim])
             if small != large:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, prefix=True)
+            if (hopper := hopper_shape(head_dim, capability)) is not None:
+                for prefix in (False, True):
+                    yield from (_attention_hopper(head_dim, group, dtype, hopper, prefix) for group in _GROUPS[head_dim])
+                    yield _attention_hopper(head_dim, 1, torch.float16, hopper, prefix)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -97,7 +104,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
 
 def report(capabilities: Sequence[tuple[int, int]]) -> list[Row]:
     """Compile every variant for every capability, as many at a time as there are cores (NVRTC releases the GIL)."""
-    jobs = [(variant, f"sm_{major}{minor}") for major, minor in capabilities for variant in variants((major, minor))]
+    jobs = [
+        (variant, f"sm_{major}{minor}{variant.features}") for major, minor in capabilities for variant in variants((major, minor))
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return [row for rows in pool.map(compile_rows, *zip(*jobs, strict=True)) for row in rows]
 
@@ -139,3 +148,9 @@ def _attention(
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
     defines = attention_defines(head_dim, group, dtype, shape, bias, prefix)
     return Variant("attention", f"{label}{', bias' * bias}{', prefix' * prefix}", defines, shape.shared_bytes(head_dim))
+
+
+def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool) -> Variant:
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}"
+    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix)
+    return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), ARCH.removeprefix("sm_90"))

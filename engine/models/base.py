@@ -24,6 +24,7 @@ class Model(ABC):
     overflows_float16: ClassVar[bool] = False
     shares_prefixes: bool = False  # whether a token sees all before it and nothing else: then what begins alike is the same
     walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
+    biases_scores: ClassVar[bool] = False  # by the distance from query to key
 
     @staticmethod
     @abstractmethod

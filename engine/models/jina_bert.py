@@ -33,6 +33,7 @@ class JinaBert(Model):
     Source: `modeling_bert.py` of jinaai/jina-bert-implementation, and of jinaai/jina-bert-v2-qk-post-norm.
     """
 
+    biases_scores = True
     Config = JinaBertConfig
     architectures = ("JinaBertModel", "JinaBertForMaskedLM")
     classifiers = ("JinaBertForSequenceClassification",)

@@ -25,6 +25,7 @@ class MPNet(Bert):
     to be 32 whatever config.json says; a padding token inside a text takes a position here, as in `Roberta`.
     """
 
+    biases_scores = True
     architectures = ("MPNetModel", "MPNetForMaskedLM")
     classifiers = ("MPNetForSequenceClassification",)
     head = HeadConfig(dense="classifier.dense", out="classifier.out_proj")

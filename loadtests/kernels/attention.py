@@ -161,9 +161,8 @@ def batches(heads: int, kv_heads: int, head_dim: int) -> Iterator[tuple[str, Att
     named = {str(length): [length] * (TOKENS // length) for length in LENGTHS if length <= longest}
     named["mixed"] = mixed_lengths(TOKENS, seed=0, most=min(longest, 2048))
     for name, lengths in named.items():
-        batch = attention_batch(lengths, heads, kv_heads, head_dim)
         for causal in (False,) if bert else (True, False):
-            yield name, batch, causal
+            yield name, attention_batch(lengths, heads, kv_heads, head_dim, causal), causal
 
 
 @torch.inference_mode()

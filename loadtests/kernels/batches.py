@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import BatchPacker, PackedBatch
-from engine.kernels.attention import Tiling, tiling
+from engine.kernels.tiles import Tiling, tiling
 
 DEVICE = torch.device("cuda", 0)
 
@@ -46,7 +46,7 @@ class AttentionBatch:
         return 4 * pairs * self.q.shape[1] * self.q.shape[2]
 
 
-def attention_batch(lengths: Sequence[int], n_heads: int, n_kv_heads: int, head_dim: int) -> AttentionBatch:
+def attention_batch(lengths: Sequence[int], n_heads: int, n_kv_heads: int, head_dim: int, causal: bool) -> AttentionBatch:
     qkv = torch.randn(sum(lengths), n_heads + 2 * n_kv_heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
-    return AttentionBatch(q, k, v, packed(lengths, tiling((n_heads, n_kv_heads), head_dim, qkv.dtype, DEVICE)))
+    return AttentionBatch(q, k, v, packed(lengths, tiling((n_heads, n_kv_heads), head_dim, qkv.dtype, DEVICE, causal)))

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.attention import TileShape, attention_tiles, tile_shapes
+from engine.kernels.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
 
@@ -41,14 +42,19 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def shapes_of(head_dim: int) -> tuple[TileShape, TileShape]:
-    """On this device, for batches that fill it and for those that do not."""
-    return tile_shapes(head_dim, torch.cuda.get_device_capability(DEVICE))
+def shape_of(head_dim: int, kind: str = "best") -> Shape:
+    """On this device: "large" and "small" on mma.sync, "wgmma", or the best of them for a batch that fills the chip."""
+    capability = torch.cuda.get_device_capability(DEVICE)
+    large, small = tile_shapes(head_dim, capability)
+    wgmma = hopper_shape(head_dim, capability)
+    if kind == "wgmma" and wgmma is None:
+        pytest.skip(f"no wgmma kernel for head_dim {head_dim} here")
+    return {"large": large, "small": small}.get(kind, wgmma or large)
 
 
-def tile_depth(heads: tuple[int, int], head_dim: int, shape: TileShape | None = None) -> int:
-    """Tokens of a tile, the larger kind unless another is given; `heads` are (query heads, key heads)."""
-    return (shape or shapes_of(head_dim)[0]).block_m // (heads[0] // heads[1])
+def tile_depth(heads: tuple[int, int], head_dim: int, shape: Shape | None = None) -> int:
+    """Tokens of a tile, of the best kind unless another is given; `heads` are (query heads, key heads)."""
+    return (shape or shape_of(head_dim)).block_m // (heads[0] // heads[1])
 
 
 def tiles_of(lengths: Sequence[int], depth: int, prefixes: Prefixes = ()) -> Tensor:

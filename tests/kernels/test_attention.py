@@ -13,7 +13,7 @@ from helpers import (
     bounds_of,
     poisoned,
     random_qkv,
-    shapes_of,
+    shape_of,
     tile_depth,
     tiles_of,
 )
@@ -28,6 +28,7 @@ HEAD_DIMS = [32, 64, 96, 128, 256]
 HEADS = [(4, 4), (8, 2), (7, 1), (6, 3), (16, 8)]
 QKV = tuple[Tensor, Tensor, Tensor]
 
+all_kinds = pytest.mark.parametrize("kind", ["wgmma", "large", "small"])
 # Sequences that need not share a tile, or whose tiles have other company, differ by the rounding of p alone.
 both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
@@ -37,20 +38,20 @@ def heads_of(qkv: QKV) -> tuple[int, int]:
 
 
 def ours(
-    qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None, small: bool = False
+    qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None, kind: str = "best"
 ) -> Tensor:
     """Our attention into an output full of NaN; `tiles` other than those of the whole batch, if given."""
     head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
-    shape = shapes_of(head_dim)[small]
+    shape = shape_of(head_dim, kind)
     if tiles is None:
         tiles = tiles_of(lengths, tile_depth(heads_of(qkv), head_dim, shape))
     with poisoned():
         return kernels.attention(*qkv, tiles, shape, bounds, causal, window)
 
 
-def check(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, small: bool = False) -> None:
+def check(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, kind: str = "best") -> None:
     q, k, v = qkv
-    out = ours(qkv, lengths, causal, window, small=small)
+    out = ours(qkv, lengths, causal, window, kind=kind)
     assert out.is_contiguous()
     low = reference.attention(q, k, v, tuple(lengths), causal, window)
     exact = reference.attention(q.double(), k.double(), v.double(), tuple(lengths), causal, window)
@@ -72,22 +73,22 @@ def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
-def test_ragged_batch(small: bool, head_dim: int, heads: tuple[int, int], window: int | None, causal: bool) -> None:
-    check(random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16), RAGGED, causal, window, small)
+@all_kinds
+def test_ragged_batch(kind: str, head_dim: int, heads: tuple[int, int], window: int | None, causal: bool) -> None:
+    check(random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16), RAGGED, causal, window, kind)
 
 
 @both_masks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize(("head_dim", "heads"), list(zip(HEAD_DIMS, HEADS, strict=True)))
-@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
+@pytest.mark.parametrize("kind", ["large", "small"])
 def test_bias_by_distance(
-    small: bool, head_dim: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype, causal: bool
+    kind: str, head_dim: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype, causal: bool
 ) -> None:
     q, k, v = random_qkv(sum(RAGGED), heads, head_dim, dtype)
     bias = 3 * torch.randn(heads[0], 2 * 100 + 1, device=DEVICE)  # some distances lie beyond its reach
-    shape, bounds = shapes_of(head_dim)[small], bounds_of(RAGGED)
+    shape, bounds = shape_of(head_dim, kind), bounds_of(RAGGED)
     tiles = tiles_of(RAGGED, tile_depth(heads, head_dim, shape))
     with poisoned():
         out = kernels.attention(q, k, v, tiles, shape, bounds, causal, window, bias * head_dim**0.5)
@@ -105,9 +106,9 @@ def test_ragged_batch_in_fp16(head_dim: int, heads: tuple[int, int], causal: boo
 @both_masks
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
-def test_lengths_around_a_tile(small: bool, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
-    depth = tile_depth(heads, head_dim, shapes_of(head_dim)[small])
+@all_kinds
+def test_lengths_around_a_tile(kind: str, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
+    depth = tile_depth(heads, head_dim, shape_of(head_dim, kind))
     batches = [
         [1],
         [depth - 1],
@@ -121,7 +122,7 @@ def test_lengths_around_a_tile(small: bool, head_dim: int, heads: tuple[int, int
         [1] * 300,
     ]
     for lengths in batches:
-        check(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, causal, small=small)
+        check(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, causal, kind=kind)
 
 
 @both_masks
@@ -233,18 +234,18 @@ GROUPS = [(60, (50, 1, 7, 200, 1, 1)), (16, (1, 1)), (130, (3, 64)), (300, (129,
 LONERS = (5, 300, 1)
 
 
-def ours_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, small: bool = False, tiles: Tensor | None = None) -> Tensor:
+def ours_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, kind: str = "best", tiles: Tensor | None = None) -> Tensor:
     """Causal attention behind prefixes, into an output full of NaN."""
     head_dim, bounds = qkv[0].shape[2], bounds_of(lengths, prefixes)
-    shape = shapes_of(head_dim)[small]
+    shape = shape_of(head_dim, kind)
     if tiles is None:
         tiles = tiles_of(lengths, tile_depth(heads_of(qkv), head_dim, shape), prefixes)
     with poisoned():
         return kernels.attention(*qkv, tiles, shape, bounds, causal=True)
 
 
-def check_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, small: bool = False) -> None:
-    out = ours_shared(qkv, lengths, prefixes, small)
+def check_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, kind: str = "best") -> None:
+    out = ours_shared(qkv, lengths, prefixes, kind)
     low = reference.attention(*qkv, tuple(lengths), True, prefixes=prefixes)
     q, k, v = (x.double() for x in qkv)
     assert_as_close_as_torch(out, low, reference.attention(q, k, v, tuple(lengths), True, prefixes=prefixes))
@@ -253,22 +254,22 @@ def check_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, small: bo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
-def test_shared_prefixes(small: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+@all_kinds
+def test_shared_prefixes(kind: str, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     lengths, prefixes = pieces_of(GROUPS, LONERS)
-    check_shared(random_qkv(sum(lengths), heads, head_dim, dtype), lengths, prefixes, small)
+    check_shared(random_qkv(sum(lengths), heads, head_dim, dtype), lengths, prefixes, kind)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (16, 8), (7, 1)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("small", [False, True], ids=["large tiles", "small tiles"])
-def test_prefixes_around_a_block_of_keys(small: bool, head_dim: int, heads: tuple[int, int]) -> None:
-    shape = shapes_of(head_dim)[small]
+@all_kinds
+def test_prefixes_around_a_block_of_keys(kind: str, head_dim: int, heads: tuple[int, int]) -> None:
+    shape = shape_of(head_dim, kind)
     depth, step = tile_depth(heads, head_dim, shape), shape.block_n
     owns = (1, depth - 1, depth, depth + 1, 1, 2, step - 1, step, step + 1, 1)
     for length in (1, 16, step - 1, step, step + 1, 2 * step - 1, 2 * step, 2 * step + 1, 5 * step + 3):
         lengths, prefixes = pieces_of([(length, owns), (length, (1,))], (1, depth))
-        check_shared(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, prefixes, small)
+        check_shared(random_qkv(sum(lengths), heads, head_dim, torch.bfloat16), lengths, prefixes, kind)
 
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
@@ -298,7 +299,7 @@ def test_pooled_rows_behind_a_prefix(head_dim: int, heads: tuple[int, int]) -> N
     before = torch.tensor(prefixes, device=DEVICE, dtype=torch.int32)
     tiles = torch.cat((torch.stack((ends - 1, ends), dim=1), before), dim=1)
     tiles = torch.cat((tiles, torch.zeros(5, 4, dtype=torch.int32, device=DEVICE)))
-    out = ours_shared(qkv, lengths, prefixes, small=True, tiles=tiles)
+    out = ours_shared(qkv, lengths, prefixes, kind="small", tiles=tiles)
     assert_same_but_for_rounding(out[ends - 1], ours_shared(qkv, lengths, prefixes)[ends - 1])
     others = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
     others[ends - 1] = False
@@ -333,7 +334,7 @@ def test_graph_replay_with_prefixes_equals_eager() -> None:
         pieces_of([(60, (30, 70, 1))], (95,)), pieces_of([(17, (1, 1)), (100, (37, 100))]), pieces_of([], (256,)),
         pieces_of([(128, (1,) * 128)]),
     ]  # fmt: skip
-    depth, shape = tile_depth(heads, head_dim), shapes_of(head_dim)[0]
+    depth, shape = tile_depth(heads, head_dim), shape_of(head_dim)
     cut = [tiles_of(lengths, depth, prefixes) for lengths, prefixes in batches]
     q, k, v = random_qkv(256, heads, head_dim, torch.bfloat16)
     tiles = torch.zeros(max(map(len, cut)), 4, dtype=torch.int32, device=DEVICE)
@@ -361,7 +362,7 @@ def test_graph_replay_equals_eager(causal: bool) -> None:
     q, k, v = random_qkv(256, heads, head_dim, torch.bfloat16)
     tiles = torch.zeros(max(map(len, cut)), 2, dtype=torch.int32, device=DEVICE)
     bounds = bounds_of(batches[0])
-    shape = shapes_of(head_dim)[0]
+    shape = shape_of(head_dim)
     kernels.attention(q, k, v, tiles, shape, bounds, causal)  # compiles and loads, which a capture cannot
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

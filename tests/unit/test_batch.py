@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine import Engine
 from engine.batch import BatchPacker
-from engine.kernels.attention import Tiling
+from engine.kernels.tiles import Tiling
 from engine.model_config import Pooling
 from engine.pooling import EmbedOptions
 from engine.prefixes import MOST_PREFIXES, Layout

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.attention import attention_tiles
+from engine.kernels.tiles import attention_tiles
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 depths = st.integers(1, 128)
@@ -67,3 +67,9 @@ def test_the_longest_walk_comes_first() -> None:
     tiles = attention_tiles([3, 500, 4, 4], 128).tolist()
     assert set(map(tuple, tiles[:4])) == {(3, 131), (131, 259), (259, 387), (387, 511)}
     assert tiles[4:] == [[0, 3]]
+
+
+def test_a_causal_sequences_end_comes_first_and_its_tiles_stay_together() -> None:
+    tiles = attention_tiles([300, 3, 300, 4, 500], 128, causal=True).tolist()
+    assert tiles[:4] == [[991, 1107], [863, 991], [735, 863], [607, 735]]
+    assert tiles[4:] == [[559, 607], [256, 303], [128, 256], [0, 128], [431, 559], [303, 431]]

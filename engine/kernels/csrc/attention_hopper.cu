@@ -1,0 +1,465 @@
+// Varlen attention, forward, for sm_90a: what attention.cu computes, on wgmma and TMA.
+//   q, k, v: tensor maps of [T, K * GROUP, D] and twice [T, K, D], 64 columns a box; the rest as in attention.cu, without BIAS.
+//
+// A block is three warpgroups and stays for many tiles. One thread of the first fetches: for each of its tiles Q, where the
+// tile's keys begin and end, and its blocks of keys and values, as far ahead as there is room. The two others compute 64 rows
+// each, FlashAttention 3's way: a block's values are multiplied while the next one's softmax runs, and the two take turns, so
+// that one multiplies while the other exponentiates. A last block of keys that is half empty is half a block.
+// Operands lie in panels of 64 columns, 128 bytes a row, swizzled by TMA as wgmma reads them. P stays in registers.
+//
+// Floor: 4 * D * (visible query-key pairs) flops per query head at the wgmma rate.
+// Tried: 176 keys a step, the registers' limit: 9 % slower at 8,192 tokens, 6 % on ragged ones.
+typedef unsigned long long u64;
+#define D HEAD_DIM
+
+static_assert(D == 128 && BLOCK_N == 128, "the products below are of so many columns");
+constexpr int BLOCK_M = 128;
+constexpr int TILE_TOKENS = BLOCK_M / GROUP;
+constexpr int PANELS = D / 64;
+constexpr u32 Q_PANEL = BLOCK_M * 128, KV_PANEL = BLOCK_N * 128;  // bytes
+constexpr u32 Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
+constexpr float RAISE = 8.f;  // in powers of two
+constexpr int O_TILES = D / 8;
+
+template <int KEYS>
+struct Size {
+    static constexpr int keys = KEYS;
+};
+constexpr Size<BLOCK_N> WHOLE;
+constexpr Size<BLOCK_N / 2> HALF_A_BLOCK;
+
+struct alignas(64) TensorMap {
+    u32 opaque[32];
+};
+
+#if PREFIX
+typedef int4 Tile;
+#else
+typedef int2 Tile;
+#endif
+
+// Behind Q and the stages of K and V in shared memory.
+struct Control {
+    // Of the tile whose Q is there: its tokens [x, y) and the keys that any of its rows sees, [z, w); those that all of them
+    // see; the prefix's first row and length. A token of -1: no more tiles.
+    int4 span;
+    int4 rest;
+    u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+__device__ __forceinline__ u32 address(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+
+__device__ __forceinline__ void barrier_init(u64& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals));
+}
+__device__ __forceinline__ void arrive(u64& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(u64& barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u64& barrier, u32 parity) {
+    asm volatile(
+        "{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}" ::"r"(
+            address(&barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+__device__ __forceinline__ void fetch(u32 shared, const TensorMap& map, int column, int head, int token, u64& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared),
+        "l"(&map), "r"(column), "r"(head), "r"(token), "r"(address(&barrier))
+        : "memory");
+}
+
+__device__ __forceinline__ void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---- wgmma ----
+
+#if HALF
+#define TYPE "f16"
+#else
+#define TYPE "bf16"
+#endif
+#define REGS_32                                                                                                        \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS_64                                                                                                        \
+    REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                       \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define OUT_8(x, i)                                                                                                    \
+    "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), "+f"(x[i + 7])
+#define OUT_32(x, i) OUT_8(x, i), OUT_8(x, i + 8), OUT_8(x, i + 16), OUT_8(x, i + 24)
+#define OUT_64(x) OUT_32(x, 0), OUT_32(x, 32)
+
+// A and B from shared memory, both as rows of the 16 numbers that are multiplied; `accumulate` false forgets what x was.
+#define SS_PRODUCT(N, REGS, OUT, A, B, ACCUMULATE)                                                                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE \
+                 "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, 0, 0;}"                                                  \
+                 : OUT                                                                                                 \
+                 : "l"(a), "l"(b), "r"(accumulate))
+// A from registers; B as 16 rows of the result's columns.
+#define RS_PRODUCT(N, REGS, OUT, A, B)                                                                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A "}, " B ", 1, 1, 1, 1;" \
+                 : OUT                                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+__device__ __forceinline__ void product(float (&x)[32], u64 a, u64 b, int accumulate) {
+    SS_PRODUCT("64", REGS_32, OUT_32(x, 0), "%32", "%33", "%34");
+}
+__device__ __forceinline__ void product(float (&x)[64], u64 a, u64 b, int accumulate) {
+    SS_PRODUCT("128", REGS_64, OUT_64(x), "%64", "%65", "%66");
+}
+__device__ __forceinline__ void product(float (&x)[64], const u32 (&a)[4], u64 b) {
+    RS_PRODUCT("128", REGS_64, OUT_64(x), "%64, %65, %66, %67", "%68");
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+
+// The compiler may not move what reads or writes `x` across this.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Of a matrix in panels: rows of 128 bytes in groups of eight, swizzled. `across` is from one panel to the next, and read only
+// where a row of B's is one of the 16 numbers that are multiplied.
+__device__ __forceinline__ u64 descriptor(u32 shared, u32 across) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
+    return SWIZZLE_128 | GROUP_OF_8 | static_cast<u64>(across >> 4) << 16 | (shared >> 4);
+}
+
+// ---- the two roles ----
+
+struct Work {
+    const Tile* tiles;
+    const int2* bounds;
+    int num_items, kv_heads;
+    int left, right;
+};
+
+// The next stage of a ring, and the parity its barriers have then.
+struct Ring {
+    int stage;
+    u32 parity;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Work& work, u32 q_tile,
+                                          u32 k_tiles, u32 v_tiles, Control& control) {
+    Ring ring{0, 1};  // of empty barriers: the first wait on each is for a phase before the first
+    u32 q_parity = 1;
+    for (int round = 0; round * gridDim.x < work.num_items; ++round) {
+        // To and fro: the most work comes first, so who had the least of a round has the most of the next.
+        const int item = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (item >= work.num_items) continue;
+        const Tile tile = work.tiles[item / work.kv_heads];
+        if (tile.x == tile.y) continue;
+        const int kv_head = item % work.kv_heads;
+        const int2 front = work.bounds[tile.x], back = work.bounds[tile.y - 1];
+#if PREFIX  // causal and without a window
+        const int prefix = tile.w - tile.z;
+        const int4 span = {tile.x, tile.y, front.x + prefix, tile.y};
+        const int4 rest = {back.x + prefix, tile.x + 1, tile.z, prefix};
+#else
+        constexpr int prefix = 0;
+        const int4 span = {tile.x, tile.y, max(front.x, tile.x - work.left), min(back.y, tile.y + work.right)};
+        const int4 rest = {max(back.x, tile.y - 1 - work.left), min(front.y, tile.x + work.right + 1), 0, 0};
+#endif
+        const int begin = span.z, end = span.w;
+        const int first = begin - (prefix + BLOCK_N - 1) / BLOCK_N * BLOCK_N;
+        for (int key = first; key < end; key += BLOCK_N) {
+            const int row = PREFIX && key < begin ? rest.z + key - first : key;
+            wait(control.k_empty[ring.stage], ring.parity);
+            arrive_expecting(control.k_full[ring.stage], KV_BYTES);
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel)
+                fetch(k_tiles + ring.stage * KV_BYTES + panel * KV_PANEL, k, panel * 64, kv_head, row, control.k_full[ring.stage]);
+            if (key == first) {
+                wait(control.q_empty, q_parity);
+                q_parity ^= 1;
+                control.span = span;
+                control.rest = {rest.x, rest.y, prefix, kv_head};
+                arrive_expecting(control.q_full, PANELS * TILE_TOKENS * GROUP * 128);
+#pragma unroll
+                for (int panel = 0; panel < PANELS; ++panel)
+                    fetch(q_tile + panel * Q_PANEL, q, panel * 64, kv_head * GROUP, tile.x, control.q_full);
+            }
+            wait(control.v_empty[ring.stage], ring.parity);
+            arrive_expecting(control.v_full[ring.stage], KV_BYTES);
+#pragma unroll
+            for (int panel = 0; panel < PANELS; ++panel)
+                fetch(v_tiles + ring.stage * KV_BYTES + panel * KV_PANEL, v, panel * 64, kv_head, row, control.v_full[ring.stage]);
+            ring.advance();
+        }
+    }
+    wait(control.q_empty, q_parity);
+    control.span.x = -1;
+    arrive(control.q_full);
+}
+
+// Four registers of each of four neighbouring lanes, transposed.
+__device__ __forceinline__ void transpose(u32 (&x)[4], int lane) {
+    const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
+        (odd ? x[i] : x[i + 1]) = received;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 received = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + 2], 2);
+        (upper ? x[i] : x[i + 2]) = received;
+    }
+}
+
+__device__ __forceinline__ void compute_all(const Work& work, u16* __restrict__ out, i64 out_stride, float scale_log2, u32 q_tile,
+                                            u32 k_tiles, u32 v_tiles, Control& control) {
+    const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const bool leader = threadIdx.x % 128 == 0;
+    const int my_row = group * 64 + warp * 16 + lane / 4;
+    const u64 q_rows = descriptor(q_tile + group * 64 * 128, 0);
+    const u64 k_rows = descriptor(k_tiles, 0), v_rows = descriptor(v_tiles, KV_PANEL);
+    constexpr int MY_TURN = 1, ZEROED = 3;  // barriers, one for each group
+    if (group == 1) named_arrive(MY_TURN, 256);
+
+    Ring keys{0, 0}, values{0, 0};
+    u32 q_parity = 0;
+    while (true) {
+        wait(control.q_full, q_parity);
+        q_parity ^= 1;
+        const int4 span = control.span, rest = control.rest;
+        if (span.x < 0) break;
+        const int begin = span.z, end = span.w, all_begin = rest.x, all_end = rest.y, prefix = rest.z, kv_head = rest.w;
+        const int first = begin - (prefix + BLOCK_N - 1) / BLOCK_N * BLOCK_N;
+        auto in_prefix = [&](int key) { return PREFIX && key < begin; };
+        auto stop = [&](int key) { return in_prefix(key) ? first + prefix : end; };
+
+        float o[D / 2];
+        u32 p[BLOCK_N / 16][4];
+        float row_max[2] = {-1e30f, -1e30f}, row_sum[2] = {0.f, 0.f}, shrink[2];
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) o[i] = 0.f;
+
+        auto multiply_keys = [&](auto& s) {
+            products_begin();
+#pragma unroll
+            for (int d = 0; d < D / 16; ++d) {
+                const u32 at = d / 4, within = d % 4 * 32;
+                product(s, q_rows + ((at * Q_PANEL + within) >> 4),
+                        k_rows + ((keys.stage * KV_BYTES + at * KV_PANEL + within) >> 4), d > 0);
+            }
+            products_commit();
+        };
+        auto multiply_values = [&](auto size) {
+            products_begin();
+#pragma unroll
+            for (int n = 0; n < size.keys / 16; ++n) product(o, p[n], v_rows + ((values.stage * KV_BYTES + n * 2048) >> 4));
+            products_commit();
+        };
+        auto keys_done = [&](int key) {
+            if (leader) arrive(control.k_empty[keys.stage]);
+            if (leader && key + BLOCK_N >= end) arrive(control.q_empty);
+            keys.advance();
+        };
+        auto values_done = [&] {
+            pin(o);
+            if (leader) arrive(control.v_empty[values.stage]);
+            values.advance();
+        };
+        // Rows behind the last key are other texts': what is not a number there would spoil ours, though it weighs nothing.
+        auto values_there = [&](auto size, int key) {
+            wait(control.v_full[values.stage], values.parity);
+            if (key + size.keys <= stop(key)) return;
+            const u32 at = v_tiles + values.stage * KV_BYTES;
+            for (int i = (stop(key) - key) * 8 + threadIdx.x % 128; i < size.keys * 8; i += 128)
+#pragma unroll
+                for (int panel = 0; panel < PANELS; ++panel)
+                    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + panel * KV_PANEL + i * 16), "r"(0));
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            named_sync(ZEROED + group, 128);
+        };
+        // Scores become weights relative to 2^row_max, which is raised only where a score outgrows it by 2^RAISE. Returns: whether
+        // it was, and `shrink` is due to what was added up before.
+        auto softmax = [&](auto size, auto& s, int key) {
+            if (in_prefix(key) ? key + BLOCK_N > stop(key) : key < all_begin || key + size.keys > all_end) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int token = min(span.x + (my_row + h * 8) / GROUP, span.y - 1);
+                    int seen, last;
+                    if (in_prefix(key)) {
+                        seen = key, last = stop(key);
+                    } else {
+                        const int2 own = work.bounds[token];
+#if PREFIX
+                        seen = own.x + prefix, last = token + 1;
+#else
+                        seen = max(own.x, token - work.left), last = min(own.y, token + work.right + 1);
+#endif
+                    }
+                    const int from = seen - key - lane % 4 * 2;
+                    const u32 width = last - seen;
+#pragma unroll
+                    for (int n = 0; n < size.keys / 8; ++n)
+#pragma unroll
+                        for (int e = 0; e < 2; ++e)
+                            if (static_cast<u32>(n * 8 + e - from) >= width) s[4 * n + 2 * h + e] = __int_as_float(0xff800000);
+                }
+            }
+            float most[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                most[h] = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+                for (int n = 1; n < size.keys / 8; ++n) most[h] = fmaxf(most[h], fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+                most[h] *= scale_log2;
+            }
+            const bool raise = __any_sync(0xffffffffu, most[0] > row_max[0] + RAISE || most[1] > row_max[1] + RAISE);
+            if (raise) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float x = fmaxf(most[h], __shfl_xor_sync(0xffffffffu, most[h], 1));
+                    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+                    x = fmaxf(x, row_max[h]);
+                    shrink[h] = exp2_fast(row_max[h] - x);
+                    row_max[h] = x;
+                    row_sum[h] *= shrink[h];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < size.keys / 2; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, -row_max[i / 2 % 2]));
+            return raise;
+        };
+        auto weigh = [&](auto size, auto& s) {
+#pragma unroll
+            for (int n = 0; n < size.keys / 16; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int i = 4 * (2 * n + e / 2) + e % 2 * 2;
+                    p[n][e] = pack(s[i], s[i + 1]);
+                    row_sum[e % 2] += low(p[n][e]) + high(p[n][e]);  // as rounded: so the weights still sum to one
+                }
+        };
+
+        auto start = [&](auto size) {
+            float s[size.keys / 2];
+            wait(control.k_full[keys.stage], keys.parity);
+            multiply_keys(s);
+            products_wait<0>();
+            pin(s);
+            keys_done(first);
+            softmax(size, s, first);
+            weigh(size, s);
+        };
+        auto step = [&](auto size, int key) {
+            float s[size.keys / 2];
+            wait(control.k_full[keys.stage], keys.parity);
+            named_sync(MY_TURN + group, 256);
+            multiply_keys(s);
+            values_there(WHOLE, key - BLOCK_N);
+            multiply_values(WHOLE);
+            named_arrive(MY_TURN + 1 - group, 256);
+            products_wait<1>();
+            pin(s);
+            const bool raised = softmax(size, s, key);
+            keys_done(key);  // a branch here keeps the assembler from moving the exponentials behind the wait
+            products_wait<0>();
+            values_done();
+            if (raised) {
+#pragma unroll
+                for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i / 2 % 2];
+            }
+            weigh(size, s);
+        };
+        auto finish = [&](auto size, int key) {
+            values_there(size, key);
+            multiply_values(size);
+            products_wait<0>();
+            values_done();
+        };
+
+        // The last block of keys is often mostly empty: half of one is then enough.
+        const int last = first + (end - first - 1) / BLOCK_N * BLOCK_N;
+        const bool halved = end - last <= HALF_A_BLOCK.keys;
+        if (halved && first == last)
+            start(HALF_A_BLOCK);
+        else
+            start(WHOLE);
+        for (int key = first + BLOCK_N; key < (halved ? last : end); key += BLOCK_N) step(WHOLE, key);
+        if (halved) {
+            if (first < last) step(HALF_A_BLOCK, last);
+            finish(HALF_A_BLOCK, last);
+        } else {
+            finish(WHOLE, last);
+        }
+
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float inverse = 1.f / lanes_sum<4>(row_sum[h]);
+            const int row = my_row + h * 8, token = span.x + row / GROUP;
+            const bool valid = row < TILE_TOKENS * GROUP && token < span.y;
+            u16* to = out + token * out_stride + (kv_head * GROUP + row % GROUP) * D;
+#pragma unroll
+            for (int n = 0; n < O_TILES; n += 4) {
+                Vec8 chunk;
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    chunk.word[i] = pack(o[4 * (n + i) + 2 * h] * inverse, o[4 * (n + i) + 2 * h + 1] * inverse);
+                transpose(chunk.word, lane);
+                if (valid) store8(to, n + lane % 4, chunk);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+          u16* __restrict__ out, const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 num_tiles, i64 kv_heads,
+          i64 out_stride, i64 left, i64 right, float scale_log2) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 q_tile = address(shared), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + STAGES * KV_BYTES;
+    Control& control = *reinterpret_cast<Control*>(shared + Q_BYTES + 2 * STAGES * KV_BYTES);
+    if (threadIdx.x == 0) {
+        barrier_init(control.q_full, 1);
+        barrier_init(control.q_empty, 2);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(control.k_full[i], 1);
+            barrier_init(control.k_empty[i], 2);
+            barrier_init(control.v_full[i], 1);
+            barrier_init(control.v_empty[i], 2);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const Work work{tiles,
+                    bounds,
+                    static_cast<int>(num_tiles * kv_heads),
+                    static_cast<int>(kv_heads),
+                    static_cast<int>(left),
+                    static_cast<int>(right)};
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 0) fetch_all(q, k, v, work, q_tile, k_tiles, v_tiles, control);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        compute_all(work, out, out_stride, scale_log2, q_tile, k_tiles, v_tiles, control);
+    }
+}
