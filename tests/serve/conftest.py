@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
+from servers import POOL_SETTINGS, Clustered, Deploy
 
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
@@ -38,9 +39,6 @@ def address(grpc_port: int) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-Deploy = Callable[..., Any]
-
-
 @pytest.fixture(scope="session")
 def deployed(address: str) -> Deploy:
     """`with deployed(prefix, server=..., num_replicas=..., **settings) as client:` serves MiniLM for that long."""
@@ -58,10 +56,6 @@ def deployed(address: str) -> Deploy:
         serve.delete(name)
 
     return deploy
-
-
-POOL_SETTINGS = Settings(num_threads=1, dtype="float32")
-Clustered = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from serve_app.pool import PoolServer
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 
+Deploy = Callable[..., Any]  # the fixtures `deployed` and `clustered`
+Clustered = Callable[..., Any]
+POOL_SETTINGS = Settings(num_threads=1, dtype="float32")
 MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool` or `HangingServer`
 
 

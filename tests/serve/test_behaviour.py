@@ -12,13 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
-from servers import MARKER, HangingServer, PoisonServer, SlowServer
+from servers import MARKER, Deploy, HangingServer, PoisonServer, SlowServer
 
 from engine.hub import EMBEDDED_MODEL
 from serve_app.app import PoolArgs, bind
 from serve_app.settings import Settings
-
-Deploy = Callable[..., Any]
 
 
 def metric(client: httpx.Client, name: str, of: str = "emberforge") -> float:

@@ -10,9 +10,8 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-from conftest import POOL_SETTINGS, Clustered
 from ray import serve
-from servers import MARKER, BrokenPool, DyingPool, PoisonPool, SlowPool
+from servers import MARKER, POOL_SETTINGS, BrokenPool, Clustered, DyingPool, PoisonPool, SlowPool
 from test_behaviour import leave_at_once, metric, wait_for
 
 from engine.hub import EMBEDDED_MODEL

@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from ray import serve
-from servers import SlowServer
+from servers import Deploy, SlowServer
 from test_behaviour import metric, wait_for
 
 from engine.hub import EMBEDDED_MODEL
@@ -25,7 +25,6 @@ from serve_app.grpc import tei_pb2_grpc
 from serve_app.settings import Settings
 
 Code = grpc.StatusCode
-Deploy = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

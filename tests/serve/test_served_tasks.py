@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import Clustered
+from servers import Clustered
 from test_behaviour import wait_for
 
 from serve_app import pool
