@@ -81,7 +81,7 @@ def grpc_ports() -> Iterator[dict[str, str]]:
     would listen on one port, and get each other's calls.
     """
     low, high = int(SERVE_ENV[_MIN_GRPC_PORT]), int(SERVE_ENV[_MAX_GRPC_PORT])
-    for first in range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY):
+    for first in reversed(range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY)):  # a cluster's node begins at the other end
         ports = range(first + 1, first + _PORTS_OF_A_RAY)
         mark = _bound(first)  # keeps the next Ray away before a replica of ours listens
         if mark is not None:
