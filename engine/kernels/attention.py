@@ -9,7 +9,9 @@ from torch import Tensor
 
 from engine.kernels.attention_hopper import attention_hopper
 from engine.kernels.launch import Kernel, half
-from engine.kernels.tiles import HopperShape, Shape, TileShape, sides
+from engine.kernels.tiles import HopperShape, Shape, TileShape
+
+_NO_LIMIT = 1 << 29
 
 
 def attention(
@@ -39,11 +41,15 @@ def attention(
     heads, head_dim = q.shape[1:]
     prefix = tiles.shape[1] == 4
     assert not prefix or (causal and window is None and bias is None), "only then a prefix is what all tokens after it see"
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    left = _NO_LIMIT if window is None else window
+    right = 0 if causal else left
+    scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     if isinstance(shape, HopperShape):
         assert bias is None, "its tiles are cut for the other kernel"
-        return attention_hopper(q, k, v, tiles, shape, bounds, causal, window)
+        attention_hopper(q, k, v, out, tiles, shape, bounds, left, right, scale_log2)
+        return out
     kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kernel(
         (k.shape[1], len(tiles)),
         q,
@@ -55,8 +61,9 @@ def attention(
         q.stride(0),
         k.stride(0),
         out.stride(0),
-        *sides(causal, window),
-        np.float32(math.log2(math.e) / math.sqrt(head_dim)),
+        left,
+        right,
+        scale_log2,
         bias,
         0 if bias is None else bias.shape[1] // 2,
     )

@@ -1,6 +1,5 @@
 """Launches varlen attention on wgmma and TMA, which sm_90a alone has."""
 
-import math
 from functools import cache, lru_cache
 
 import numpy as np
@@ -9,25 +8,33 @@ from cuda.core import TensorMapDescriptor, TensorMapDescriptorOptions
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
-from engine.kernels.launch import Kernel, half
-from engine.kernels.tiles import HopperShape, sides
+from engine.kernels.launch import Kernel, half, num_sms
+from engine.kernels.tiles import HopperShape
 
-ARCH = "sm_90a"  # wgmma is no other chip's
+FEATURES = "a"  # wgmma is no other chip's
 _SWIZZLE, _PROMOTION = type(TensorMapDescriptorOptions.swizzle), type(TensorMapDescriptorOptions.l2_promotion)
 _PANEL = 64  # columns TMA fetches at a time, 128 bytes
 
 
 def attention_hopper(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, shape: HopperShape, bounds: Tensor, causal: bool, window: int | None
-) -> Tensor:
-    """As `attention`, which calls this where the tiles' shape says so; without a bias."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    tiles: Tensor,
+    shape: HopperShape,
+    bounds: Tensor,
+    left: int,
+    right: int,
+    scale_log2: np.float32,
+) -> None:
+    """`attention` into `out`, where the tiles' shape says so: without a bias, a token seeing so many to its left and right."""
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     kernel = _kernel(head_dim, group, shape, tiles.shape[1] == 4, q.dtype, q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keys = (shape.block_n, 1, _PANEL)
     kernel(
-        min(_num_sms(q.device), len(tiles) * kv_heads),
+        min(num_sms(q.device), len(tiles) * kv_heads),
         _map(q, (shape.block_m // group, group, _PANEL)),
         _map(k, keys),
         _map(v, keys),
@@ -37,16 +44,17 @@ def attention_hopper(
         len(tiles),
         kv_heads,
         out.stride(0),
-        *sides(causal, window),
-        np.float32(math.log2(math.e) / math.sqrt(head_dim)),
+        left,
+        right,
+        scale_log2,
     )
-    return out
 
 
 def attention_hopper_defines(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
+        "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
         "PREFIX": int(prefix),
@@ -57,12 +65,7 @@ def attention_hopper_defines(head_dim: int, group: int, dtype: torch.dtype, shap
 @cache
 def _kernel(head_dim: int, group: int, shape: HopperShape, prefix: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
     defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix)
-    return Kernel("attention_hopper", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim), ARCH)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return Kernel("attention_hopper", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim), FEATURES)
 
 
 def _map(x: Tensor, box: tuple[int, int, int]) -> TensorMapDescriptor:

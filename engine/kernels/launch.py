@@ -26,10 +26,10 @@ class Kernel:
         device: torch.device,
         threads: int,
         shared_bytes: int = 0,
-        arch: str | None = None,
+        features: str = "",
     ) -> None:
-        """`arch`: where it is not just the device's, but says which features no other chip has, as "sm_90a"."""
-        code = compile_kernel(source, defines, arch or arch_of(device))
+        """`features`: what follows the arch's number where the source uses what no other chip has, as the a of "sm_90a"."""
+        code = compile_kernel(source, defines, arch_of(device) + features)
         self._code = code  # keeps the module loaded
         self._kernel = code.get_kernel(entry)
         self._device = device
@@ -56,6 +56,11 @@ def runs_on(x: Tensor) -> bool:
 def arch_of(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def half(dtype: torch.dtype) -> int:

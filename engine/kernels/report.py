@@ -10,7 +10,7 @@ import torch
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
-from engine.kernels.attention_hopper import ARCH, attention_hopper_defines
+from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.norm import norm_defines
@@ -153,4 +153,4 @@ def _attention(
 def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool) -> Variant:
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}"
     defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix)
-    return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), ARCH.removeprefix("sm_90"))
+    return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), FEATURES)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_NO_LIMIT = 1 << 29
+from engine.kernels.launch import num_sms
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,6 @@ def hopper_shape(head_dim: int, capability: tuple[int, int]) -> HopperShape | No
     return _WGMMA.get(head_dim) if capability == (9, 0) else None
 
 
-def sides(causal: bool, window: int | None) -> tuple[int, int]:
-    """How many tokens before itself and after itself a token may see."""
-    left = _NO_LIMIT if window is None else window
-    return left, 0 if causal else left
-
-
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a model's attention is cut into tiles on one device. A tile's rows are (token, query head of the group) pairs."""
@@ -124,8 +118,7 @@ def tiling(
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return None
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return Tiling(head_dim, heads[0] // heads[1], heads[1], capability, num_sms, causal, biased)
+    return Tiling(head_dim, heads[0] // heads[1], heads[1], capability, num_sms(device), causal, biased)
 
 
 def attention_tiles(

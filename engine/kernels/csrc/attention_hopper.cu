@@ -13,7 +13,7 @@ typedef unsigned long long u64;
 #define D HEAD_DIM
 
 static_assert(D == 128 && BLOCK_N == 128, "the products below are of so many columns");
-constexpr int BLOCK_M = 128;
+static_assert(BLOCK_M == 128, "two warpgroups compute 64 rows each");
 constexpr int TILE_TOKENS = BLOCK_M / GROUP;
 constexpr int PANELS = D / 64;
 constexpr u32 Q_PANEL = BLOCK_M * 128, KV_PANEL = BLOCK_N * 128;  // bytes
@@ -78,12 +78,6 @@ __device__ __forceinline__ void named_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // ---- wgmma ----

@@ -63,6 +63,12 @@ __device__ __forceinline__ Vec8 pack(const float x[8]) {
 __device__ __forceinline__ Vec8 load8(const u16* row, i64 i) { return reinterpret_cast<const Vec8*>(row)[i]; }
 __device__ __forceinline__ void store8(u16* row, i64 i, const Vec8& v) { reinterpret_cast<Vec8*>(row)[i] = v; }
 
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 template <int WIDTH>
 __device__ __forceinline__ float lanes_sum(float x) {  // over aligned groups of WIDTH lanes
 #pragma unroll
