@@ -3,9 +3,9 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,30 +121,47 @@ def test_one_bad_vector_or_batch_harms_nobody_else(deployed: Deploy) -> None:
 
 def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
     """The new replica starts first, the old one finishes what it has accepted."""
-    statuses: list[int] = []
+
+    @contextmanager
+    def asker(client: httpx.Client) -> Iterator[Callable[[], int]]:
+        with httpx.Client(base_url=client.base_url, timeout=30) as mine:
+            yield lambda: mine.post("embed", json={"inputs": "hello"}).status_code
+
+    def limit(client: httpx.Client) -> int:
+        return int(client.get("info").json()["max_client_batch_size"])
+
+    assert redeployed_under_load(deployed, asker, limit) == {200}
+
+
+def redeployed_under_load(
+    deployed: Deploy,
+    asker: Callable[[httpx.Client], AbstractContextManager[Callable[[], int]]],
+    limit: Callable[[httpx.Client], int],
+) -> set[int]:
+    """What four at once were answered while the application `again` was replaced by one with another `limit`."""
+    answers: list[int] = []
     stop = threading.Event()
 
-    def load(url: str) -> None:
-        with httpx.Client(timeout=30) as mine:
+    def load(client: httpx.Client) -> None:
+        with asker(client) as ask:
             while not stop.is_set():
-                statuses.append(mine.post(f"{url}embed", json={"inputs": "hello"}).status_code)
+                answers.append(ask())
 
     with deployed("/again", options={"max_surge_percent": 100}) as client, ThreadPoolExecutor(4) as pool:
-        workers = [pool.submit(load, str(client.base_url)) for _ in range(4)]
-        wait_for(lambda: len(statuses) > 50)
-        changed = Settings(num_threads=1, dtype="float32", max_client_batch_size=7)
+        workers = [pool.submit(load, client) for _ in range(4)]
+        wait_for(lambda: len(answers) > 50)
+        changed = PoolArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", max_client_batch_size=7))
         try:
-            serve.run(
-                bind(PoolArgs(model=EMBEDDED_MODEL, settings=changed), max_surge_percent=100), name="again", route_prefix="/again"
-            )
-            wait_for(lambda: client.get("info").json()["max_client_batch_size"] == 7, 30)
-            seen = len(statuses)
-            wait_for(lambda: len(statuses) > seen + 50)
+            serve.run(bind(changed, max_surge_percent=100), name="again", route_prefix="/again")
+            wait_for(lambda: limit(client) == 7, 30)
+            time.sleep(3)  # until the old replica is gone
+            seen = len(answers)
+            wait_for(lambda: len(answers) > seen + 50)
         finally:
             stop.set()
         for worker in workers:
             worker.result()
-    assert set(statuses) == {200}
+    return set(answers)
 
 
 def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, tmp_path: Path) -> None:
