@@ -11,9 +11,9 @@ from engine.kernels.launch import Kernel, half, runs_on
 THREADS = 256
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. [T, 2 I], gate in the left half -> [T, I], dtype kept."""
-    return _gated("swiglu", gate_up) if runs_on(gate_up) else reference.swiglu(gate_up)
+def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:
+    """silu(gate) * up. [T, 2 I], gate in the left half, or eight columns of each in turn -> [T, I], dtype kept."""
+    return _gated("swiglu", gate_up, interleaved) if runs_on(gate_up) else reference.swiglu(gate_up, interleaved)
 
 
 def geglu(gate_up: Tensor, tanh: bool = False) -> Tensor:
@@ -23,10 +23,11 @@ def geglu(gate_up: Tensor, tanh: bool = False) -> Tensor:
     return _gated("geglu_tanh" if tanh else "geglu", gate_up)
 
 
-def _gated(entry: str, gate_up: Tensor) -> Tensor:
+def _gated(entry: str, gate_up: Tensor, interleaved: bool = False) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    _kernel(entry, width, gate_up.dtype, gate_up.device)(-(-num_rows * width // (8 * THREADS)), gate_up, out, num_rows)
+    kernel = _kernel(entry, width, gate_up.dtype, gate_up.device, interleaved)
+    kernel(-(-num_rows * width // (8 * THREADS)), gate_up, out, num_rows)
     return out
 
 
@@ -40,10 +41,10 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @cache
-def _kernel(entry: str, width: int, dtype: torch.dtype, device: torch.device) -> Kernel:
-    return Kernel("activation", entry, activation_defines(width, dtype), device, THREADS)
+def _kernel(entry: str, width: int, dtype: torch.dtype, device: torch.device, interleaved: bool = False) -> Kernel:
+    return Kernel("activation", entry, activation_defines(width, dtype, interleaved), device, THREADS)
 
 
-def activation_defines(width: int, dtype: torch.dtype) -> dict[str, int]:
+def activation_defines(width: int, dtype: torch.dtype, interleaved: bool = False) -> dict[str, int]:
     assert width % 8 == 0, "rows are read eight values at a time"
-    return {"I": width, "THREADS": THREADS, "HALF": half(dtype)}
+    return {"I": width, "INTERLEAVED": int(interleaved), "THREADS": THREADS, "HALF": half(dtype)}

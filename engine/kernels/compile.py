@@ -98,7 +98,7 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=["-v"] if report else None,
     )
-    text = "".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", f"{source}.cu"))
+    text = "".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", "async.cuh", f"{source}.cu"))
     try:
         return Program(text, "c++", options)
     except Exception as error:  # no library to load: cuda.core raises what its loader raises

@@ -16,7 +16,11 @@ NO_DEFINES: Mapping[str, int] = MappingProxyType({})
 
 
 class Kernel:
-    """One entry point, compiled for one device; call it with its grid and arguments."""
+    """One entry point, compiled for one device; call it with its grid and arguments.
+
+    From sm_90 on it begins while the kernel before it still runs (programmatic dependent launch): sources call `overlap`, or
+    `wait_for_previous` once they need what that one wrote (csrc/async.cuh).
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Kernel:
         self._kernel = code.get_kernel(entry)
         self._device = device
         self._threads, self._shared_bytes = threads, shared_bytes
+        self._overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
         if shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, int(self._kernel.handle), device.index or 0)
@@ -43,7 +48,9 @@ class Kernel:
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
         """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32;
         nothing is checked here."""
-        config = LaunchConfig(grid=grid, block=self._threads, shmem_size=self._shared_bytes)
+        config = LaunchConfig(
+            grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
+        )
         launch(_stream(torch.cuda.current_stream(self._device).cuda_stream), config, self._kernel, *map(_argument, arguments))
 
 

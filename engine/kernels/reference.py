@@ -55,7 +55,13 @@ def rope(qkv: Tensor, table: Tensor, bounds: Tensor, n_heads: int) -> None:
     heads.copy_(heads * cos + torch.cat((-second, first), dim=-1) * sin)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return F.linear(x if norm is None else rms_norm(x, norm, eps), weight)
+
+
+def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:
+    if interleaved:
+        gate_up = gate_up.view(len(gate_up), -1, 2, 8).transpose(1, 2).flatten(1)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -124,6 +124,15 @@ def check_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], 
 @in_16_bits
 @widths
 @row_counts
+def test_swiglu_of_columns_in_turn(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = normal(num_rows, 2 * width, dtype=dtype)
+    in_turn = gate_up.view(num_rows, 2, -1, 8).transpose(1, 2).flatten(1)
+    assert torch.equal(kernels.swiglu(in_turn, interleaved=True), kernels.swiglu(gate_up))
+
+
+@in_16_bits
+@widths
+@row_counts
 @pytest.mark.parametrize("largest", [3, 80])
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu tanh"])
 def test_gated(kind: str, num_rows: int, width: int, dtype: torch.dtype, largest: float) -> None:

@@ -2,7 +2,7 @@
 //   swiglu: gate_up [T, 2 * I] -> out [T, I], silu(gate) * up.            Floor: 6 * T * I bytes.
 //   geglu, geglu_tanh: the same with gelu(gate), exact or in its tanh form.
 //   gelu:   x [T, I] + bias [I], in place, exact (erf).                   Floor: 4 * T * I bytes.
-//   I, the width, is a multiple of 8.
+//   I, the width, is a multiple of 8. INTERLEAVED 1: gate and up are eight columns each in turn; 0: the left and the right half.
 // erff makes gelu bound by arithmetic (65 % of the copy bandwidth). With q the normal distribution's weight beyond |x|,
 // gelu is max(x, 0) - |x| q: nothing cancels. q by Abramowitz and Stegun 7.1.26, good to 2e-7 of the result, its constants
 // times 1/2 and, for 1 / (1 + p z), with z = |x| / sqrt(2).
@@ -21,13 +21,14 @@ __device__ __forceinline__ float silu_of(float x) { return x / (1.f + __expf(-x)
 
 template <float (*activation)(float)>
 __device__ __forceinline__ void gated(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) {
+    overlap();
     const u32 index = blockIdx.x * THREADS + threadIdx.x;  // of eight values: 32 bits reach 2^35 of them
     if (index >= num_rows * (I / 8)) return;
     const i64 row = index / (I / 8);
     const int at = index % (I / 8);
     float gate[8], up[8];
-    unpack(load8(gate_up + row * (2 * I), at), gate);
-    unpack(load8(gate_up + row * (2 * I) + I, at), up);
+    unpack(load8(gate_up + row * (2 * I), INTERLEAVED ? 2 * at : at), gate);
+    unpack(load8(gate_up + row * (2 * I), INTERLEAVED ? 2 * at + 1 : I / 8 + at), up);
 #pragma unroll
     for (int e = 0; e < 8; ++e) up[e] *= activation(gate[e]);
     store8(out + row * I, at, pack(up));
@@ -44,6 +45,7 @@ geglu_tanh(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 gelu(u16* __restrict__ x, const u16* __restrict__ bias, i64 num_rows) {
+    overlap();
     const u32 index = blockIdx.x * THREADS + threadIdx.x;
     if (index >= num_rows * (I / 8)) return;
     float y[8], b[8];

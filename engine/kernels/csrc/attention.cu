@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ out,
           const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
           i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_) {
+    overlap();
     extern __shared__ __align__(128) unsigned char shared[];
     const Tile tile = tiles[blockIdx.y];
     if (tile.x == tile.y) return;

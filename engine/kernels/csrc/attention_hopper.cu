@@ -9,7 +9,6 @@
 //
 // Floor: 4 * D * (visible query-key pairs) flops per query head at the wgmma rate.
 // Tried: 176 keys a step, the registers' limit: 9 % slower at 8,192 tokens, 6 % on ragged ones.
-typedef unsigned long long u64;
 #define D HEAD_DIM
 
 static_assert(D == 128 && BLOCK_N == 128, "the products below are of so many columns");
@@ -28,10 +27,6 @@ struct Size {
 constexpr Size<BLOCK_N> WHOLE;
 constexpr Size<BLOCK_N / 2> HALF_A_BLOCK;
 
-struct alignas(64) TensorMap {
-    u32 opaque[32];
-};
-
 #if PREFIX
 typedef int4 Tile;
 #else
@@ -46,39 +41,6 @@ struct Control {
     int4 rest;
     u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
-
-__device__ __forceinline__ u32 address(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
-
-__device__ __forceinline__ void barrier_init(u64& barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals));
-}
-__device__ __forceinline__ void arrive(u64& barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
-}
-__device__ __forceinline__ void arrive_expecting(u64& barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u64& barrier, u32 parity) {
-    asm volatile(
-        "{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}" ::"r"(
-            address(&barrier)),
-        "r"(parity)
-        : "memory");
-}
-
-__device__ __forceinline__ void fetch(u32 shared, const TensorMap& map, int column, int head, int token, u64& barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared),
-        "l"(&map), "r"(column), "r"(head), "r"(token), "r"(address(&barrier))
-        : "memory");
-}
-
-__device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // ---- wgmma ----
 
@@ -120,11 +82,6 @@ __device__ __forceinline__ void product(float (&x)[64], const u32 (&a)[4], u64 b
     RS_PRODUCT("128", REGS_64, OUT_64(x), "%64, %65, %66, %67", "%68");
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
-
 // The compiler may not move what reads or writes `x` across this.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
@@ -148,18 +105,9 @@ struct Work {
     int left, right;
 };
 
-// The next stage of a ring, and the parity its barriers have then.
-struct Ring {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Work& work, u32 q_tile,
                                           u32 k_tiles, u32 v_tiles, Control& control) {
-    Ring ring{0, 1};  // of empty barriers: the first wait on each is for a phase before the first
+    Ring<STAGES> ring{0, 1};  // of empty barriers: the first wait on each is for a phase before the first
     u32 q_parity = 1;
     for (int round = 0; round * gridDim.x < work.num_items; ++round) {
         // To and fro: the most work comes first, so who had the least of a round has the most of the next.
@@ -210,21 +158,6 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
     arrive(control.q_full);
 }
 
-// Four registers of each of four neighbouring lanes, transposed.
-__device__ __forceinline__ void transpose(u32 (&x)[4], int lane) {
-    const bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const u32 received = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[i + 1], 1);
-        (odd ? x[i] : x[i + 1]) = received;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 received = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + 2], 2);
-        (upper ? x[i] : x[i + 2]) = received;
-    }
-}
-
 __device__ __forceinline__ void compute_all(const Work& work, u16* __restrict__ out, i64 out_stride, float scale_log2, u32 q_tile,
                                             u32 k_tiles, u32 v_tiles, Control& control) {
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -235,7 +168,7 @@ __device__ __forceinline__ void compute_all(const Work& work, u16* __restrict__ 
     constexpr int MY_TURN = 1, ZEROED = 3;  // barriers, one for each group
     if (group == 1) named_arrive(MY_TURN, 256);
 
-    Ring keys{0, 0}, values{0, 0};
+    Ring<STAGES> keys{0, 0}, values{0, 0};
     u32 q_parity = 0;
     while (true) {
         wait(control.q_full, q_parity);
@@ -440,9 +373,10 @@ attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
             barrier_init(control.v_full[i], 1);
             barrier_init(control.v_empty[i], 2);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_are_there();
     }
     __syncthreads();
+    overlap();
     const Work work{tiles,
                     bounds,
                     static_cast<int>(num_tiles * kv_heads),

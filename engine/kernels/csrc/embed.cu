@@ -5,6 +5,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
 embed(const int* __restrict__ ids, const int2* __restrict__ bounds, const u16* __restrict__ words,
       const u16* __restrict__ positions, u16* __restrict__ out, i64 num_tokens) {
+    overlap();
     const u32 index = blockIdx.x * THREADS + threadIdx.x;
     const i64 first = index / (C / 8) * static_cast<i64>(PER_THREAD);
     const int at = index % (C / 8);

@@ -12,6 +12,7 @@ constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
 add_norm(const u16* __restrict__ x, u16* __restrict__ residual, const u16* __restrict__ bias, const u16* __restrict__ weight,
      const u16* __restrict__ shift, u16* __restrict__ out, i64 num_rows, float eps) {
+    overlap();
     __shared__ float scratch[2][ROW_WARPS];
     const int lane = threadIdx.x % ROW_THREADS;
     const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;

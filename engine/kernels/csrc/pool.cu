@@ -10,6 +10,7 @@ constexpr int ROW_GROUPS = THREADS / COLUMN_LANES;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 pool_mean(const u16* __restrict__ hidden, const int* __restrict__ cu_seqlens, float* __restrict__ out) {
+    overlap();
     __shared__ float partial[THREADS / 32][COLUMN_LANES * 8];
     const int begin = cu_seqlens[blockIdx.x], end = cu_seqlens[blockIdx.x + 1];
     const int lane = threadIdx.x % COLUMN_LANES, at = blockIdx.y * COLUMN_LANES + lane;
@@ -51,6 +52,7 @@ constexpr int VECTORS = (C / 4 + ROW_THREADS - 1) / ROW_THREADS;  // of four val
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
 pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const int* __restrict__ dims,
             const int* __restrict__ normalize, float* __restrict__ out, i64 num_rows) {
+    overlap();
     __shared__ float scratch[2][ROW_WARPS];
     const int lane = threadIdx.x % ROW_THREADS;
     const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;

@@ -12,6 +12,7 @@ constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // head h is d
 extern "C" __global__ void __launch_bounds__(THREADS)
 rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
      const float2* __restrict__ table, const int2* __restrict__ bounds, float eps) {
+    overlap();
     const int token = blockIdx.x, slot = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u16* rows = qkv + static_cast<i64>(token) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 
