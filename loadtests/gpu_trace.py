@@ -48,4 +48,4 @@ def _kind(name: str) -> str:
         return "elementwise"
     if name.startswith("Mem"):
         return "copies"
-    return "GEMM" if any(mark in name.lower() for mark in ("gemm", "nvjet", "cutlass", "splitk")) else "other"
+    return "GEMM" if any(mark in name.lower() for mark in ("gemm", "few_rows", "nvjet", "cutlass", "splitk")) else "other"

@@ -13,6 +13,8 @@ from engine.kernels.attention import attention_defines
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
+from engine.kernels.few_rows import FewRowsShape, few_rows_defines, few_rows_shape
+from engine.kernels.gemm_hopper import SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
 from engine.kernels.rope import rope_defines
@@ -21,6 +23,24 @@ from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
 # Query heads a key head of published models, by head_dim.
 _GROUPS = {32: (1,), 64: (1, 7), 96: (1,), 128: (1, 2, 4, 5, 6, 7, 8), 256: (1, 3)}
+
+
+# Of Qwen3 0.6B, 4B and 8B: W's shape, what follows the product, and whether a norm comes before it.
+_PRODUCTS: dict[tuple[int, int], tuple[FollowedBy, bool]] = {
+    (4096, 1024): ("nothing", True),
+    (1024, 2048): ("residual", False),
+    (6144, 1024): ("swiglu", True),
+    (1024, 3072): ("residual", False),
+    (6144, 2560): ("nothing", True),
+    (2560, 4096): ("residual", False),
+    (19456, 2560): ("swiglu", True),
+    (2560, 9728): ("residual", False),
+    (6144, 4096): ("nothing", True),
+    (4096, 4096): ("residual", False),
+    (24576, 4096): ("swiglu", True),
+    (4096, 12288): ("residual", False),
+}
+_H200_SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +114,14 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("rope", label, rope_defines(128, heads, 8, norm, dtype))
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
+        yield Variant("activation", f"I {width}, interleaved", activation_defines(width, dtype, interleaved=True))
+    if capability == (9, 0):
+        yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
+        for (n, k), (followed_by, norm) in _PRODUCTS.items():
+            for rows in (8, 16, 24, 32):
+                shape = few_rows_shape(n, k, rows, norm, _H200_SMS)
+                assert shape is not None, "they are models' shapes"
+                yield _few_rows(n, k, rows, norm, followed_by, shape)
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
     for width in (384, 1024, 4096):
@@ -154,3 +182,13 @@ def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: Hopp
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}"
     defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix)
     return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), FEATURES)
+
+
+def _gemm_hopper(operands: int, followed_by: FollowedBy) -> Variant:
+    label = f"followed by {followed_by}"
+    return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by), SHARED_BYTES, FEATURES)
+
+
+def _few_rows(n: int, k: int, rows: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape) -> Variant:
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}"
+    return Variant("few_rows", label, few_rows_defines(k, rows, shape, norm, followed_by), shape.shared_bytes(k, rows, norm))

@@ -2,10 +2,10 @@
 
 On a CPU with oneDNN the weight is reordered once, at load, into oneDNN's blocked layout, and bias, GeLU and residual
 ride along in the same call: 2.6 ms instead of 4.1 ms for a short query in fp32, and 94-100 % of the bf16 peak of a
-Zen 4 core (docs/decisions/002). On a GPU the product is cuBLAS's, and the residual is its accumulator: the sum is
-rounded once, and the norm that follows reads one tensor less. In bf16 bias and GeLU ride along too: cuBLASLt's GeLU is
-the tanh form, which differs from the exact one by less than bf16 rounds (docs/decisions/006). Everywhere else, and as the
-reference, it is plain torch.
+Zen 4 core (docs/decisions/002). On a GPU the product without a bias is `kernels.linear` or `linear_add`; with one it is
+cuBLAS's, and the residual is its accumulator: the sum is rounded once, and the norm that follows reads one tensor less.
+In bf16 bias and GeLU ride along too: cuBLASLt's GeLU is the tanh form, which differs from the exact one by less than bf16
+rounds (docs/decisions/006). Everywhere else, and as the reference, it is plain torch.
 """
 
 from functools import cache
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
+from engine.layers.norm import RMSNorm
 from engine.weights import Tensors
 
 
@@ -33,8 +34,13 @@ class Linear:
         weight = checkpoint.take(f"{name}.weight", rows, columns)
         return cls(weight, checkpoint.take(f"{name}.bias", rows) if biased else None, gelu)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """`residual` [T, N] is added to the result, and may be overwritten with it."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """`residual` [T, N] is added to the result, and may be overwritten with it. With `norm`, x is normalised first."""
+        if x.is_cuda and self.bias is None and not self.gelu and residual is None:
+            around = () if norm is None else (norm.weight, norm.eps)
+            return kernels.linear(x, self.weight, *around)
+        if norm is not None:
+            x = norm(x)
         if self.packed:
             return self._onednn(x, residual)
         if not x.is_cuda:
@@ -51,7 +57,7 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual += x W^T, in place, without the bias. On a GPU, for a norm that adds the bias as it reads the row."""
-        return residual.addmm_(x, self.weight.t())
+        return kernels.linear_add(x, self.weight, residual)
 
     def _onednn(self, x: Tensor, residual: Tensor | None) -> Tensor:
         # Overloads are named: finding the right one by trial takes longer than the product itself.

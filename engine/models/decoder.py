@@ -13,6 +13,7 @@ from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
+from engine.layers.swiglu import SwiGLU
 from engine.model_config import HeadConfig, Keys, ModelConfig, is_causal, rope_theta
 from engine.models.base import Model
 from engine.weights import Tensors
@@ -151,7 +152,7 @@ class Mixing:
 
     def __call__(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
         """[T, C] -> [T, H D]. On return, Q, K and V are given back."""
-        qkv = self.qkv(self.input_norm(hidden)).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
+        qkv = self.qkv(hidden, norm=self.input_norm).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
         if self.qk_norm:
             q_norm, k_norm = self.q_norm, self.k_norm
             kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.bounds, q_norm.eps, self.n_heads)
@@ -168,13 +169,13 @@ class _Layer:
         self.mix = Mixing(config, checkpoint, name, norm, angles)
         self.out = Linear(checkpoint.take(f"{name}self_attn.o_proj.weight", c, mixed))
         self.mlp_norm = norm(f"{name}post_attention_layernorm", c)
-        self.gate_up = Linear(checkpoint.take_rows(gate_up, [wide] * 2, c))
+        self.swiglu = SwiGLU(checkpoint.take_rows(gate_up, [wide] * 2, c))
         self.down = Linear(checkpoint.take(f"{name}mlp.down_proj.weight", c, wide))
         self.window = config.layer_window(index)
 
     def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
         hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
-        return self.down(kernels.swiglu(self.gate_up(self.mlp_norm(hidden))), residual=hidden)
+        return self.down(self.swiglu(hidden, self.mlp_norm), residual=hidden)
 
     def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
         mixed = self.mix(hidden, batch, attention, pooled_only)  # [T, H D]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.linear import interleaved, linear_swiglu
 
 LENGTHS = (1, 5, 2, 19, 1, 8)
 STARTS = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
@@ -86,6 +87,13 @@ def test_rope(norm: bool) -> None:
     else:
         reference.rope(qkv, table, bounds(), n_heads)
     torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_swiglu_of_columns_in_turn() -> None:
+    x, gate_up = torch.randn(5, 7), torch.randn(2 * 24, 7)
+    expected = reference.swiglu(x @ gate_up.t())
+    torch.testing.assert_close(reference.swiglu(x @ interleaved(gate_up).t(), interleaved=True), expected)
+    torch.testing.assert_close(linear_swiglu(x, interleaved(gate_up)), expected)
 
 
 @pytest.mark.parametrize("tanh", [True, False])

@@ -1,0 +1,257 @@
+// y = x W^T for up to 32 rows, with RMSNorm before it and what follows it, for sm_90 and later: W streams by, once, at the
+// memory's rate. bf16; sums in fp32.
+//   x: tensor map of [M, K], ROWS rows and 64 columns a box; w: of [N, K], BLOCK_N rows and 64 columns a box; norm [K]; y [M, N].
+//   NORM: x's rows are normalised: x is multiplied by norm, and the row's root mean square divides the sums.
+//   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up, where W's rows are eight of the
+//   gate's and eight of the other's in turn.
+//
+// SPLIT blocks are a cluster and share K. Each takes its columns of tile after tile of W's rows, and of x with them, through a ring
+// of STAGES boxes of either that a warp of its own fetches by TMA. Weights depend on nothing: the ring fills with them while the
+// kernel before this one still runs, and until that has ended nothing else is read. Eight warps multiply, W's rows being the tall
+// operand of m16n8k16: four take 16 columns of a box each, times two for its rows. What they have summed is added up in shared
+// memory; each block then sends every other the sums of the rows of x that one finishes.
+//
+// Floor: 2 N K bytes.
+// Tried: W from global memory into registers, a block for 16 rows of W and all of K: for 16 rows of x it reads as much of x as
+// of W, and is slower than cuBLAS from K = 2,560 on.
+constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / 64;
+constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
+constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // of W's rows, times 16, for each half of the warps; the second may have one less
+constexpr int TILES = ROWS / 8;       // of x's rows
+constexpr int EACH = ROWS / SPLIT;    // rows of x that a block finishes
+constexpr int PITCH = BLOCK_N + 4;    // floats; off the banks of the row before
+constexpr u32 BOX = BLOCK_N * 128, X_BOX = ROWS * 128;
+static_assert(K % (SPLIT * 64) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
+
+// Behind W's boxes and x's:
+struct alignas(16) Shared {
+    u32 norm[NORM ? SLICE / 2 : 4];
+    float partial[4][ROWS][PITCH];
+    float inbox[2][SPLIT][EACH][BLOCK_N];
+    float part_squares[4][ROWS], squares[SPLIT][ROWS];  // of this block's columns, of all
+    u64 full[STAGES], empty[STAGES], inbox_full[2], squares_full;
+};
+
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// In a box: 16 bytes of a row, where TMA's swizzle has put them.
+__device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
+
+// To where block `rank` has what this one has at `to`; that block's barrier counts the bytes. Without a cluster there is no such
+// store, and the block's own threads wait for each other instead.
+__device__ __forceinline__ void send(int rank, float4& to, const float4& x, u64& barrier) {
+    if (SPLIT == 1)
+        to = x;
+    else
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                         address_in(rank, address(&to))),
+                     "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
+                     "r"(address_in(rank, address(&barrier)))
+                     : "memory");
+}
+__device__ __forceinline__ void send(int rank, float& to, float x, u64& barrier) {
+    if (SPLIT == 1)
+        to = x;
+    else
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                         address_in(rank, address(&to))),
+                     "r"(__float_as_uint(x)), "r"(address_in(rank, address(&barrier)))
+                     : "memory");
+}
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+}
+__device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
+
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 2)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT, 1, 1)
+#endif
+few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* __restrict__ norm, u16* __restrict__ y,
+         i64 m_, i64 n_, i64 y_stride, float eps) {
+    extern __shared__ __align__(1024) unsigned char boxes[];
+    unsigned char* const x_boxes = boxes + STAGES * BOX;
+    Shared& shared = *reinterpret_cast<Shared*>(x_boxes + STAGES * X_BOX);
+    const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = cluster_rank(), first_column = rank * SLICE;
+    const int tiles = static_cast<int>(n_) / BLOCK_N, first = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
+
+    let_next_begin();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared.full[i], 1);
+            barrier_init(shared.empty[i], WARPS);
+        }
+        barrier_init(shared.inbox_full[0], 1);
+        barrier_init(shared.inbox_full[1], 1);
+        barrier_init(shared.squares_full, 1);
+        barriers_are_there();
+        if (SPLIT > 1) arrive_expecting(shared.squares_full, SPLIT * ROWS * sizeof(float));
+    }
+    cluster_sync();
+
+    if (warp == WARPS) {
+        if (lane == 0) {
+            const int steps = (tiles - first + stride - 1) / stride * CHUNKS;
+            Ring<STAGES> ring{0, 1};
+            auto fetch_w = [&](int step) {
+                wait(shared.empty[ring.stage], ring.parity);
+                arrive_expecting(shared.full[ring.stage], BOX + X_BOX);
+                fetch(address(boxes) + ring.stage * BOX, w, first_column + step % CHUNKS * 64, (first + step / CHUNKS * stride) * BLOCK_N,
+                      shared.full[ring.stage]);
+            };
+            auto fetch_x = [&](int stage, int step) {
+                fetch(address(x_boxes) + stage * X_BOX, x, first_column + step % CHUNKS * 64, 0, shared.full[stage]);
+            };
+            const int ahead = min(STAGES, steps);
+            for (int step = 0; step < ahead; ++step) {
+                fetch_w(step);
+                ring.advance();
+            }
+            wait_for_previous();
+            for (int step = 0; step < ahead; ++step) fetch_x(step, step);
+            for (int step = ahead; step < steps; ++step) {
+                fetch_w(step);
+                fetch_x(ring.stage, step);
+                ring.advance();
+            }
+        } else {
+            wait_for_previous();
+        }
+    } else {
+        if (NORM) {
+            for (int i = threadIdx.x; i < SLICE / 8; i += MULTIPLIERS)
+                reinterpret_cast<Vec8*>(shared.norm)[i] = load8(norm + first_column, i);
+            named_sync(1, MULTIPLIERS);
+        }
+        wait_for_previous();
+
+        const int part = warp % 4, half = warp / 4;
+        auto is_mine = [&](int i) { return BLOCK_N % 32 == 0 || half * TALL + i < BLOCK_N / 16; };
+        // Of this lane: the row and the eight columns that it names to ldmatrix.
+        const u32 w_row = in_box(half * TALL * 16 + lane % 16, part * 2 + lane / 16);
+        const u32 x_row = address(x_boxes) + in_box(lane % 8 + lane / 16 * 8, part * 2 + lane / 8 % 2);
+        const u32 x_single = address(x_boxes) + in_box(lane % 8, part * 2 + lane / 8 % 2);
+        Ring<STAGES> ring{0, 0};
+        int turn = 0;
+        for (int tile = first; tile < tiles; tile += stride, ++turn) {
+            float sums[TALL][TILES][4] = {}, squares[TILES] = {};
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                wait(shared.full[ring.stage], ring.parity);
+                const u32 x_box = ring.stage * X_BOX;
+                u32 its[TILES * 2 + 2], rows[TALL][4];
+#pragma unroll
+                for (int t = 0; t + 1 < TILES; t += 2) load_matrices(reinterpret_cast<u32(&)[4]>(its[2 * t]), x_row + x_box + t * 1024);
+                if (TILES % 2 == 1) load_matrices(reinterpret_cast<u32(&)[4]>(its[2 * TILES - 2]), x_single + x_box + (TILES - 1) * 1024);
+#pragma unroll
+                for (int i = 0; i < TALL; ++i)
+                    if (is_mine(i)) load_matrices(rows[i], address(boxes) + ring.stage * BOX + i * 2048 + w_row);
+                __syncwarp();
+                if (lane == 0) arrive(shared.empty[ring.stage]);
+                ring.advance();
+                if (NORM) {
+                    const u32* const weights = shared.norm + chunk * 32 + part * 8 + lane % 4;
+                    const u32 near = weights[0], far = weights[4];
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) {
+                        squares[t] += squares_of(its[2 * t]) + squares_of(its[2 * t + 1]);
+                        its[2 * t] = times(its[2 * t], near);
+                        its[2 * t + 1] = times(its[2 * t + 1], far);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < TALL; ++i)
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t)
+                        if (is_mine(i)) mma(sums[i][t], rows[i], its[2 * t], its[2 * t + 1]);
+            }
+
+            if (turn > 0) named_sync(1, MULTIPLIERS);  // the sums before have been read
+#pragma unroll
+            for (int i = 0; i < TALL; ++i)
+#pragma unroll
+                for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                    for (int e = 0; e < 4 && is_mine(i); ++e)
+                        shared.partial[part][t * 8 + lane % 4 * 2 + e % 2][(half * TALL + i) * 16 + lane / 4 + e / 2 * 8] = sums[i][t][e];
+            if (NORM && turn == 0 && half == 0) {
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    const float sum = lanes_sum<4>(squares[t]);
+                    if (lane % 4 == 0) shared.part_squares[part][t * 8 + lane / 4] = sum;
+                }
+            }
+            u64& inbox_full = shared.inbox_full[turn % 2];
+            if (SPLIT > 1 && threadIdx.x == 0) arrive_expecting(inbox_full, SPLIT * EACH * BLOCK_N * sizeof(float));
+            named_sync(1, MULTIPLIERS);
+            for (int i = threadIdx.x; i < ROWS * BLOCK_N / 4; i += MULTIPLIERS) {
+                const int row = i / (BLOCK_N / 4), column = i % (BLOCK_N / 4) * 4;
+                float4 sum = {};
+#pragma unroll
+                for (int p = 0; p < 4; ++p) {
+                    const float4 its = *reinterpret_cast<const float4*>(&shared.partial[p][row][column]);
+                    sum.x += its.x, sum.y += its.y, sum.z += its.z, sum.w += its.w;
+                }
+                send(row / EACH, *reinterpret_cast<float4*>(&shared.inbox[turn % 2][rank][row % EACH][column]), sum, inbox_full);
+            }
+
+            if (NORM && turn == 0 && threadIdx.x < SPLIT * ROWS) {
+                const int to = threadIdx.x / ROWS, row = threadIdx.x % ROWS;
+                float sum = 0.f;
+#pragma unroll
+                for (int p = 0; p < 4; ++p) sum += shared.part_squares[p][row];
+                send(to, shared.squares[rank][row], sum, shared.squares_full);
+            }
+
+            // This block's rows of x: pairs of y's columns.
+            constexpr int PAIRS = (FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N) / 2;
+            if (SPLIT == 1) {
+                named_sync(1, MULTIPLIERS);
+            } else {
+                wait(inbox_full, turn / 2 % 2);
+                if (NORM) wait(shared.squares_full, 0);
+            }
+            for (int i = threadIdx.x; i < EACH * PAIRS; i += MULTIPLIERS) {
+                const int mine = i / PAIRS, row = rank * EACH + mine, column = i % PAIRS * 2;
+                if (row >= m) break;
+                float scale = 1.f;
+                if (NORM) {
+                    float sum = 0.f;
+#pragma unroll
+                    for (int b = 0; b < SPLIT; ++b) sum += shared.squares[b][row];
+                    scale = rsqrtf(sum / K + eps);
+                }
+                auto total = [&](int at) {
+                    float sum = 0.f;
+#pragma unroll
+                    for (int b = 0; b < SPLIT; ++b) sum += shared.inbox[turn % 2][b][mine][at];
+                    return sum * scale;
+                };
+                u32* const to = reinterpret_cast<u32*>(y + row * y_stride + tile * PAIRS * 2 + column);
+                if (FOLLOWED_BY == 2) {
+                    auto gated = [&](int at) {
+                        const float gate = total(at);
+                        return gate / (1.f + __expf(-gate)) * total(at + 8);
+                    };
+                    const int at = column / 8 * 16 + column % 8;
+                    *to = pack(gated(at), gated(at + 1));
+                } else {
+                    const u32 before = FOLLOWED_BY == 1 ? *to : 0;
+                    *to = pack(total(column) + low(before), total(column + 1) + high(before));
+                }
+            }
+        }
+    }
+    cluster_sync();  // nobody leaves while others may still write to it
+}

@@ -1,0 +1,248 @@
+// y = x W^T and what follows it, for sm_90a: bf16, fp16, e4m3 or int8 in, sums in fp32 or int32, 16 bits out.
+//   x: tensor map of [M, K], 128 bytes of a row and BLOCK_M rows a box; w: of [N, K], BLOCK_N / 2 rows a box.
+//   OPERANDS 0 bf16, 1 fp16, 2 e4m3, 3 int8. Of the last two: row_scale float [M], column_scale float [N], what a row of x and of W
+//   was divided by.
+//   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up, where W's rows are eight
+//   of the gate's and eight of the other's in turn, so that a thread holds both.
+//
+// A block is three warpgroups and stays for many tiles of BLOCK_M x BLOCK_N. One thread fetches, STAGES steps of 128 bytes of K
+// ahead; the two others compute 64 rows each, from shared memory by wgmma, and write what they hold. The two blocks of a cluster,
+// below each other, share W's rows: each fetches half of them for both.
+// Tiles are walked in columns of GROUP_M clusters, so that what the chip works on at a time is about square and stays in L2.
+//
+// Floor: 2 M N K flops at the wgmma rate of the operands, or (M K + N K + M N) bytes moved.
+// Tried: tiles of 128 columns, half as fast, as shared memory fills no faster; releasing a stage with cluster scope, which waits for
+// all of memory, a quarter slower.
+constexpr int BLOCK_M = 128, BLOCK_N = 256, CLUSTER = 2, STAGES = 4, GROUP_M = 8;
+constexpr int K_BYTES = 128;  // of a row, a step
+constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
+constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
+constexpr int ACCUMULATORS = BLOCK_N / 2;
+
+struct Control {
+    u64 full[STAGES], empty[STAGES];
+};
+
+// Into the same place of both blocks of the cluster, whose barriers both hear of it.
+__device__ __forceinline__ void fetch_for_both(u32 shared, const TensorMap& map, int column, int row, u64& barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+        "l"(&map), "r"(column), "r"(row), "r"(address(&barrier)), "h"(static_cast<u16>(3))
+        : "memory");
+}
+
+// ---- wgmma ----
+
+#if OPERANDS == 3
+typedef int Sum;
+#define KIND "k32.s32.s8.s8"
+#define TAIL ""
+#define OUT_1(x) "+r"(x)
+#else
+typedef float Sum;
+#if OPERANDS == 2
+#define KIND "k32.f32.e4m3.e4m3"
+#define TAIL ", 1, 1"
+#elif OPERANDS == 1
+#define KIND "k16.f32.f16.f16"
+#define TAIL ", 1, 1, 0, 0"
+#else
+#define KIND "k16.f32.bf16.bf16"
+#define TAIL ", 1, 1, 0, 0"
+#endif
+#define OUT_1(x) "+f"(x)
+#endif
+#define REGS_64                                                                                                        \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                 \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                 \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS_128                                                                                                       \
+    REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                       \
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                         \
+            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "             \
+            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
+#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
+#define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
+#define PRODUCT(N, REGS, OUT, A, B, ACCUMULATE)                                                                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND " {" REGS \
+                 "}, " A ", " B ", p" TAIL ";}"                                                                        \
+                 : OUT                                                                                                 \
+                 : "l"(a), "l"(b), "r"(accumulate))
+
+#define OUT_128(x) OUT_64(x, 0), OUT_64(x, 64)
+__device__ __forceinline__ void product(Sum (&x)[128], u64 a, u64 b, int accumulate) {
+    PRODUCT("256", REGS_128, OUT_128(x), "%128", "%129", "%130");
+}
+
+// The compiler may not move what reads or writes `x` across this.
+template <int N>
+__device__ __forceinline__ void pin(Sum (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : OUT_1(x[i])::"memory");
+}
+
+// Of rows of 128 bytes in groups of eight, swizzled.
+__device__ __forceinline__ u64 descriptor(u32 shared) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
+    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
+}
+
+// ---- the two roles ----
+
+// The clusters' tiles, CLUSTER * BLOCK_M x BLOCK_N, in the order they are worked on.
+struct Tiles {
+    int rows, columns;
+    __device__ __forceinline__ Tiles(int m, int n)
+        : rows((m + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M)), columns((n + BLOCK_N - 1) / BLOCK_N) {}
+    __device__ __forceinline__ int2 at(int index) const {  // first row and column
+        const int band = index / (GROUP_M * columns), within = index % (GROUP_M * columns);
+        const int depth = min(GROUP_M, rows - band * GROUP_M);
+        return {(band * GROUP_M + within % depth) * CLUSTER * BLOCK_M, within / depth * BLOCK_N};
+    }
+};
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// Where it stands: the compiler would wait for one before it asks for the next, to save registers that there are.
+__device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
+                 : "l"(from)
+                 : "memory");
+}
+
+// What this thread has summed, two neighbouring columns of each eight, two rows eight apart -> y.
+__device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict__ y, const float* __restrict__ row_scale,
+                                      const float* __restrict__ column_scale, int row, int column, int m, int n, i64 y_stride) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int r = row + h * 8;
+        const float scale = OPERANDS >= 2 ? row_scale[min(r, m - 1)] : 1.f;
+        auto value = [&](int i, int e) {  // column 8 i + lane % 4 * 2 + e
+            float x = static_cast<float>(sums[4 * i + 2 * h + e]);
+            if (OPERANDS >= 2) x *= scale * column_scale[min(column + 8 * i + lane % 4 * 2 + e, n - 1)];
+            return x;
+        };
+        u16* to = y + r * y_stride + (FOLLOWED_BY == 2 ? column / 2 : column);
+        constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 16 : BLOCK_N / 8;  // chunks of eight results
+        auto is_there = [&](int chunk) {
+            return r < m && (FOLLOWED_BY == 2 ? column / 2 + 8 * chunk < n / 2 : column + 8 * chunk < n);
+        };
+        Vec8 before[FOLLOWED_BY == 1 ? WIDE / 4 : 1] = {};
+        if (FOLLOWED_BY == 1) {
+#pragma unroll
+            for (int c = 0; c < WIDE; c += 4)
+                if (is_there(c + lane % 4)) load_at_once(before[c / 4], to + (c + lane % 4) * 8);
+        }
+#pragma unroll
+        for (int c = 0; c < WIDE; c += 4) {
+            Vec8 out;
+            if (FOLLOWED_BY == 1) {
+                out = before[c / 4];
+                transpose(out.word, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (FOLLOWED_BY == 2)
+                    out.word[i] = pack(silu(value(2 * (c + i), 0)) * value(2 * (c + i) + 1, 0),
+                                       silu(value(2 * (c + i), 1)) * value(2 * (c + i) + 1, 1));
+                else if (FOLLOWED_BY == 1)
+                    out.word[i] = pack(low(out.word[i]) + value(c + i, 0), high(out.word[i]) + value(c + i, 1));
+                else
+                    out.word[i] = pack(value(c + i, 0), value(c + i, 1));
+            }
+            transpose(out.word, lane);
+            if (is_there(c + lane % 4)) store8(to, c + lane % 4, out);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    __cluster_dims__(CLUSTER, 1, 1)
+gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y,
+     const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 k_, i64 y_stride) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int m = static_cast<int>(m_), n = static_cast<int>(n_), steps = (static_cast<int>(k_) + STEP_K - 1) / STEP_K;
+    const u32 x_tiles = address(shared), w_tiles = x_tiles + STAGES * X_BYTES;
+    Control& control = *reinterpret_cast<Control*>(shared + STAGES * (X_BYTES + W_BYTES));
+    const int rank = cluster_rank();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(control.full[i], 1);
+            barrier_init(control.empty[i], 2 * CLUSTER);
+        }
+        barriers_are_there();
+    }
+    cluster_sync();
+    overlap();
+
+    const Tiles tiles(m, n);
+    const int num_tiles = tiles.rows * tiles.columns, first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x < 32) {
+            const bool leader = threadIdx.x == 0;
+            Ring<STAGES> ring{0, 1};
+            for (int index = first; index < num_tiles; index += stride) {
+                const int2 at = tiles.at(index);
+                const int row = at.x + rank * BLOCK_M;
+                if (FOLLOWED_BY == 1) {  // what the sums will be added to comes as far as the L2 cache while they are summed
+                    for (int i = threadIdx.x; i < BLOCK_M * (BLOCK_N / 64); i += 32) {
+                        const int r = row + i / (BLOCK_N / 64), column = at.y + i % (BLOCK_N / 64) * 64;
+                        if (r < m && column < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(y + r * y_stride + column));
+                    }
+                }
+                for (int step = 0; step < steps; ++step) {
+                    u64& full = control.full[ring.stage];
+                    wait(control.empty[ring.stage], ring.parity);
+                    if (leader) {
+                        arrive_expecting(full, X_BYTES + W_BYTES);
+                        fetch(x_tiles + ring.stage * X_BYTES, x, step * STEP_K, row, full);
+                        const u32 part = w_tiles + ring.stage * W_BYTES + rank * W_PART;
+                        const int w_row = at.y + rank * (BLOCK_N / CLUSTER);
+                        fetch_for_both(part, w, step * STEP_K, w_row, full);
+                    }
+                    ring.advance();
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+        const u64 x_rows = descriptor(x_tiles + group * 64 * K_BYTES), w_rows = descriptor(w_tiles);
+        Ring<STAGES> ring{0, 0};
+        auto release = [&](int stage) {
+            if (thread < CLUSTER) arrive_at(control.empty[stage], thread);
+        };
+        for (int index = first; index < num_tiles; index += stride) {
+            const int2 at = tiles.at(index);
+            Sum sums[ACCUMULATORS];
+            int before = 0;
+            for (int step = 0; step < steps; ++step) {
+                wait(control.full[ring.stage], ring.parity);
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    product(sums, x_rows + ((ring.stage * X_BYTES + i * 32) >> 4), w_rows + ((ring.stage * W_BYTES + i * 32) >> 4),
+                            step + i > 0);
+                products_commit();
+                if (step > 0) {
+                    products_wait<1>();
+                    release(before);
+                }
+                before = ring.stage;
+                ring.advance();
+            }
+            products_wait<0>();
+            pin(sums);
+            release(before);
+            write(sums, y, row_scale, column_scale, at.x + rank * BLOCK_M + group * 64 + thread / 32 * 16 + thread % 32 / 4, at.y, m, n,
+                  y_stride);
+        }
+    }
+    cluster_sync();  // nobody leaves while others may still write to it
+}

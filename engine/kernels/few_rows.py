@@ -1,0 +1,123 @@
+"""Launches x W^T for a handful of rows, with what lies around it, at the rate at which W can be read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
+from engine.kernels.launch import Kernel, num_sms
+from engine.kernels.tensor_map import WIDTH, tensor_map
+
+MOST_ROWS = 32
+_CHUNK = WIDTH // 2  # columns of a box
+_MOST_SUMS = 96 * 32  # that fit into the registers of a block
+_THREADS = 288
+_MOST_SHARED_BYTES = 226 << 10
+# How long a cut takes, fitted to an H200 (loadtests/kernels/few_rows.py): bytes a nanosecond of the memory and into one
+# multiprocessor; nanoseconds of a tile, by how many blocks share K.
+_BYTES_PER_NS, _BYTES_PER_NS_SM = 4200, 42
+_TURN_NS = {1: 300, 2: 400, 4: 900, 8: 900}
+_SHORT_RING_BYTES = 8 << 10  # a ring of so many more is slower by their share of it
+_GPCS = 8  # a cluster stays within one of them, of an even number of multiprocessors that need not be a multiple of its size
+
+
+@dataclass(frozen=True, slots=True)
+class FewRowsShape:
+    """How the work is cut: blocks that share K, rows of W a box, boxes in flight."""
+
+    split: int
+    block_n: int
+    stages: int
+
+    def shared_bytes(self, k: int, rows: int, norm: bool) -> int:
+        return _fixed_bytes(self.split, self.block_n, k, rows, norm) + self.stages * _stage_bytes(self.block_n, rows)
+
+    def clusters(self, sms: int) -> int:
+        """How many can run at once on a chip of so many multiprocessors."""
+        return (sms - _GPCS * max(0, self.split - 2)) // self.split
+
+
+def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int) -> Iterator[tuple[float, FewRowsShape]]:
+    """Every way to cut W [n, k], with the nanoseconds it should take.
+
+    Args:
+        rows: of x, a multiple of 8.
+    """
+    for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
+        if k % (split * _CHUNK) or n % block_n or rows % split or block_n * rows > _MOST_SUMS:
+            continue
+        turns = -(-n // block_n // FewRowsShape(split, block_n, 0).clusters(sms))
+        steps, stage = turns * (k // split // _CHUNK), _stage_bytes(block_n, rows)
+        stages = min(steps, (_MOST_SHARED_BYTES - _fixed_bytes(split, block_n, k, rows, norm)) // stage)
+        if stages >= min(steps, 4):
+            flow = max(2 * n * k / _BYTES_PER_NS, steps * stage / _BYTES_PER_NS_SM)
+            if stages < steps:
+                flow *= 1 + _SHORT_RING_BYTES / (stages * stage)
+            yield flow + turns * _TURN_NS[split], FewRowsShape(split, block_n, stages)
+
+
+def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int) -> FewRowsShape | None:
+    """The fastest of them; None where there is none."""
+    return min(few_rows_shapes(n, k, rows, norm, sms), key=itemgetter(0), default=(0, None))[1]
+
+
+def few_rows(
+    x: Tensor,
+    weight: Tensor,
+    shape: FewRowsShape,
+    followed_by: FollowedBy = "nothing",
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """x W^T, x normalised with RMSNorm first where `norm` [K] is its weight.
+
+    Args:
+        x: [M, K] bf16, M up to MOST_ROWS, rows any multiple of 8 apart; weight: [N, K] bf16.
+        shape: by `few_rows_shape`, for M rounded up to eight.
+        followed_by, residual: as `gemm_hopper`.
+    """
+    (m, k), n = x.shape, len(weight)
+    width = n // 2 if followed_by == "swiglu" else n
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if residual is None else residual
+    rows = -(-m // 8) * 8
+    kernel = _kernel(k, rows, shape, norm is not None, followed_by, x.device)
+    grid = shape.split * min(n // shape.block_n, shape.clusters(num_sms(x.device)))
+    x_map, w_map = tensor_map(x, (rows,)), tensor_map(weight, (shape.block_n,))
+    kernel(grid, x_map, w_map, norm, y, m, n, y.stride(0), np.float32(eps))
+    return y
+
+
+@cache
+def _kernel(k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, device: torch.device) -> Kernel:
+    defines = few_rows_defines(k, rows, shape, norm, followed_by)
+    return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm))
+
+
+def few_rows_defines(k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy) -> dict[str, int]:
+    return {
+        "K": k,
+        "ROWS": rows,
+        "SPLIT": shape.split,
+        "BLOCK_N": shape.block_n,
+        "STAGES": shape.stages,
+        "NORM": int(norm),
+        "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "HALF": 0,
+    }
+
+
+def _stage_bytes(block_n: int, rows: int) -> int:
+    return (block_n + rows) * WIDTH
+
+
+def _fixed_bytes(split: int, block_n: int, k: int, rows: int, norm: bool) -> int:
+    """All but the ring: the sums, the norm's weight, the barriers (csrc/few_rows.cu)."""
+    partial, inbox, weight = 4 * rows * (block_n + 4) * 4, 2 * rows * block_n * 4, k // split * 2 if norm else 0
+    return partial + inbox + weight + (split + 4) * rows * 4 + 1024

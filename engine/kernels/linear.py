@@ -1,0 +1,68 @@
+"""x W^T without a bias, and what lies around it, by the fastest product there is for so many rows.
+
+cuBLAS's, but for two cases on a Hopper chip: a handful of rows, where reading W is all there is to do (`few_rows`), and SwiGLU
+after a product large enough to fill the chip (`gemm_hopper`). docs/decisions/022.
+"""
+
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.activation import swiglu
+from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows, few_rows_shape
+from engine.kernels.gemm_hopper import fills, gemm_hopper
+from engine.kernels.launch import num_sms, runs_on
+from engine.kernels.norm import rms_norm
+
+
+def linear(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x W^T. x [T, K], weight [N, K] -> [T, N]; x is normalised with RMSNorm first where `norm` [K] is its weight."""
+    if not runs_on(x):
+        return reference.linear(x, weight, norm, eps)
+    if (shape := _few_rows_shape(x, weight, norm is not None)) is not None:
+        return few_rows(x, weight, shape, norm=norm, eps=eps)
+    return torch.mm(_normalized(x, norm, eps), weight.t())
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual += x W^T, in place; rounded once. x [T, K], weight [N, K]; returns `residual` [T, N]."""
+    if runs_on(x) and (shape := _few_rows_shape(x, weight)) is not None:
+        return few_rows(x, weight, shape, "residual", residual)
+    return residual.addmm_(x, weight.t())
+
+
+def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """silu(x G^T) * (x U^T), `norm` as in `linear`. x [T, K], gate_up [2 I, K], eight rows of G and of U in turn -> [T, I]."""
+    if not runs_on(x):
+        return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
+    if (shape := _few_rows_shape(x, gate_up, norm is not None)) is not None:
+        return few_rows(x, gate_up, shape, "swiglu", norm=norm, eps=eps)
+    x = _normalized(x, norm, eps)
+    if _is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):
+        return gemm_hopper(x, gate_up, "swiglu")
+    return swiglu(torch.mm(x, gate_up.t()), interleaved=True)
+
+
+def interleaved(gate_up: Tensor) -> Tensor:
+    """[2 I, K], the gate's rows and then up's -> eight of the one and eight of the other in turn. I is a multiple of 8."""
+    return gate_up.view(2, -1, 8, gate_up.shape[1]).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return x if norm is None else rms_norm(x, norm, eps)
+
+
+def _few_rows_shape(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
+    if len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or not _is_hopper(x.device):
+        return None
+    return _shape(*weight.shape, -(-len(x) // 8) * 8, norm, num_sms(x.device))
+
+
+_shape = lru_cache(few_rows_shape)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)

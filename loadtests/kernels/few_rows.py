@@ -1,0 +1,89 @@
+"""x W^T for a handful of rows at the models' shapes, alone and as a chain of layers, beside cuBLAS and the time to read W.
+
+python -m loadtests.kernels.few_rows
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.few_rows import few_rows, few_rows_shape
+from loadtests.kernels.gemm import LAYERS
+from loadtests.kernels.timing import copy_bandwidth, seconds_of
+from loadtests.report import write
+
+ROWS = (1, 16, 32)
+NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36}
+ROTATE_BYTES = 400 << 20  # of weights that take turns, so that none is in the L2 cache
+
+
+def product(x: Tensor, w: Tensor, follows: str, y: Tensor, norm: Tensor) -> Tensor:
+    """As a layer has it: x is normalised, or what comes out is added to."""
+    rows, normed = -(-len(x) // 8) * 8, follows != "residual"
+    shape = few_rows_shape(*w.shape, rows, normed, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    assert shape is not None, "these are models' shapes"
+    followed: Any = follows or "nothing"
+    return few_rows(x, w, shape, followed, None if normed else y, norm if normed else None)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def products(bandwidth: float) -> Iterator[dict[str, Any]]:
+    for model, layer in LAYERS.items():
+        for m in ROWS:
+            for name, n, k, follows in layer:
+                x, norm, y = random(m, k), random(k), random(m, n)
+                weights = [random(n, k) for _ in range(-(-ROTATE_BYTES // (2 * n * k)))]
+                count = len(weights)
+                ours = seconds_of(lambda i: product(x, weights[i % count], follows, y, norm))  # noqa: B023
+                theirs = seconds_of(lambda i: torch.mm(x, weights[i % count].t()))  # noqa: B023
+                floor = 2 * n * k / bandwidth
+                yield {
+                    "model": model,
+                    "rows": m,
+                    "product": name,
+                    "cuBLAS, the product alone us": 1e6 * theirs,
+                    "ours, with what lies around it us": 1e6 * ours,
+                    "floor us": 1e6 * floor,
+                    "floor / ours": floor / ours,
+                }
+
+
+def chains(bandwidth: float) -> Iterator[dict[str, Any]]:
+    """All the products of a forward pass, each waiting for the one before it."""
+    for model, layer in LAYERS.items():
+        weights = [[random(n, k) / k**0.5 for _, n, k, _ in layer] for _ in range(NUM_LAYERS[model])]
+        width, mixed = layer[0][2], layer[1][2]
+        floor = sum(w.nbytes for its in weights for w in its) / bandwidth
+        for m in ROWS:
+            hidden, norm = random(m, width), torch.ones(width, device="cuda", dtype=torch.bfloat16)
+
+            def run(_: int) -> None:
+                for qkv, out, gate_up, down in weights:  # noqa: B023
+                    x = product(hidden, qkv, "", hidden, norm)  # noqa: B023
+                    product(x[:, :mixed], out, "residual", hidden, norm)  # noqa: B023
+                    x = product(hidden, gate_up, "swiglu", hidden, norm)  # noqa: B023
+                    product(x, down, "residual", hidden, norm)  # noqa: B023
+
+            seconds = seconds_of(run)
+            yield {"model": model, "rows": m, "ours ms": 1e3 * seconds, "floor ms": 1e3 * floor, "floor / ours": floor / seconds}
+
+
+@torch.inference_mode()
+def main() -> None:
+    bandwidth = copy_bandwidth()
+    tables = {"x W^T": list(products(bandwidth)), "Four products a layer, all layers": list(chains(bandwidth))}
+    notes = [
+        "bf16; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
+        f"floor: W's bytes at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
+        "20 calls to a CUDA graph, over weights that take turns; a chain is one call",
+    ]
+    write("kernels_few_rows", "python -m loadtests.kernels.few_rows", tables, notes)
+
+
+if __name__ == "__main__":
+    main()

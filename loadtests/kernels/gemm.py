@@ -1,0 +1,109 @@
+"""x W^T on Hopper at the models' shapes, beside cuBLAS and the elementwise kernels that follow it there.
+
+python -m loadtests.kernels.gemm
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import kernels
+from engine.kernels.gemm_hopper import gemm_hopper
+from loadtests.kernels.timing import gemm_rate, seconds_of
+from loadtests.report import write
+
+
+# Of a layer: name, N, K, what follows.
+def layers(hidden: int, mixed: int, wide: int, qkv: int) -> list[tuple[str, int, int, str]]:
+    return [
+        ("qkv", qkv, hidden, ""),
+        ("out", hidden, mixed, "residual"),
+        ("gate_up", 2 * wide, hidden, "swiglu"),
+        ("down", hidden, wide, "residual"),
+    ]
+
+
+LAYERS = {"0.6B": layers(1024, 2048, 3072, 4096), "4B": layers(2560, 4096, 9728, 6144), "8B": layers(4096, 4096, 12288, 6144)}
+TOKENS = (1024, 4096, 16384)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    if dtype == torch.bfloat16:
+        return x, w / k**0.5, None, None
+    scales = [torch.rand(rows, device="cuda") / 100 for rows in (m, n)]
+    if dtype == torch.int8:
+        x8, w8 = ((40 * each).round().clamp(-127, 127).to(torch.int8) for each in (x, w))
+    else:
+        x8, w8 = (each.to(dtype) for each in (x, w))
+    return x8, w8, *scales
+
+
+def cublas(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: str, y: Tensor) -> Callable[[int], Any]:
+    """As the engine does it: in 8 bits, the residual and SwiGLU by kernels of their own."""
+    if x_scale is None or w_scale is None:
+        if follows == "residual":
+            return lambda _: y.addmm_(x, w.t())
+        return (lambda _: kernels.swiglu(torch.mm(x, w.t()))) if follows else (lambda _: torch.mm(x, w.t()))
+    if x.dtype == torch.int8:
+        return lambda _: torch._int_mm(x, w.t())
+    columns = (x_scale[:, None], w_scale[None])
+
+    def run() -> Tensor:
+        return torch._scaled_mm(x, w.t(), *columns, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    if follows == "residual":
+        return lambda _: y.add_(run())
+    return (lambda _: kernels.swiglu(run())) if follows else (lambda _: run())
+
+
+def ours(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: str, y: Tensor) -> Callable[[int], Any]:
+    """On random values it does not matter which rows of `w` are the gate's."""
+    followed: Any = follows or "nothing"
+    residual = y if follows == "residual" else None
+    return lambda _: gemm_hopper(x, w, followed, residual, x_scale, w_scale)
+
+
+def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    for model, its in LAYERS.items():
+        for m in TOKENS:
+            layer = {"cuBLAS": 0.0, "ours": 0.0}
+            for name, n, k, follows in its:
+                given = operands(m, n, k, dtype)
+                y = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
+                alone, theirs = (seconds_of(cublas(*given, then, y)) for then in ("", follows))
+                mine = seconds_of(ours(*given, follows, y))
+                flops = 2 * m * n * k / 1e12
+                yield {
+                    "model": model,
+                    "tokens": m,
+                    "product": name,
+                    "followed by": follows or "-",
+                    "cuBLAS alone": flops / alone,
+                    "cuBLAS and what follows": flops / theirs,
+                    "ours": flops / mine,
+                    "ours / cuBLAS": theirs / mine,
+                }
+                layer["cuBLAS"] += theirs
+                layer["ours"] += mine
+            print(model, m, {who: f"{1e6 * seconds:.0f} us a layer" for who, seconds in layer.items()}, flush=True)
+
+
+@torch.inference_mode()
+def main() -> None:
+    gemm = gemm_rate()
+    names = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+    tables = {name: list(measure(dtype)) for name, dtype in names.items()}
+    notes = [
+        "TFLOP/s, 2 M N K over the time of the product and what follows it; "
+        f"torch.mm of 8192 x 8192 bf16 matrices: {gemm / 1e12:,.0f}",
+        "what follows, beside cuBLAS: the sum that its accumulator begins with, and our SwiGLU kernel; in e4m3, torch's addition",
+        "int8: cuBLAS gives whole numbers, without scales or what follows",
+    ]
+    write("kernels_gemm", "python -m loadtests.kernels.gemm", tables, notes)
+
+
+if __name__ == "__main__":
+    main()

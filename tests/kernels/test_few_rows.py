@@ -1,0 +1,103 @@
+"""x W^T for a handful of rows, with what lies around it, against fp64."""
+
+import pytest
+import torch
+from closeness import assert_as_close_as_torch
+from helpers import DEVICE, poisoned
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels import reference
+from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape
+from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.linear import interleaved
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="no Hopper GPU")]
+
+EPS = 1e-6
+# Of W, and how the work is cut: K shared or not, one turn or many, a ring as long as it all or that is gone round.
+CASES = [
+    (64, 256, FewRowsShape(1, 32, 4)),
+    (1024, 1024, FewRowsShape(2, 64, 3)),
+    (96, 1536, FewRowsShape(8, 32, 2)),
+    (240, 512, FewRowsShape(4, 80, 3)),
+    (96, 192, FewRowsShape(1, 96, 2)),
+    (24576, 512, FewRowsShape(2, 32, 5)),
+    (24576, 256, FewRowsShape(1, 64, 4)),
+    (4096, 1024, None),
+    (1024, 3072, None),
+    (512, 9728, None),
+]
+
+
+def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, W, the residual and the norm's weight, bf16."""
+    torch.manual_seed(m + n + k)
+    x, residual = 3 * torch.randn(m, k, device=DEVICE), torch.randn(m, n, device=DEVICE)
+    w, norm = torch.randn(n, k, device=DEVICE) / k**0.5, 1 + torch.randn(k, device=DEVICE) / 4
+    return x.bfloat16(), w.bfloat16(), residual.bfloat16(), norm.bfloat16()
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """The reference's statistics are fp32, which fp64 is compared with here."""
+    if x.dtype == torch.bfloat16:
+        return reference.rms_norm(x, weight, EPS)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
+@pytest.mark.parametrize(("n", "k", "shape"), CASES)
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 16, 24, 32])
+def test_few_rows(m: int, n: int, k: int, shape: FewRowsShape | None, followed_by: FollowedBy, normed: bool) -> None:
+    rows = -(-m // 8) * 8
+    shape = shape or few_rows_shape(n, k, rows, normed, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    assert shape is not None, "these are models' shapes"
+    x, w, residual, norm = operands(m, n, k)
+
+    def expected(x: Tensor, w: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+        y = F.linear(rms_norm(x, norm) if normed else x, w)
+        return y + residual if followed_by == "residual" else reference.swiglu(y) if followed_by == "swiglu" else y
+
+    low, exact = expected(x, w, residual, norm), expected(*(each.double() for each in (x, w, residual, norm)))
+    given = interleaved(w) if followed_by == "swiglu" else w
+    with poisoned():
+        y = few_rows(x, given, shape, followed_by, residual if followed_by == "residual" else None, norm if normed else None, EPS)
+    assert_as_close_as_torch(y, low, exact)
+
+
+def test_one_after_the_other_in_a_graph() -> None:
+    """Each begins while the one before it runs, and still reads what that one wrote."""
+    m, width, layers = 16, 1024, 24
+    x, _, _, norm = operands(m, width, width)
+    weights = [torch.randn(width, width, device=DEVICE).bfloat16() / width**0.5 for _ in range(layers)]
+    shape = few_rows_shape(width, width, m, True, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    assert shape is not None
+
+    def run(x: Tensor) -> Tensor:
+        for w in weights:
+            x = few_rows(x, w, shape, norm=norm)
+        return x
+
+    exact = x
+    for w in weights:  # one at a time
+        exact = few_rows(exact, w, shape, norm=norm)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(x)
+    for _ in range(20):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, exact)
+
+
+def test_wide_rows_of_x() -> None:
+    """x may be a part of wider rows, the residual too."""
+    m, n, k = 16, 256, 512
+    x, w, _, _ = operands(m, n, k)
+    wide = torch.full((m, 2 * k), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    wide[:, :k] = x
+    shape = FewRowsShape(2, 64, 4)
+    assert torch.equal(few_rows(wide[:, :k], w, shape), few_rows(x, w, shape))

@@ -1,0 +1,69 @@
+"""The products a model calls, whichever kernel takes them, against fp64; and that which one it is changes little."""
+
+import pytest
+import torch
+from closeness import assert_as_close_as_torch
+from helpers import DEVICE, DTYPES
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine import kernels
+from engine.kernels import reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+EPS = 1e-6
+# A handful of rows, one more than that, and a chip full of tiles; the last K is none of our kernels'.
+ROWS = (1, 16, 32, 33, 700, 4096)
+SHAPES = [(1024, 1024), (2048, 768), (1024, 72)]
+
+in_16_bits = pytest.mark.parametrize("dtype", DTYPES)
+row_counts = pytest.mark.parametrize("m", ROWS)
+shapes = pytest.mark.parametrize(("n", "k"), SHAPES)
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, W, the norm's weight."""
+    x, w, norm = (
+        torch.randn(m, k, device=DEVICE),
+        torch.randn(n, k, device=DEVICE) / k**0.5,
+        1 + torch.randn(k, device=DEVICE) / 4,
+    )
+    return x.to(dtype), w.to(dtype), norm.to(dtype)
+
+
+def normalized(x: Tensor, norm: Tensor) -> Tensor:
+    """In fp64: the reference's statistics are fp32."""
+    return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
+
+
+@in_16_bits
+@row_counts
+@shapes
+@pytest.mark.parametrize("normed", [False, True])
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype, normed: bool) -> None:
+    x, w, norm = operands(m, n, k, dtype)
+    around = (norm, EPS) if normed else (None, EPS)
+    exact = F.linear(normalized(x, norm) if normed else x.double(), w.double())
+    assert_as_close_as_torch(kernels.linear(x, w, *around), reference.linear(x, w, *around), exact)
+
+
+@in_16_bits
+@row_counts
+@shapes
+def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, w, _ = operands(m, n, k, dtype)
+    residual = torch.randn(m, n, device=DEVICE).to(dtype)
+    exact, low = residual.double() + F.linear(x.double(), w.double()), residual + F.linear(x, w)
+    assert kernels.linear_add(x, w, residual) is residual
+    assert_as_close_as_torch(residual, low, exact)
+
+
+@in_16_bits
+@row_counts
+@shapes
+def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, w, norm = operands(m, 2 * n, k, dtype)
+    gate, up = F.linear(normalized(x, norm), w.double()).chunk(2, dim=1)
+    low = reference.swiglu(reference.linear(x, w, norm, EPS))
+    assert_as_close_as_torch(kernels.linear_swiglu(x, kernels.interleaved(w), norm, EPS), low, F.silu(gate) * up)

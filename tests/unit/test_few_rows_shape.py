@@ -1,0 +1,56 @@
+"""How a product of a handful of rows is cut, which needs no GPU to be asked."""
+
+import pytest
+
+from engine.kernels.few_rows import few_rows_shape, few_rows_shapes
+from engine.kernels.gemm_hopper import fills
+
+SMS = 132
+SHARED_BYTES = 227 << 10  # of a block on sm_90
+# N, K and whether a norm comes first, of Qwen3 0.6B, 4B and 8B.
+PRODUCTS = [
+    (4096, 1024, True),
+    (1024, 3072, False),
+    (19456, 2560, True),
+    (2560, 9728, False),
+    (24576, 4096, True),
+    (4096, 12288, False),
+]
+
+
+@pytest.mark.parametrize(("n", "k", "norm"), PRODUCTS)
+@pytest.mark.parametrize("rows", [8, 16, 24, 32])
+def test_every_cut_comes_out_even_and_fits(n: int, k: int, norm: bool, rows: int) -> None:
+    shapes = [shape for _, shape in few_rows_shapes(n, k, rows, norm, SMS)]
+    assert shapes
+    for shape in shapes:
+        assert (k % (64 * shape.split), n % shape.block_n, rows % shape.split) == (0, 0, 0)
+        assert shape.shared_bytes(k, rows, norm) <= SHARED_BYTES
+        assert shape.stages >= 3
+
+
+@pytest.mark.parametrize(("n", "k", "norm"), PRODUCTS)
+def test_the_chosen_one_has_work_for_half_the_chip_and_more(n: int, k: int, norm: bool) -> None:
+    shape = few_rows_shape(n, k, 16, norm, SMS)
+    assert shape is not None
+    assert shape.split * min(n // shape.block_n, shape.clusters(SMS)) >= SMS / 2 - shape.split
+
+
+def test_clusters_stay_within_a_part_of_the_chip() -> None:
+    clusters = {shape.split: shape.clusters(SMS) for _, shape in few_rows_shapes(24576, 4096, 16, True, SMS)}
+    assert (clusters[1], clusters[2]) == (132, 66)
+    assert 4 * clusters[4] < SMS
+    assert 8 * clusters[8] < SMS
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024), (16, 1024)])
+def test_what_cannot_be_cut_is_none(n: int, k: int) -> None:
+    assert few_rows_shape(n, k, 16, True, SMS) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "filled"),
+    [(256, 6144, False), (1024, 6144, False), (2048, 6144, True), (1024, 24576, True), (700, 1024, False), (64, 51200, False)],
+)
+def test_a_large_product_fills_the_chip(m: int, n: int, filled: bool) -> None:
+    assert fills(m, n, SMS) == filled
