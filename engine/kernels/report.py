@@ -118,7 +118,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     if capability == (9, 0):
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            for rows in (8, 16, 24, 32):
+            for rows in (16, 32):
                 shape = few_rows_shape(n, k, rows, norm, _H200_SMS)
                 assert shape is not None, "they are models' shapes"
                 yield _few_rows(n, k, rows, norm, followed_by, shape)
