@@ -39,8 +39,8 @@ class FewRowsShape:
         return _fixed_bytes(self.split, self.block_n, k, rows, norm) + self.stages * _stage_bytes(self.block_n, rows)
 
     def clusters(self, sms: int) -> int:
-        """How many can run at once on a chip of so many multiprocessors."""
-        return (sms - _GPCS * max(0, self.split - 2)) // self.split
+        """How many can run at once on a chip of so many multiprocessors, or on a part of one."""
+        return max(1, (sms - _GPCS * max(0, self.split - 2)) // self.split)
 
 
 def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int) -> Iterator[tuple[float, FewRowsShape]]:

@@ -43,6 +43,15 @@ def test_clusters_stay_within_a_part_of_the_chip() -> None:
     assert 8 * clusters[8] < SMS
 
 
+@pytest.mark.parametrize("sms", [16, 26, 60, 78, 114, 132, 144])
+def test_a_part_of_a_chip_and_its_kin_have_a_cut_too(sms: int) -> None:
+    """As MIG cuts a chip, and as H20, H100 and GH200 have them."""
+    for n, k, norm in PRODUCTS:
+        for cost, shape in few_rows_shapes(n, k, 16, norm, sms):
+            assert 1 <= shape.clusters(sms) <= sms // shape.split
+            assert cost > 2 * n * k / 4800  # bytes a nanosecond, the memory's own rate
+
+
 @pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024), (16, 1024)])
 def test_what_cannot_be_cut_is_none(n: int, k: int) -> None:
     assert few_rows_shape(n, k, 16, True, SMS) is None
