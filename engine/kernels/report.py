@@ -13,7 +13,7 @@ from engine.kernels.attention import attention_defines
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
-from engine.kernels.few_rows import FewRowsShape, few_rows_defines, few_rows_shape
+from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows_defines, few_rows_shape
 from engine.kernels.gemm_hopper import SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
@@ -114,14 +114,13 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield Variant("rope", label, rope_defines(128, heads, 8, norm, dtype))
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
-        yield Variant("activation", f"I {width}, interleaved", activation_defines(width, dtype, interleaved=True))
     if capability == (9, 0):
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            for rows in (16, 32):
-                shape = few_rows_shape(n, k, rows, norm, _H200_SMS)
-                assert shape is not None, "they are models' shapes"
-                yield _few_rows(n, k, rows, norm, followed_by, shape)
+            shape = few_rows_shape(n, k, MOST_ROWS, norm, _H200_SMS)
+            assert shape is not None, "they are models' shapes"
+            yield _few_rows(n, k, norm, followed_by, shape)
+    yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
     for width in (384, 1024, 4096):
@@ -189,6 +188,7 @@ def _gemm_hopper(operands: int, followed_by: FollowedBy) -> Variant:
     return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by), SHARED_BYTES, FEATURES)
 
 
-def _few_rows(n: int, k: int, rows: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape) -> Variant:
-    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}"
-    return Variant("few_rows", label, few_rows_defines(k, rows, shape, norm, followed_by), shape.shared_bytes(k, rows, norm))
+def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape) -> Variant:
+    label = f"W {n} x {k}, {MOST_ROWS} rows, followed by {followed_by}"
+    defines = few_rows_defines(k, MOST_ROWS, shape, norm, followed_by)
+    return Variant("few_rows", label, defines, shape.shared_bytes(k, MOST_ROWS, norm))
