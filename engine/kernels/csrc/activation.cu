@@ -17,8 +17,6 @@ __device__ __forceinline__ float gelu_of(float x) {
 // The tanh form: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, and (1 + tanh(y)) / 2 is sigmoid(2 y).
 __device__ __forceinline__ float gelu_tanh_of(float x) { return x / (1.f + __expf(-1.5957691216f * x * fmaf(0.044715f * x, x, 1.f))); }
 
-__device__ __forceinline__ float silu_of(float x) { return x / (1.f + __expf(-x)); }
-
 template <float (*activation)(float)>
 __device__ __forceinline__ void gated(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) {
     overlap();

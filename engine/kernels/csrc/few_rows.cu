@@ -32,17 +32,6 @@ struct alignas(16) Shared {
     u64 full[STAGES], empty[STAGES], inbox_full[2], squares_full;
 };
 
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(row)
-                 : "memory");
-}
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 // In a box: 16 bytes of a row, where TMA's swizzle has put them.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
 
@@ -152,11 +141,11 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 const u32 x_box = ring.stage * X_BOX;
                 u32 its[TILES * 2 + 2], rows[TALL][4];
 #pragma unroll
-                for (int t = 0; t + 1 < TILES; t += 2) load_matrices(reinterpret_cast<u32(&)[4]>(its[2 * t]), x_row + x_box + t * 1024);
-                if (TILES % 2 == 1) load_matrices(reinterpret_cast<u32(&)[4]>(its[2 * TILES - 2]), x_single + x_box + (TILES - 1) * 1024);
+                for (int t = 0; t + 1 < TILES; t += 2) ldmatrix(reinterpret_cast<u32(&)[4]>(its[2 * t]), x_row + x_box + t * 1024);
+                if (TILES % 2 == 1) ldmatrix(reinterpret_cast<u32(&)[4]>(its[2 * TILES - 2]), x_single + x_box + (TILES - 1) * 1024);
 #pragma unroll
                 for (int i = 0; i < TALL; ++i)
-                    if (is_mine(i)) load_matrices(rows[i], address(boxes) + ring.stage * BOX + i * 2048 + w_row);
+                    if (is_mine(i)) ldmatrix(rows[i], address(boxes) + ring.stage * BOX + i * 2048 + w_row);
                 __syncwarp();
                 if (lane == 0) arrive(shared.empty[ring.stage]);
                 ring.advance();
@@ -240,10 +229,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 };
                 u32* const to = reinterpret_cast<u32*>(y + row * y_stride + tile * PAIRS * 2 + column);
                 if (FOLLOWED_BY == 2) {
-                    auto gated = [&](int at) {
-                        const float gate = total(at);
-                        return gate / (1.f + __expf(-gate)) * total(at + 8);
-                    };
+                    auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };
                     const int at = column / 8 * 16 + column % 8;
                     *to = pack(gated(at), gated(at + 1));
                 } else {

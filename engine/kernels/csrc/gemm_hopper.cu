@@ -53,35 +53,31 @@ typedef float Sum;
 #endif
 #define OUT_1(x) "+f"(x)
 #endif
-#define REGS_64                                                                                                        \
+#define REGS_128                                                                                                       \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                 \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                 \
-    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGS_128                                                                                                       \
-    REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                       \
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                         \
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "             \
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                                 \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                                 \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                                 \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                     \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
-#define PRODUCT(N, REGS, OUT, A, B, ACCUMULATE)                                                                        \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND " {" REGS \
-                 "}, " A ", " B ", p" TAIL ";}"                                                                        \
-                 : OUT                                                                                                 \
-                 : "l"(a), "l"(b), "r"(accumulate))
 
-#define OUT_128(x) OUT_64(x, 0), OUT_64(x, 64)
-__device__ __forceinline__ void product(Sum (&x)[128], u64 a, u64 b, int accumulate) {
-    PRODUCT("256", REGS_128, OUT_128(x), "%128", "%129", "%130");
+// `accumulate` false forgets what x was.
+__device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256" KIND " {" REGS_128
+                 "}, %128, %129, p" TAIL ";}"
+                 : OUT_64(x, 0), OUT_64(x, 64)
+                 : "l"(a), "l"(b), "r"(accumulate));
 }
 
 // The compiler may not move what reads or writes `x` across this.
-template <int N>
-__device__ __forceinline__ void pin(Sum (&x)[N]) {
+__device__ __forceinline__ void pin(Sum (&x)[ACCUMULATORS]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) asm volatile("" : OUT_1(x[i])::"memory");
+    for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("" : OUT_1(x[i])::"memory");
 }
 
 // Of rows of 128 bytes in groups of eight, swizzled.
