@@ -43,12 +43,13 @@ class FewRowsShape:
         return max(1, (sms - _GPCS * max(0, self.split - 2)) // self.split)
 
 
-def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int) -> Iterator[tuple[float, FewRowsShape]]:
-    """Every way to cut W [n, k], with the nanoseconds it should take.
+def padded(m: int) -> int:
+    """Rows of x that are computed with: eights."""
+    return -(-m // 8) * 8
 
-    Args:
-        rows: of x, a multiple of 8.
-    """
+
+def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int) -> Iterator[tuple[float, FewRowsShape]]:
+    """Every way to cut W [n, k] for so many rows of x, as `padded` gives them, with the nanoseconds it should take."""
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
         if k % (split * _CHUNK) or n % block_n or rows % split or block_n * rows > _MOST_SUMS:
             continue
@@ -80,13 +81,13 @@ def few_rows(
 
     Args:
         x: [M, K] bf16, M up to MOST_ROWS, rows any multiple of 8 apart; weight: [N, K] bf16.
-        shape: by `few_rows_shape`, for M rounded up to eight.
+        shape: by `few_rows_shape`, for `padded` M.
         followed_by, residual: as `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if residual is None else residual
-    rows = -(-m // 8) * 8
+    rows = padded(m)
     kernel = _kernel(k, rows, shape, norm is not None, followed_by, x.device)
     grid = shape.split * min(n // shape.block_n, shape.clusters(num_sms(x.device)))
     x_map, w_map = tensor_map(x, (rows,)), tensor_map(weight, (shape.block_n,))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.activation import swiglu
-from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows, few_rows_shape
+from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import fills, gemm_hopper
 from engine.kernels.launch import num_sms, runs_on
 from engine.kernels.norm import rms_norm
@@ -57,7 +57,7 @@ def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
 def _few_rows_shape(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
     if len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or not _is_hopper(x.device):
         return None
-    return _shape(*weight.shape, -(-len(x) // 8) * 8, norm, num_sms(x.device))
+    return _shape(*weight.shape, padded(len(x)), norm, num_sms(x.device))
 
 
 _shape = lru_cache(few_rows_shape)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.few_rows import few_rows, few_rows_shape
+from engine.kernels.few_rows import few_rows, few_rows_shape, padded
+from engine.kernels.launch import num_sms
 from loadtests.kernels.gemm import LAYERS
 from loadtests.kernels.timing import copy_bandwidth, seconds_of
 from loadtests.report import write
@@ -21,8 +22,8 @@ ROTATE_BYTES = 400 << 20  # of weights that take turns, so that none is in the L
 
 def product(x: Tensor, w: Tensor, follows: str, y: Tensor, norm: Tensor) -> Tensor:
     """As a layer has it: x is normalised, or what comes out is added to."""
-    rows, normed = -(-len(x) // 8) * 8, follows != "residual"
-    shape = few_rows_shape(*w.shape, rows, normed, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    normed = follows != "residual"
+    shape = few_rows_shape(*w.shape, padded(len(x)), normed, num_sms(x.device))
     assert shape is not None, "these are models' shapes"
     followed: Any = follows or "nothing"
     return few_rows(x, w, shape, followed, None if normed else y, norm if normed else None)

@@ -15,8 +15,17 @@ Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie befor
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16]
+EPS = 1e-6  # of norms
+_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not _HOPPER, reason="no Hopper GPU")]
 RAGGED = (1, 7, 33, 128, 2, 129, 5, 300, 1, 1, 1)
 _GUARD = 130  # rows around a buffer: more than a block of keys
+
+
+def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
+    """In fp64: the reference's statistics are fp32."""
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 @contextmanager

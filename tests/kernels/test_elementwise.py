@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, RAGGED, bounds_of, cu_seqlens_of, poisoned
+from helpers import DEVICE, DTYPES, EPS, RAGGED, bounds_of, cu_seqlens_of, poisoned, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -12,7 +12,6 @@ from engine.kernels import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-EPS = 1e-6
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 widths = pytest.mark.parametrize("width", [40, 384, 768, 1024, 2560, 4096])
 row_counts = pytest.mark.parametrize("num_rows", [1, 3, 127, 129, 1000])
@@ -25,11 +24,6 @@ def seed() -> None:
 
 def normal(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
     return (torch.randn(shape, device=DEVICE) + mean).to(dtype)
-
-
-def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
-    x = x.double()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 @in_16_bits

@@ -3,19 +3,18 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, poisoned
+from helpers import DEVICE, EPS, HOPPER_ONLY, poisoned, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape
+from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.launch import num_sms
 from engine.kernels.linear import interleaved
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="no Hopper GPU")]
+pytestmark = HOPPER_ONLY
 
-EPS = 1e-6
 # Of W, and how the work is cut: K shared or not, one turn or many, a ring as long as it all or that is gone round.
 CASES = [
     (64, 256, FewRowsShape(1, 32, 4)),
@@ -39,25 +38,19 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.bfloat16(), w.bfloat16(), residual.bfloat16(), norm.bfloat16()
 
 
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The reference's statistics are fp32, which fp64 is compared with here."""
-    if x.dtype == torch.bfloat16:
-        return reference.rms_norm(x, weight, EPS)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("n", "k", "shape"), CASES)
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 16, 24, 32])
 def test_few_rows(m: int, n: int, k: int, shape: FewRowsShape | None, followed_by: FollowedBy, normed: bool) -> None:
-    rows = -(-m // 8) * 8
-    shape = shape or few_rows_shape(n, k, rows, normed, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    shape = shape or few_rows_shape(n, k, padded(m), normed, num_sms(DEVICE))
     assert shape is not None, "these are models' shapes"
     x, w, residual, norm = operands(m, n, k)
 
     def expected(x: Tensor, w: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
-        y = F.linear(rms_norm(x, norm) if normed else x, w)
+        if normed:
+            x = reference.rms_norm(x, norm, EPS) if x.dtype == torch.bfloat16 else rms_norm_exact(x, norm)
+        y = F.linear(x, w)
         return y + residual if followed_by == "residual" else reference.swiglu(y) if followed_by == "swiglu" else y
 
     low, exact = expected(x, w, residual, norm), expected(*(each.double() for each in (x, w, residual, norm)))
@@ -72,7 +65,7 @@ def test_one_after_the_other_in_a_graph() -> None:
     m, width, layers = 16, 1024, 24
     x, _, _, norm = operands(m, width, width)
     weights = [torch.randn(width, width, device=DEVICE).bfloat16() / width**0.5 for _ in range(layers)]
-    shape = few_rows_shape(width, width, m, True, torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+    shape = few_rows_shape(width, width, m, True, num_sms(DEVICE))
     assert shape is not None
 
     def run(x: Tensor) -> Tensor:

@@ -3,15 +3,14 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, poisoned
+from helpers import DEVICE, HOPPER_ONLY, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.linear import interleaved
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper, reason="no Hopper GPU")]
+pytestmark = HOPPER_ONLY
 
 SHAPES = [(1, 256, 64), (128, 256, 64), (129, 264, 72), (256, 512, 128), (1000, 1024, 1024), (777, 384, 1536), (4100, 6144, 1024)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES
+from helpers import DEVICE, DTYPES, EPS, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -12,7 +12,6 @@ from engine.kernels import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-EPS = 1e-6
 # A handful of rows, one more than that, and a chip full of tiles; the last K is none of our kernels'.
 ROWS = (1, 16, 32, 33, 700, 4096)
 SHAPES = [(1024, 1024), (2048, 768), (1024, 72)]
@@ -32,11 +31,6 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return x.to(dtype), w.to(dtype), norm.to(dtype)
 
 
-def normalized(x: Tensor, norm: Tensor) -> Tensor:
-    """In fp64: the reference's statistics are fp32."""
-    return x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-
-
 @in_16_bits
 @row_counts
 @shapes
@@ -44,7 +38,7 @@ def normalized(x: Tensor, norm: Tensor) -> Tensor:
 def test_linear(m: int, n: int, k: int, dtype: torch.dtype, normed: bool) -> None:
     x, w, norm = operands(m, n, k, dtype)
     around = (norm, EPS) if normed else (None, EPS)
-    exact = F.linear(normalized(x, norm) if normed else x.double(), w.double())
+    exact = F.linear(rms_norm_exact(x, norm) if normed else x.double(), w.double())
     assert_as_close_as_torch(kernels.linear(x, w, *around), reference.linear(x, w, *around), exact)
 
 
@@ -64,6 +58,6 @@ def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @shapes
 def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, w, norm = operands(m, 2 * n, k, dtype)
-    gate, up = F.linear(normalized(x, norm), w.double()).chunk(2, dim=1)
+    gate, up = F.linear(rms_norm_exact(x, norm), w.double()).chunk(2, dim=1)
     low = reference.swiglu(reference.linear(x, w, norm, EPS))
     assert_as_close_as_torch(kernels.linear_swiglu(x, kernels.interleaved(w), norm, EPS), low, F.silu(gate) * up)
