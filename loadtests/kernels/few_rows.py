@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.few_rows import few_rows, few_rows_shape, padded
+from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms
 from loadtests.kernels.gemm import LAYERS
 from loadtests.kernels.timing import copy_bandwidth, seconds_of
@@ -20,13 +21,12 @@ NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36}
 ROTATE_BYTES = 400 << 20  # of weights that take turns, so that none is in the L2 cache
 
 
-def product(x: Tensor, w: Tensor, follows: str, y: Tensor, norm: Tensor) -> Tensor:
+def product(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
     """As a layer has it: x is normalised, or what comes out is added to."""
     normed = follows != "residual"
     shape = few_rows_shape(*w.shape, padded(len(x)), normed, num_sms(x.device))
     assert shape is not None, "these are models' shapes"
-    followed: Any = follows or "nothing"
-    return few_rows(x, w, shape, followed, None if normed else y, norm if normed else None)
+    return few_rows(x, w, shape, follows, None if normed else y, norm if normed else None)
 
 
 def random(*shape: int) -> Tensor:
@@ -65,7 +65,7 @@ def chains(bandwidth: float) -> Iterator[dict[str, Any]]:
 
             def run(_: int) -> None:
                 for qkv, out, gate_up, down in weights:  # noqa: B023
-                    x = product(hidden, qkv, "", hidden, norm)  # noqa: B023
+                    x = product(hidden, qkv, "nothing", hidden, norm)  # noqa: B023
                     product(x[:, :mixed], out, "residual", hidden, norm)  # noqa: B023
                     x = product(hidden, gate_up, "swiglu", hidden, norm)  # noqa: B023
                     product(x, down, "residual", hidden, norm)  # noqa: B023

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels.gemm_hopper import gemm_hopper
+from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from loadtests.kernels.timing import gemm_rate, seconds_of
 from loadtests.report import write
 
 
 # Of a layer: name, N, K, what follows.
-def layers(hidden: int, mixed: int, wide: int, qkv: int) -> list[tuple[str, int, int, str]]:
+def layers(hidden: int, mixed: int, wide: int, qkv: int) -> list[tuple[str, int, int, FollowedBy]]:
     return [
-        ("qkv", qkv, hidden, ""),
+        ("qkv", qkv, hidden, "nothing"),
         ("out", hidden, mixed, "residual"),
         ("gate_up", 2 * wide, hidden, "swiglu"),
         ("down", hidden, wide, "residual"),
@@ -41,12 +41,14 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return x8, w8, *scales
 
 
-def cublas(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: str, y: Tensor) -> Callable[[int], Any]:
+def cublas(
+    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: FollowedBy, y: Tensor
+) -> Callable[[int], Any]:
     """As the engine does it: in 8 bits, the residual and SwiGLU by kernels of their own."""
     if x_scale is None or w_scale is None:
         if follows == "residual":
             return lambda _: y.addmm_(x, w.t())
-        return (lambda _: kernels.swiglu(torch.mm(x, w.t()))) if follows else (lambda _: torch.mm(x, w.t()))
+        return (lambda _: kernels.swiglu(torch.mm(x, w.t()))) if follows == "swiglu" else (lambda _: torch.mm(x, w.t()))
     if x.dtype == torch.int8:
         return lambda _: torch._int_mm(x, w.t())
     columns = (x_scale[:, None], w_scale[None])
@@ -56,14 +58,15 @@ def cublas(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None,
 
     if follows == "residual":
         return lambda _: y.add_(run())
-    return (lambda _: kernels.swiglu(run())) if follows else (lambda _: run())
+    return (lambda _: kernels.swiglu(run())) if follows == "swiglu" else (lambda _: run())
 
 
-def ours(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: str, y: Tensor) -> Callable[[int], Any]:
+def ours(
+    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: FollowedBy, y: Tensor
+) -> Callable[[int], Any]:
     """On random values it does not matter which rows of `w` are the gate's."""
-    followed: Any = follows or "nothing"
     residual = y if follows == "residual" else None
-    return lambda _: gemm_hopper(x, w, followed, residual, x_scale, w_scale)
+    return lambda _: gemm_hopper(x, w, follows, residual, x_scale, w_scale)
 
 
 def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
@@ -73,14 +76,14 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             for name, n, k, follows in its:
                 given = operands(m, n, k, dtype)
                 y = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
-                alone, theirs = (seconds_of(cublas(*given, then, y)) for then in ("", follows))
+                alone, theirs = seconds_of(cublas(*given, "nothing", y)), seconds_of(cublas(*given, follows, y))
                 mine = seconds_of(ours(*given, follows, y))
                 flops = 2 * m * n * k / 1e12
                 yield {
                     "model": model,
                     "tokens": m,
                     "product": name,
-                    "followed by": follows or "-",
+                    "followed by": follows,
                     "cuBLAS alone": flops / alone,
                     "cuBLAS and what follows": flops / theirs,
                     "ours": flops / mine,
