@@ -9,13 +9,20 @@ import torch
 
 from engine.errors import ModelError
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8"]
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
 }
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a model of that dtype computes in: those of 8 bits are of the layers' products alone."""
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 def choose_device(name: str) -> torch.device:
