@@ -20,6 +20,10 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 }
 
 
+# Of a GPU that multiplies it.
+LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a model of that dtype computes in: those of 8 bits are of the layers' products alone."""
     return torch.bfloat16 if dtype.itemsize == 1 else dtype
@@ -38,7 +42,7 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> torch.dtype:
     """bfloat16 wherever the device multiplies it natively; float16 on older GPUs, where the model bears it; else float32.
 
-    Raises: ModelError for float16 on a CPU, and for a model whose activations overflow it.
+    Raises: ModelError for float16 on a CPU, for a model whose activations overflow it, and for 8 bits on a device without.
     """
     if name == "auto":
         if has_native_bf16(device):
@@ -49,6 +53,11 @@ def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> to
         raise ModelError("float16 is not supported on a CPU; use bfloat16 or float32")
     if dtype == torch.float16 and overflows_float16:
         raise ModelError("this model overflows float16; use bfloat16 or float32")
+    if (needed := LEAST_CAPABILITY.get(dtype)) is not None:
+        has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        if has is None or has < needed:
+            what = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
+            raise ModelError(f"{name} needs a GPU of compute capability {needed[0]}.{needed[1]} or more, {what}; use bfloat16")
     return dtype
 
 

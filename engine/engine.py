@@ -17,7 +17,15 @@ from torch import Tensor
 from engine import memory
 from engine.batch import BatchPacker, BatchShape, PackedBatch
 from engine.cuda import CudaRunner
-from engine.devices import DTYPES, DtypeName, choose_device, choose_dtype, default_batch_tokens, keep_freed_memory
+from engine.devices import (
+    DTYPES,
+    DtypeName,
+    choose_device,
+    choose_dtype,
+    compute_dtype,
+    default_batch_tokens,
+    keep_freed_memory,
+)
 from engine.errors import InvalidInput, ModelError, NotFinite
 from engine.flight import Flight, Landed, Output, Ragged, Vectors
 from engine.hub import resolve_model
@@ -59,7 +67,9 @@ class Engine:
         self.splade, self.token_outputs, self.no_words = splade, token_outputs, np.array(no_words, dtype=np.int32)
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
-        cut = None if model.walks_lengths else tiling(heads, config.head_dim, dtype, device, config.causal, model.biases_scores)
+        cut = None
+        if not model.walks_lengths:
+            cut = tiling(heads, config.head_dim, compute_dtype(dtype), device, config.causal, model.biases_scores)
         self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments, model.shares_prefixes)
         self._cuda = CudaRunner(self._vectors, self.packer, device, self._wide_values) if device.type == "cuda" else None
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
@@ -84,7 +94,8 @@ class Engine:
         budget is known and the memory of the largest batch is set aside.
 
         Args:
-            dtype: "auto" takes bfloat16 where the device computes it natively, else float32.
+            dtype: "auto" takes bfloat16 where the device computes it natively, else float32. "float8" and "int8" are of the
+                layers' matrices and what is multiplied with them; the rest is in bfloat16.
             device: "auto" takes the first GPU if there is one.
             pooling: for folders that do not name theirs.
             default_prompt_name: the model's prompt for texts whose request asks for none; overrides its authors' choice.
@@ -112,6 +123,9 @@ class Engine:
             config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))
         chosen_device = choose_device(device)
         chosen_dtype = choose_dtype(dtype, chosen_device, family.overflows_float16)
+        if chosen_dtype.itemsize == 1 and backend != "emberforge":
+            raise ModelError(f"{dtype} is of our own networks' layers; leave out --backend {backend}, or use bfloat16")
+        wide_dtype = compute_dtype(chosen_dtype)
         if chosen_device.type == "cpu":
             keep_freed_memory()
         else:
@@ -126,16 +140,16 @@ class Engine:
             torch.inference_mode(),
             Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint,
         ):
-            num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * chosen_dtype.itemsize
-            memory.check_fits(num_bytes, chosen_device, str(folder))
+            num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide_dtype.itemsize
+            memory.check_fits(num_bytes - memory.saved_bytes(config, chosen_dtype), chosen_device, str(folder))
             network = family(config, checkpoint)
             head = [] if config.head is None else [_load_head(config, config.head, network, checkpoint)]
             splade = None
             if config.splade is not None and family.masked_lm is not None:
                 splade = Splade(config, checkpoint, family.masked_lm, network.words)
             checkpoint.finish(network.needless)
-            dense = [_load_dense(each, folder, chosen_device, chosen_dtype) for each in config.dense]
-            token_outputs = TokenOutputs.load(config, folder, chosen_device, chosen_dtype)
+            dense = [_load_dense(each, folder, chosen_device, wide_dtype) for each in config.dense]
+            token_outputs = TokenOutputs.load(config, folder, chosen_device, wide_dtype)
             no_words = tokenizer.ids(read_no_words(folder)) if config.lexical else ()
             engine = cls(
                 config,

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.layers.head import Head
 from engine.layers.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
@@ -70,15 +71,17 @@ def footprint(
     """What a replica of this model will take, from its shape alone: an upper bound, 1 to 4 % above what torch reports.
 
     Args:
+        dtype: one of 8 bits is that of the layers' matrices.
         max_batch_tokens: None for a budget found at warm-up; at most MOST_BATCH_TOKENS then.
-        weight_bytes: what the checkpoint's headers say; None computes it.
+        weight_bytes: what the checkpoint's headers say, in what the model computes in; None computes it.
     """
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
-    family = family_of(config)
-    per_token = dtype.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
-    vectors = _splade_bytes(config, dtype, longest)
-    weights = num_parameters(config) * dtype.itemsize if weight_bytes is None else weight_bytes
-    weights += family.table_bytes(config) + head_parameters(config) * (4 - dtype.itemsize)  # a head is in fp32
+    family, wide = family_of(config), compute_dtype(dtype)
+    per_token = wide.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
+    vectors = _splade_bytes(config, wide, longest)
+    weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
+    weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
+    weights -= saved_bytes(config, dtype)
     workspace = longest * per_token + vectors
     if kind == "cpu":
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
@@ -86,6 +89,14 @@ def footprint(
         workspace = int(workspace * _FRAGMENTED)
     graphs = min(longest, MOST_GRAPH_TOKENS) * per_token + min(vectors, _SPLADE_GRAPH_BYTES)
     return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
+
+
+def saved_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What the layers' matrices take less in that dtype than in what the model computes in."""
+    if dtype.itemsize > 1:
+        return 0
+    shapes = _shapes(config)
+    return shapes.num_quantized * (compute_dtype(dtype).itemsize - 1) - 4 * shapes.num_scales
 
 
 def _pooling_values(config: ModelConfig) -> int:

@@ -16,7 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.devices import compute_dtype
 from engine.errors import ModelError
+from engine.kernels import Matrix, can_be_quantized, quantize_weight
 from engine.weight_files import WeightFile, open_weights
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class Tensors(Protocol):
     """What a model takes its weights from."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # that the model computes in
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
 
@@ -40,6 +42,8 @@ class Tensors(Protocol):
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
+    def layer(self, weight: Tensor) -> Matrix: ...
+
 
 class Shapes:
     """Has every tensor, of the shape asked for and without content: a model made of it tells what it would take."""
@@ -48,6 +52,7 @@ class Shapes:
         self.device, self.dtype = torch.device("meta"), torch.float32
         self.num_parameters = 0
         self.num_multiplied = 0  # of matrices: each token is multiplied with every one of them
+        self.num_quantized, self.num_scales = 0, 0  # of the layers' matrices, should they be in 8 bits
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
@@ -66,13 +71,23 @@ class Shapes:
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
 
+    def layer(self, weight: Tensor) -> Matrix:
+        if can_be_quantized(*weight.shape):
+            self.num_quantized += weight.numel()
+            self.num_scales += len(weight)
+        return weight
+
 
 class Checkpoint:
     """The tensors of one model folder, single file or sharded. Use as a context manager."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises: ModelError when there is no file of weights, or one that cannot be read."""
-        self.folder, self.device, self.dtype = folder, device, dtype
+        """`dtype`: one of 8 bits is that of the layers' matrices, and the rest is in what they are computed with.
+
+        Raises: ModelError when there is no file of weights, or one that cannot be read.
+        """
+        self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
+        self._quantized = dtype if dtype != self.dtype else None
         self._files = open_weights(folder)
         self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
         self._taken: set[str] = set()
@@ -124,6 +139,12 @@ class Checkpoint:
             stacked[start : start + count].copy_(self._read(name, (count, *columns)))
             start += count
         return stacked
+
+    def layer(self, weight: Tensor) -> Matrix:
+        """A layer's matrix as its products take it: in 8 bits, where the model's layers are and the shape allows it."""
+        if self._quantized is None or not can_be_quantized(*weight.shape):
+            return weight
+        return quantize_weight(weight, self._quantized)
 
     def take_all(self) -> dict[str, Tensor]:
         """Every tensor by its name, as it is stored, for who has rules of his own for names and shapes."""

@@ -14,11 +14,21 @@ from engine.kernels.activation import swiglu
 from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import fills, gemm_hopper
 from engine.kernels.launch import num_sms, runs_on
+from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
 from engine.kernels.norm import rms_norm
+from engine.kernels.quantize import Quantized, quantize
+
+Matrix = Tensor | Quantized
 
 
-def linear(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """x W^T. x [T, K], weight [N, K] -> [T, N]; x is normalised with RMSNorm first where `norm` [K] is its weight."""
+def linear(x: Matrix, weight: Matrix, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x W^T. x [T, K], weight [N, K] -> [T, N]; x is normalised with RMSNorm first where `norm` [K] is its weight.
+
+    With a weight in 8 bits, here and below, x is brought to 8 bits too, unless it is there already.
+    """
+    if isinstance(weight, Quantized):
+        return linear8(quantize(x, weight.values.dtype, norm, eps), weight)
+    assert isinstance(x, Tensor)
     if not runs_on(x):
         return reference.linear(x, weight, norm, eps)
     if (shape := _few_rows_shape(x, weight, norm is not None)) is not None:
@@ -26,15 +36,21 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0
     return torch.mm(_normalized(x, norm, eps), weight.t())
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    """residual += x W^T, in place; rounded once. x [T, K], weight [N, K]; returns `residual` [T, N]."""
+def linear_add(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor:
+    """residual += x W^T, in place. x [T, K], weight [N, K]; returns `residual` [T, N]."""
+    if isinstance(weight, Quantized):
+        return linear8_add(quantize(x, weight.values.dtype), weight, residual)
+    assert isinstance(x, Tensor)
     if runs_on(x) and (shape := _few_rows_shape(x, weight)) is not None:
         return few_rows(x, weight, shape, "residual", residual)
     return residual.addmm_(x, weight.t())
 
 
-def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+def linear_swiglu(x: Matrix, gate_up: Matrix, norm: Tensor | None = None, eps: float = 0.0) -> Matrix:
     """silu(x G^T) * (x U^T), `norm` as in `linear`. x [T, K], gate_up [2 I, K], eight rows of G and of U in turn -> [T, I]."""
+    if isinstance(gate_up, Quantized):
+        return linear8_swiglu(quantize(x, gate_up.values.dtype, norm, eps), gate_up)
+    assert isinstance(x, Tensor)
     if not runs_on(x):
         return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
     if (shape := _few_rows_shape(x, gate_up, norm is not None)) is not None:

@@ -59,6 +59,39 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> Tensor
     return F.linear(x if norm is None else rms_norm(x, norm, eps), weight)
 
 
+def quantize(
+    x: Tensor, dtype: torch.dtype, block: int = 0, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(values, scale): rows in 8 bits, the largest of each as large as `dtype` goes, and what they were divided by.
+
+    Args:
+        block: so many neighbouring columns are rotated among each other first, by the Hadamard matrix; 0: none.
+        norm, gated: of an RMSNorm, or SwiGLU of interleaved columns, before.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    wide = swiglu(x.float(), interleaved=True) if gated else x.float()
+    if block:
+        wide = (wide.view(len(wide), -1, block) @ hadamard(block, x.device)).flatten(1)
+    is_whole = dtype == torch.int8
+    most = 127.0 if is_whole else torch.finfo(dtype).max
+    scale = wide.abs().amax(dim=1) / most
+    values = wide / torch.where(scale > 0, scale, 1.0)[:, None]
+    return (values.round() if is_whole else values.clamp(-most, most)).to(dtype), scale
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """Orthogonal and its own inverse, [size, size] fp32; size is a power of 2. Sylvester's construction."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / 2**0.5
+    return matrix
+
+
+def linear8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    return (F.linear(x.float(), weight.float()) * x_scale[:, None] * weight_scale).to(torch.bfloat16)
+
+
 def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:
     if interleaved:
         gate_up = gate_up.view(len(gate_up), -1, 2, 8).transpose(1, 2).flatten(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.devices import LEAST_CAPABILITY
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
@@ -14,9 +15,10 @@ from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows_defines, few_rows_shape
-from engine.kernels.gemm_hopper import SHARED_BYTES, FollowedBy, gemm_hopper_defines
+from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
+from engine.kernels.quantize import quantize_defines
 from engine.kernels.rope import rope_defines
 from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
 
@@ -108,6 +110,11 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for bias, residual in ((False, 0), (True, 0), (False, 1), (True, 1)):
             label = f"C {width}, Layer{', bias' * bias}{', residual' * residual}"
             yield Variant("norm", label, norm_defines(width, dtype, layer=True, bias=bias, residual=residual))
+    for kind in (each for each, least in LEAST_CAPABILITY.items() if capability >= least):
+        for width in (384, 1024, 4096):
+            yield _quantize(width, dtype, kind, norm=True)
+        for width in (3072, 9728, 12288):
+            yield _quantize(width, dtype, kind, gated=True)
     for heads in (16, 32, 40):
         for norm in (True, False):
             label = f"head_dim 128, {heads}/8 heads{', norm' * norm}"
@@ -116,6 +123,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
+        yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             shape = few_rows_shape(n, k, MOST_ROWS, norm, _H200_SMS)
             assert shape is not None, "they are models' shapes"
@@ -186,6 +194,11 @@ def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: Hopp
 def _gemm_hopper(operands: int, followed_by: FollowedBy) -> Variant:
     label = f"followed by {followed_by}"
     return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by), SHARED_BYTES, FEATURES)
+
+
+def _quantize(width: int, dtype: torch.dtype, kind: torch.dtype, norm: bool = False, gated: bool = False) -> Variant:
+    label = f"C {width} in {str(kind).removeprefix('torch.')}{', norm' * norm}{', SwiGLU' * gated}"
+    return Variant("quantize", label, quantize_defines(width, dtype, kind, norm, gated))
 
 
 def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape) -> Variant:

@@ -5,7 +5,8 @@ ride along in the same call: 2.6 ms instead of 4.1 ms for a short query in fp32,
 Zen 4 core (docs/decisions/002). On a GPU the product without a bias is `kernels.linear` or `linear_add`; with one it is
 cuBLAS's, and the residual is its accumulator: the sum is rounded once, and the norm that follows reads one tensor less.
 In bf16 bias and GeLU ride along too: cuBLASLt's GeLU is the tanh form, which differs from the exact one by less than bf16
-rounds (docs/decisions/006). Everywhere else, and as the reference, it is plain torch.
+rounds (docs/decisions/006). Everywhere else, and as the reference, it is plain torch. A weight in 8 bits goes through
+`kernels.linear` and `linear_add` alone.
 """
 
 from functools import cache
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
+from engine.kernels import Matrix, Quantized
 from engine.layers.norm import RMSNorm
 from engine.weights import Tensors
 
@@ -23,19 +25,23 @@ from engine.weights import Tensors
 class Linear:
     """[T, K] -> [T, N]. `gelu` adds exact GeLU; a layer has GeLU or takes a residual, never both."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
+    def __init__(self, weight: Matrix, bias: Tensor | None = None, gelu: bool = False) -> None:
         self.bias, self.gelu = bias, gelu
-        self.packed = weight.device.type == "cpu" and _has_onednn(weight.dtype)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self.packed else weight
+        self.weight, self.packed = weight, False
+        if isinstance(weight, Tensor) and weight.device.type == "cpu" and _has_onednn(weight.dtype):
+            self.weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), True
 
     @classmethod
     def load(cls, checkpoint: Tensors, name: str, rows: int, columns: int, biased: bool = True, gelu: bool = False) -> "Linear":
         """`name`.weight [rows, columns] and, where the checkpoint has one, `name`.bias."""
-        weight = checkpoint.take(f"{name}.weight", rows, columns)
+        weight = checkpoint.layer(checkpoint.take(f"{name}.weight", rows, columns))
         return cls(weight, checkpoint.take(f"{name}.bias", rows) if biased else None, gelu)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(self, x: Matrix, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         """`residual` [T, N] is added to the result, and may be overwritten with it. With `norm`, x is normalised first."""
+        if isinstance(self.weight, Quantized):
+            return self._eight_bits(x, residual, norm)
+        assert isinstance(x, Tensor)
         if x.is_cuda and self.bias is None and not self.gelu and residual is None:
             around = () if norm is None else (norm.weight, norm.eps)
             return kernels.linear(x, self.weight, *around)
@@ -55,9 +61,18 @@ class Linear:
             return kernels.gelu(torch.mm(x, self.weight.t()), self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Tensor, x: Matrix) -> Tensor:
         """residual += x W^T, in place, without the bias. On a GPU, for a norm that adds the bias as it reads the row."""
         return kernels.linear_add(x, self.weight, residual)
+
+    def _eight_bits(self, x: Matrix, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
+        if residual is not None:
+            y = self.add_to(residual, x)
+        else:
+            y = kernels.linear(x, self.weight, *(() if norm is None else (norm.weight, norm.eps)))
+        if not self.gelu:
+            return y if self.bias is None else y.add_(self.bias)
+        return cast(Tensor, torch.ops.aten.gelu_(y)) if self.bias is None else kernels.gelu(y, self.bias)
 
     def _onednn(self, x: Tensor, residual: Tensor | None) -> Tensor:
         # Overloads are named: finding the right one by trial takes longer than the product itself.

@@ -93,7 +93,7 @@ class PostNormLayer:
         c, wide, eps = config.hidden_size, config.intermediate_size, config.norm_eps
         parts = [layer + part for part in (names.query, names.key, names.value)]
         qkv = Linear(
-            checkpoint.take_rows([f"{part}.weight" for part in parts], [c] * 3, c),
+            checkpoint.layer(checkpoint.take_rows([f"{part}.weight" for part in parts], [c] * 3, c)),
             checkpoint.take_rows([f"{part}.bias" for part in parts], [c] * 3),
         )
         out = Linear.load(checkpoint, layer + names.out, c, c)

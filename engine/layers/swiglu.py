@@ -3,9 +3,11 @@
 from torch import Tensor
 
 from engine import kernels
+from engine.kernels import Matrix
 from engine.kernels.launch import runs_on
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
+from engine.weights import Tensors
 
 
 class SwiGLU:
@@ -15,12 +17,12 @@ class SwiGLU:
     and need not write either.
     """
 
-    def __init__(self, gate_up: Tensor) -> None:
+    def __init__(self, checkpoint: Tensors, gate_up: Tensor) -> None:
         """`gate_up`: [2 I, K], all of G and then all of U; I a multiple of 8."""
         self.in_turn = runs_on(gate_up)
-        self.gate_up = Linear(kernels.interleaved(gate_up) if self.in_turn else gate_up)
+        self.gate_up = Linear(checkpoint.layer(kernels.interleaved(gate_up) if self.in_turn else gate_up))
 
-    def __call__(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def __call__(self, x: Tensor, norm: RMSNorm) -> Matrix:
         """[T, K] -> [T, I]; x is normalised first."""
         if self.in_turn:
             return kernels.linear_swiglu(x, self.gate_up.weight, norm.weight, norm.eps)

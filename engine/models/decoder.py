@@ -142,7 +142,7 @@ class Mixing:
         qkv, rows = [f"{name}self_attn.{part}_proj" for part in "qkv"], [heads * d, kv_heads * d, kv_heads * d]
         self.input_norm = norm(f"{name}input_layernorm", c)
         self.qkv = Linear(
-            checkpoint.take_rows([f"{part}.weight" for part in qkv], rows, c),
+            checkpoint.layer(checkpoint.take_rows([f"{part}.weight" for part in qkv], rows, c)),
             checkpoint.take_rows([f"{part}.bias" for part in qkv], rows) if config.qkv_bias else None,
         )
         self.qk_norm = config.qk_norm
@@ -167,10 +167,10 @@ class _Layer:
         c, wide, mixed = config.hidden_size, config.intermediate_size, config.n_heads * config.head_dim
         gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.mix = Mixing(config, checkpoint, name, norm, angles)
-        self.out = Linear(checkpoint.take(f"{name}self_attn.o_proj.weight", c, mixed))
+        self.out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, mixed, biased=False)
         self.mlp_norm = norm(f"{name}post_attention_layernorm", c)
-        self.swiglu = SwiGLU(checkpoint.take_rows(gate_up, [wide] * 2, c))
-        self.down = Linear(checkpoint.take(f"{name}mlp.down_proj.weight", c, wide))
+        self.swiglu = SwiGLU(checkpoint, checkpoint.take_rows(gate_up, [wide] * 2, c))
+        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
         self.window = config.layer_window(index)
 
     def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:

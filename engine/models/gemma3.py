@@ -94,11 +94,11 @@ class _Layer:
         c, wide, mixed = config.hidden_size, config.intermediate_size, config.n_heads * config.head_dim
         gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.mix = Mixing(config, checkpoint, name, norm, angles)
-        self.out = Linear(checkpoint.take(f"{name}self_attn.o_proj.weight", c, mixed))
+        self.out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, mixed, biased=False)
         self.mixed_norm = norm(f"{name}post_attention_layernorm", c)
         self.mlp_norm = norm(f"{name}pre_feedforward_layernorm", c)
-        self.gate_up = Linear(checkpoint.take_rows(gate_up, [wide] * 2, c))
-        self.down = Linear(checkpoint.take(f"{name}mlp.down_proj.weight", c, wide))
+        self.gate_up = Linear(checkpoint.layer(checkpoint.take_rows(gate_up, [wide] * 2, c)))
+        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
         self.output_norm = norm(f"{name}post_feedforward_layernorm", c)
         self.window = config.layer_window(index)
 

@@ -95,7 +95,8 @@ class _Layer:
             angles,
         )
         # The checkpoint has (up, gate), the operation takes (gate, up).
-        self.gate_up = Linear(checkpoint.take(f"{name}mlp.up_gate_proj.weight", 2 * wide, c).roll(wide, dims=0))
+        gate_up = checkpoint.take(f"{name}mlp.up_gate_proj.weight", 2 * wide, c).roll(wide, dims=0)
+        self.gate_up = Linear(checkpoint.layer(gate_up))
         self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide)
         self.norm = LayerNorm.load(checkpoint, f"{name}mlp_ln", c, config.norm_eps)
 

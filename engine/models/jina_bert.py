@@ -89,7 +89,7 @@ class _Layer:
             return LayerNorm.load(checkpoint, f"{name}{part}", c, eps)
 
         fused = Linear(
-            checkpoint.take_rows([f"{part}.weight" for part in qkv], [c] * 3, c),
+            checkpoint.layer(checkpoint.take_rows([f"{part}.weight" for part in qkv], [c] * 3, c)),
             checkpoint.take_rows([f"{part}.bias" for part in qkv], [c] * 3),
         )
         out, out_norm = Linear.load(checkpoint, f"{name}attention.output.dense", c, c), norm("attention.output.LayerNorm")
@@ -103,7 +103,7 @@ class _Layer:
         else:
             self.attend = SelfAttention(fused, out, out_norm, config.n_heads)
             gate_up = checkpoint.take(f"{name}mlp.gated_layers.weight", 2 * wide, c)
-        self.gate_up = Linear(gate_up)
+        self.gate_up = Linear(checkpoint.layer(gate_up))
         self.down = Linear.load(checkpoint, f"{name}mlp.{'down_layer' if config.qk_post_norm else 'wo'}", c, wide)
         self.mlp_norm = norm("layer_norm_2" if config.qk_post_norm else "mlp.layernorm")
 

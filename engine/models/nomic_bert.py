@@ -115,7 +115,7 @@ class _Mlp:
             gate_up = [f"{name}fc12", f"{name}fc11"]
             weight = checkpoint.take_rows([f"{part}.weight" for part in gate_up], [wide] * 2, c)
             bias = checkpoint.take_rows([f"{part}.bias" for part in gate_up], [wide] * 2) if config.up_bias else None
-            self.up = Linear(weight, bias)
+            self.up = Linear(checkpoint.layer(weight), bias)
         self.down = Linear.load(checkpoint, f"{name}fc2", c, wide, config.down_bias)
 
     def wide(self, x: Tensor) -> Tensor:
@@ -130,7 +130,9 @@ def _mixture(config: NomicBertConfig, checkpoint: Tensors, name: str) -> Experts
     c, wide, experts = config.hidden_size, config.intermediate_size, config.num_experts
     router = Linear.load(checkpoint, f"{name}router.layer", experts, c, biased=False)
     ups, downs = (checkpoint.take(f"{name}experts.mlp.{part}", experts * wide, c).view(experts, wide, c) for part in ("w1", "w2"))
-    layers = [(Linear(up, gelu=True), Linear(down.t())) for up, down in zip(ups, downs, strict=True)]
+    layers = [
+        (Linear(checkpoint.layer(up), gelu=True), Linear(checkpoint.layer(down.t()))) for up, down in zip(ups, downs, strict=True)
+    ]
     return Experts(router, layers, checkpoint.take(f"{name}experts.bias", c), config.top_k)
 
 
