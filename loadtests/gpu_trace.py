@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-_ELEMENTWISE = ("add_norm", "rope", "swiglu", "geglu", "gelu", "embed", "pool_mean", "pool_finish")
+_ELEMENTWISE = ("add_norm", "rope", "swiglu", "geglu", "gelu", "quantize", "embed", "pool_mean", "pool_finish")
 LONG_GAP_US = 5
 
 

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.devices import LEAST_CAPABILITY
 from engine.kernels.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16]
+# What this device multiplies.
+EIGHT_BITS = [
+    dtype
+    for dtype, needed in LEAST_CAPABILITY.items()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed
+]
 EPS = 1e-6  # of norms
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not _HOPPER, reason="no Hopper GPU")]

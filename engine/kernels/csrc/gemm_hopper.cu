@@ -118,9 +118,12 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
     for (int h = 0; h < 2; ++h) {
         const int r = row + h * 8;
         const float scale = OPERANDS >= 2 ? row_scale[min(r, m - 1)] : 1.f;
-        auto value = [&](int i, int e) {  // column 8 i + lane % 4 * 2 + e
-            float x = static_cast<float>(sums[4 * i + 2 * h + e]);
-            if (OPERANDS >= 2) x *= scale * column_scale[min(column + 8 * i + lane % 4 * 2 + e, n - 1)];
+        auto pair = [&](int i) {  // columns 8 i + lane % 4 * 2 and the one after it
+            float2 x = {static_cast<float>(sums[4 * i + 2 * h]), static_cast<float>(sums[4 * i + 2 * h + 1])};
+            if (OPERANDS >= 2) {
+                const float2 columns = reinterpret_cast<const float2*>(column_scale + min(column + 8 * i, n - 8))[lane % 4];
+                x = {x.x * scale * columns.x, x.y * scale * columns.y};
+            }
             return x;
         };
         u16* to = y + r * y_stride + (FOLLOWED_BY == 2 ? column / 2 : column);
@@ -128,31 +131,37 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
         auto is_there = [&](int chunk) {
             return r < m && (FOLLOWED_BY == 2 ? column / 2 + 8 * chunk < n / 2 : column + 8 * chunk < n);
         };
-        Vec8 before[FOLLOWED_BY == 1 ? WIDE / 4 : 1] = {};
-        if (FOLLOWED_BY == 1) {
+        constexpr int AHEAD = OPERANDS >= 2 ? WIDE / 4 : WIDE;  // chunks of what the sums are added to that are asked for at a time
 #pragma unroll
-            for (int c = 0; c < WIDE; c += 4)
-                if (is_there(c + lane % 4)) load_at_once(before[c / 4], to + (c + lane % 4) * 8);
-        }
-#pragma unroll
-        for (int c = 0; c < WIDE; c += 4) {
-            Vec8 out;
+        for (int first = 0; first < WIDE; first += AHEAD) {
+            Vec8 before[FOLLOWED_BY == 1 ? AHEAD / 4 : 1] = {};
             if (FOLLOWED_BY == 1) {
-                out = before[c / 4];
-                transpose(out.word, lane);
+#pragma unroll
+                for (int c = 0; c < AHEAD; c += 4)
+                    if (is_there(first + c + lane % 4)) load_at_once(before[c / 4], to + (first + c + lane % 4) * 8);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (FOLLOWED_BY == 2)
-                    out.word[i] = pack(silu(value(2 * (c + i), 0)) * value(2 * (c + i) + 1, 0),
-                                       silu(value(2 * (c + i), 1)) * value(2 * (c + i) + 1, 1));
-                else if (FOLLOWED_BY == 1)
-                    out.word[i] = pack(low(out.word[i]) + value(c + i, 0), high(out.word[i]) + value(c + i, 1));
-                else
-                    out.word[i] = pack(value(c + i, 0), value(c + i, 1));
+            for (int c = first; c < first + AHEAD; c += 4) {
+                Vec8 out;
+                if (FOLLOWED_BY == 1) {
+                    out = before[(c - first) / 4];
+                    transpose(out.word, lane);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 x = pair(FOLLOWED_BY == 2 ? 2 * (c + i) : c + i);
+                    if (FOLLOWED_BY == 2) {
+                        const float2 up = pair(2 * (c + i) + 1);
+                        out.word[i] = pack(silu(x.x) * up.x, silu(x.y) * up.y);
+                    } else if (FOLLOWED_BY == 1) {
+                        out.word[i] = pack(low(out.word[i]) + x.x, high(out.word[i]) + x.y);
+                    } else {
+                        out.word[i] = pack(x.x, x.y);
+                    }
+                }
+                transpose(out.word, lane);
+                if (is_there(c + lane % 4)) store8(to, c + lane % 4, out);
             }
-            transpose(out.word, lane);
-            if (is_there(c + lane % 4)) store8(to, c + lane % 4, out);
         }
     }
 }
