@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
+from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, num_sms
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
 MOST_ROWS = 32
-_CHUNK = WIDTH // 2  # columns of a box
 _MOST_SUMS = 96 * 32  # that fit into the registers of a block
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
@@ -48,24 +47,25 @@ def padded(m: int) -> int:
     return -(-m // 8) * 8
 
 
-def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int) -> Iterator[tuple[float, FewRowsShape]]:
+def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> Iterator[tuple[float, FewRowsShape]]:
     """Every way to cut W [n, k] for so many rows of x, as `padded` gives them, with the nanoseconds it should take."""
+    columns = WIDTH // itemsize
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
-        if k % (split * _CHUNK) or n % block_n or rows % split or block_n * rows > _MOST_SUMS:
+        if k % (split * columns) or n % block_n or rows % split or block_n * rows > _MOST_SUMS:
             continue
         turns = -(-n // block_n // FewRowsShape(split, block_n, 0).clusters(sms))
-        steps, stage = turns * (k // split // _CHUNK), _stage_bytes(block_n, rows)
+        steps, stage = turns * (k // split // columns), _stage_bytes(block_n, rows)
         stages = min(steps, (_MOST_SHARED_BYTES - _fixed_bytes(split, block_n, k, rows, norm)) // stage)
         if stages >= min(steps, 4):
-            flow = max(2 * n * k / _BYTES_PER_NS, steps * stage / _BYTES_PER_NS_SM)
+            flow = max(itemsize * n * k / _BYTES_PER_NS, steps * stage / _BYTES_PER_NS_SM)
             if stages < steps:
                 flow *= 1 + _SHORT_RING_BYTES / (stages * stage)
             yield flow + turns * _TURN_NS[split], FewRowsShape(split, block_n, stages)
 
 
-def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int) -> FewRowsShape | None:
+def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> FewRowsShape | None:
     """The fastest of them; None where there is none."""
-    return min(few_rows_shapes(n, k, rows, norm, sms), key=itemgetter(0), default=(0, None))[1]
+    return min(few_rows_shapes(n, k, rows, norm, sms, itemsize), key=itemgetter(0), default=(0, None))[1]
 
 
 def few_rows(
@@ -76,32 +76,38 @@ def few_rows(
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 1e-6,
+    row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
 ) -> Tensor:
-    """x W^T, x normalised with RMSNorm first where `norm` [K] is its weight.
+    """x W^T in bf16, x normalised with RMSNorm first where `norm` [K] is its weight.
 
     Args:
-        x: [M, K] bf16, M up to MOST_ROWS, rows any multiple of 8 apart; weight: [N, K] bf16.
+        x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]; bf16, or, without a norm, e4m3 or int8.
         shape: by `few_rows_shape`, for `padded` M.
-        followed_by, residual: as `gemm_hopper`.
+        followed_by, residual, row_scale, column_scale: as `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
-    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if residual is None else residual
+    y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
     rows = padded(m)
-    kernel = _kernel(k, rows, shape, norm is not None, followed_by, x.device)
+    kernel = _kernel(k, rows, shape, norm is not None, followed_by, OPERANDS[x.dtype], x.device)
     grid = shape.split * min(n // shape.block_n, shape.clusters(num_sms(x.device)))
     x_map, w_map = tensor_map(x, (rows,)), tensor_map(weight, (shape.block_n,))
-    kernel(grid, x_map, w_map, norm, y, m, n, y.stride(0), np.float32(eps))
+    kernel(grid, x_map, w_map, norm, y, row_scale, column_scale, m, n, y.stride(0), np.float32(eps))
     return y
 
 
 @cache
-def _kernel(k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, device: torch.device) -> Kernel:
-    defines = few_rows_defines(k, rows, shape, norm, followed_by)
+def _kernel(
+    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, operands: int, device: torch.device
+) -> Kernel:
+    defines = few_rows_defines(k, rows, shape, norm, followed_by, operands)
     return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm))
 
 
-def few_rows_defines(k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy) -> dict[str, int]:
+def few_rows_defines(
+    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, operands: int = 0
+) -> dict[str, int]:
     return {
         "K": k,
         "ROWS": rows,
@@ -110,6 +116,7 @@ def few_rows_defines(k: int, rows: int, shape: FewRowsShape, norm: bool, followe
         "STAGES": shape.stages,
         "NORM": int(norm),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "OPERANDS": operands,
         "HALF": 0,
     }
 

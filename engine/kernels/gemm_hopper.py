@@ -12,7 +12,7 @@ from engine.kernels.tensor_map import WIDTH, tensor_map
 
 FollowedBy = Literal["nothing", "residual", "swiglu"]
 FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2}
-_OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
+OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _BLOCK_M, _BLOCK_N, _CLUSTER, _STAGES = 128, 256, 2, 4  # as in csrc/gemm_hopper.cu
 SHARED_BYTES = _STAGES * (_BLOCK_M + _BLOCK_N) * WIDTH + 256
 _THREADS = 384
@@ -40,7 +40,7 @@ def gemm_hopper(
     width = n // 2 if followed_by == "swiglu" else n
     dtype = torch.bfloat16 if x.element_size() == 1 else x.dtype
     y = torch.empty(m, width, dtype=dtype, device=x.device) if residual is None else residual
-    kernel = _kernel(_OPERANDS[x.dtype], followed_by, x.device)
+    kernel = _kernel(OPERANDS[x.dtype], followed_by, x.device)
     grid = _CLUSTER * min(_tiles(m, n), num_sms(x.device) // _CLUSTER)
     x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (_BLOCK_N // _CLUSTER,))
     kernel(grid, x_map, w_map, y, row_scale, column_scale, m, n, k, y.stride(0))

@@ -14,21 +14,23 @@ from engine.kernels.activation import swiglu
 from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import fills, gemm_hopper
 from engine.kernels.launch import num_sms, runs_on
-from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
+from engine.kernels.linear8 import linear8, linear8_add, linear8_onto, linear8_swiglu
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantize import Quantized, quantize
 
 Matrix = Tensor | Quantized
 
 
-def linear(x: Matrix, weight: Matrix, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+def linear(x: Matrix, weight: Matrix, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None) -> Tensor:
     """x W^T. x [T, K], weight [N, K] -> [T, N]; x is normalised with RMSNorm first where `norm` [K] is its weight.
 
-    With a weight in 8 bits, here and below, x is brought to 8 bits too, unless it is there already.
+    With a weight in 8 bits, here and below, x is brought to 8 bits too, unless it is there already. `pending` is what
+    `linear_onto` gave, with x for its residual.
     """
     if isinstance(weight, Quantized):
-        return linear8(quantize(x, weight.values.dtype, norm, eps), weight)
+        return linear8(quantize(x, weight.values.dtype, norm, eps, pending=pending), weight)
     assert isinstance(x, Tensor)
+    assert pending is None
     if not runs_on(x):
         return reference.linear(x, weight, norm, eps)
     if (shape := _few_rows_shape(x, weight, norm is not None)) is not None:
@@ -46,11 +48,24 @@ def linear_add(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor:
     return residual.addmm_(x, weight.t())
 
 
-def linear_swiglu(x: Matrix, gate_up: Matrix, norm: Tensor | None = None, eps: float = 0.0) -> Matrix:
-    """silu(x G^T) * (x U^T), `norm` as in `linear`. x [T, K], gate_up [2 I, K], eight rows of G and of U in turn -> [T, I]."""
+def linear_onto(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor | None:
+    """As `linear_add`, where the product adds at no cost; else `residual` stays as it is, and what is to be added to it is
+    given back, for the norm behind, which reads both anyway."""
+    if isinstance(weight, Quantized):
+        return linear8_onto(quantize(x, weight.values.dtype), weight, residual)
+    linear_add(x, weight, residual)
+    return None
+
+
+def linear_swiglu(
+    x: Matrix, gate_up: Matrix, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
+) -> Matrix:
+    """silu(x G^T) * (x U^T), `norm` and `pending` as in `linear`. x [T, K], gate_up [2 I, K], eight rows of G and of U in turn
+    -> [T, I]."""
     if isinstance(gate_up, Quantized):
-        return linear8_swiglu(quantize(x, gate_up.values.dtype, norm, eps), gate_up)
+        return linear8_swiglu(quantize(x, gate_up.values.dtype, norm, eps, pending=pending), gate_up)
     assert isinstance(x, Tensor)
+    assert pending is None
     if not runs_on(x):
         return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
     if (shape := _few_rows_shape(x, gate_up, norm is not None)) is not None:

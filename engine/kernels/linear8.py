@@ -1,17 +1,19 @@
 """x W^T of rows and matrices in 8 bits, in bf16.
 
-On Hopper int8 goes through our own product, which is the faster one and has what follows it fused; elsewhere, and in e4m3, it is
-cuBLAS's. docs/decisions/023.
+On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`, each with what follows it fused; everything
+else is cuBLAS's. docs/decisions/023.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
+from engine.kernels.few_rows import MOST_ROWS, few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
+from engine.kernels.launch import num_sms
 from engine.kernels.quantize import Quantized, quantize
 
 _INT32_BYTES = 64 << 20  # of the sums there are at a time
@@ -20,32 +22,42 @@ _LEAST_ROWS = 32  # of an int8 product of cuBLAS's
 
 def linear8(x: Quantized, weight: Quantized) -> Tensor:
     """[M, K] x [N, K] -> [M, N] bf16."""
-    if _is_ours(x):
-        return _ours(x, weight)
-    return _product(x, weight)
+    ours = _ours(x, weight)
+    return _product(x, weight) if ours is None else ours
 
 
 def linear8_add(x: Quantized, weight: Quantized, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. Returns: `residual` [M, N]."""
-    if _is_ours(x):
-        return _ours(x, weight, "residual", residual)
-    return residual.add_(_product(x, weight))
+    pending = linear8_onto(x, weight, residual)
+    return residual if pending is None else residual.add_(pending)
+
+
+def linear8_onto(x: Quantized, weight: Quantized, residual: Tensor) -> Tensor | None:
+    """residual += x W^T, in place, by a product that can; else x W^T, [M, N]."""
+    return _product(x, weight) if _ours(x, weight, "residual", residual) is None else None
 
 
 def linear8_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
     """silu(x G^T) * (x U^T), in 8 bits again. gate_up [2 I, K], eight rows of G and of U in turn -> [M, I]."""
     dtype = x.values.dtype
-    if _is_ours(x):
-        return quantize(_ours(x, gate_up, "swiglu"), dtype)
-    return quantize(_product(x, gate_up), dtype, gated=True)
+    ours = _ours(x, gate_up, "swiglu")
+    return quantize(_product(x, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
 
 
-def _is_ours(x: Quantized) -> bool:
-    return x.values.dtype == torch.int8 and x.values.is_cuda and _is_hopper(x.values.device)
+def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
+    """The result of a product of our own; None where there is none, or cuBLAS's is faster."""
+    values, device = x.values, x.values.device
+    if device.type != "cuda" or not _is_hopper(device):
+        return None
+    shape = _shape(*weight.values.shape, padded(len(x)), False, num_sms(device), 1) if len(x) <= MOST_ROWS else None
+    if shape is not None:
+        return few_rows(values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
+    if values.dtype == torch.int8:
+        return gemm_hopper(values, weight.values, followed_by, residual, x.scale, weight.scale)
+    return None
 
 
-def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor:
-    return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)
+_shape = lru_cache(few_rows_shape)
 
 
 def _product(x: Quantized, weight: Quantized) -> Tensor:

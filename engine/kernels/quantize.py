@@ -13,7 +13,7 @@ from engine.kernels.norm import row_threads, rows_a_block
 
 # Rows that are rotated: an outlier costs the others of its block less of their bits (docs/decisions/023).
 _ROTATED = torch.int8
-_LARGEST_BLOCK = 128
+_BLOCK = 16
 _STEP_BYTES = 64 << 20  # of what converting a matrix takes at a time
 
 
@@ -39,6 +39,7 @@ def quantize(
     norm: Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
+    pending: Tensor | None = None,
 ) -> Quantized:
     """Rows in 8 bits.
 
@@ -47,22 +48,24 @@ def quantize(
             which silu(gate) * up is taken. One that is in 8 bits already is given back.
         dtype: torch.float8_e4m3fn or torch.int8.
         norm: [K], the weight of an RMSNorm that comes first.
+        pending: [M, K], added to x before all, in place.
     """
     if isinstance(x, Quantized):
         return x
     if not runs_on(x):
-        return Quantized(*reference.quantize(x, dtype, rotation(x.shape[1] >> gated, dtype), norm, eps, gated))
+        x = x if pending is None else x.add_(pending)
+        return Quantized(*reference.quantize(x, dtype, rotation(dtype), norm, eps, gated))
     num_rows, width = len(x), x.shape[1] >> gated
     values = torch.empty(num_rows, width, dtype=dtype, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
-    kernel = _kernel(width, x.dtype, x.device, dtype, norm is not None, gated)
-    kernel(-(-num_rows // rows_a_block(width)), x, norm, values, scale, num_rows, x.stride(0), np.float32(eps))
+    kernel = _kernel(width, x.dtype, x.device, dtype, norm is not None, gated, pending is not None)
+    kernel(-(-num_rows // rows_a_block(width)), x, pending, norm, values, scale, num_rows, x.stride(0), np.float32(eps))
     return Quantized(values, scale)
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype) -> Quantized:
     """A matrix [N, K], any float dtype, in 8 bits: a scale for each row, which is a column of what it gives."""
-    block = rotation(weight.shape[1], dtype)
+    block = rotation(dtype)
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     step = max(1, _STEP_BYTES // (4 * weight.shape[1]))
@@ -72,18 +75,22 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype) -> Quantized:
     return Quantized(values, scale)
 
 
-def rotation(columns: int, dtype: torch.dtype) -> int:
-    """How many neighbouring columns are rotated among each other; 0 where none are."""
-    return min(_LARGEST_BLOCK, columns & -columns) if dtype == _ROTATED else 0
+def rotation(dtype: torch.dtype) -> int:
+    """How many neighbouring columns are rotated among each other; 0: none are."""
+    return _BLOCK if dtype == _ROTATED else 0
 
 
 @cache
-def _kernel(width: int, x: torch.dtype, device: torch.device, dtype: torch.dtype, norm: bool, gated: bool) -> Kernel:
+def _kernel(
+    width: int, x: torch.dtype, device: torch.device, dtype: torch.dtype, norm: bool, gated: bool, pending: bool
+) -> Kernel:
     threads = row_threads(width) * rows_a_block(width)
-    return Kernel("quantize", "quantize", quantize_defines(width, x, dtype, norm, gated), device, threads)
+    return Kernel("quantize", "quantize", quantize_defines(width, x, dtype, norm, gated, pending), device, threads)
 
 
-def quantize_defines(width: int, x: torch.dtype, dtype: torch.dtype, norm: bool, gated: bool) -> dict[str, int]:
+def quantize_defines(
+    width: int, x: torch.dtype, dtype: torch.dtype, norm: bool = False, gated: bool = False, pending: bool = False
+) -> dict[str, int]:
     assert width % 8 == 0, "rows are read eight values at a time"
     return {
         "C": width,
@@ -91,7 +98,8 @@ def quantize_defines(width: int, x: torch.dtype, dtype: torch.dtype, norm: bool,
         "ROWS": rows_a_block(width),
         "NORM": int(norm),
         "GATED": int(gated),
+        "PENDING": int(pending),
         "INT8": int(dtype == torch.int8),
-        "BLOCK": rotation(width, dtype),
+        "BLOCK": rotation(dtype),
         "HALF": half(x),
     }

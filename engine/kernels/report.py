@@ -113,6 +113,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     for kind in (each for each, least in LEAST_CAPABILITY.items() if capability >= least):
         for width in (384, 1024, 4096):
             yield _quantize(width, dtype, kind, norm=True)
+            yield _quantize(width, dtype, kind, norm=True, pending=True)
         for width in (3072, 9728, 12288):
             yield _quantize(width, dtype, kind, gated=True)
     for heads in (16, 32, 40):
@@ -196,9 +197,11 @@ def _gemm_hopper(operands: int, followed_by: FollowedBy) -> Variant:
     return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by), SHARED_BYTES, FEATURES)
 
 
-def _quantize(width: int, dtype: torch.dtype, kind: torch.dtype, norm: bool = False, gated: bool = False) -> Variant:
-    label = f"C {width} in {str(kind).removeprefix('torch.')}{', norm' * norm}{', SwiGLU' * gated}"
-    return Variant("quantize", label, quantize_defines(width, dtype, kind, norm, gated))
+def _quantize(
+    width: int, dtype: torch.dtype, kind: torch.dtype, norm: bool = False, gated: bool = False, pending: bool = False
+) -> Variant:
+    label = f"C {width} in {str(kind).removeprefix('torch.')}{', sum' * pending}{', norm' * norm}{', SwiGLU' * gated}"
+    return Variant("quantize", label, quantize_defines(width, dtype, kind, norm, gated, pending))
 
 
 def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape) -> Variant:

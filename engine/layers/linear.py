@@ -21,6 +21,8 @@ from engine.kernels import Matrix, Quantized
 from engine.layers.norm import RMSNorm
 from engine.weights import Tensors
 
+Sum = tuple[Tensor, Tensor | None]  # a residual stream [T, C], and what is still to be added to it
+
 
 class Linear:
     """[T, K] -> [T, N]. `gelu` adds exact GeLU; a layer has GeLU or takes a residual, never both."""
@@ -37,11 +39,15 @@ class Linear:
         weight = checkpoint.layer(checkpoint.take(f"{name}.weight", rows, columns))
         return cls(weight, checkpoint.take(f"{name}.bias", rows) if biased else None, gelu)
 
-    def __call__(self, x: Matrix, residual: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """`residual` [T, N] is added to the result, and may be overwritten with it. With `norm`, x is normalised first."""
+    def __call__(
+        self, x: Matrix, residual: Tensor | None = None, norm: RMSNorm | None = None, pending: Tensor | None = None
+    ) -> Tensor:
+        """`residual` [T, N] is added to the result, and may be overwritten with it. With `norm`, x is normalised first, after
+        what is still `pending` (`onto`) has been added to it."""
         if isinstance(self.weight, Quantized):
-            return self._eight_bits(x, residual, norm)
+            return self._eight_bits(x, residual, norm, pending)
         assert isinstance(x, Tensor)
+        assert pending is None
         if x.is_cuda and self.bias is None and not self.gelu and residual is None:
             around = () if norm is None else (norm.weight, norm.eps)
             return kernels.linear(x, self.weight, *around)
@@ -52,7 +58,8 @@ class Linear:
         if not x.is_cuda:
             return linear_reference(x, self.weight, self.bias, self.gelu, residual)
         if residual is not None:
-            return self.add_to(residual, x) if self.bias is None else self.add_to(residual, x).add_(self.bias)
+            y = kernels.linear_add(x, self.weight, residual)
+            return y if self.bias is None else y.add_(self.bias)
         if self.gelu:
             if self.bias is None:
                 return cast(Tensor, torch.ops.aten.gelu_(torch.mm(x, self.weight.t())))
@@ -61,15 +68,24 @@ class Linear:
             return kernels.gelu(torch.mm(x, self.weight.t()), self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, residual: Tensor, x: Matrix) -> Tensor:
-        """residual += x W^T, in place, without the bias. On a GPU, for a norm that adds the bias as it reads the row."""
-        return kernels.linear_add(x, self.weight, residual)
+    def onto(self, residual: Tensor, x: Matrix) -> Sum:
+        """residual + x W^T, [T, N], `residual` perhaps overwritten, and None; or `residual` and what the norm behind is to add,
+        as it reads the sum anyway."""
+        if not isinstance(self.weight, Quantized):
+            return self(x, residual=residual), None
+        assert self.bias is None
+        return residual, self.add_to(residual, x)
 
-    def _eight_bits(self, x: Matrix, residual: Tensor | None, norm: RMSNorm | None) -> Tensor:
+    def add_to(self, residual: Tensor, x: Matrix) -> Tensor | None:
+        """residual += x W^T, in place, without the bias; or what is still to be added. On a GPU, for a norm that adds both."""
+        return kernels.linear_onto(x, self.weight, residual)
+
+    def _eight_bits(self, x: Matrix, residual: Tensor | None, norm: RMSNorm | None, pending: Tensor | None) -> Tensor:
         if residual is not None:
-            y = self.add_to(residual, x)
+            y = kernels.linear_add(x, self.weight, residual)
         else:
-            y = kernels.linear(x, self.weight, *(() if norm is None else (norm.weight, norm.eps)))
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            y = kernels.linear(x, self.weight, weight, eps, pending)
         if not self.gelu:
             return y if self.bias is None else y.add_(self.bias)
         return cast(Tensor, torch.ops.aten.gelu_(y)) if self.bias is None else kernels.gelu(y, self.bias)

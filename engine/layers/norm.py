@@ -19,9 +19,10 @@ class LayerNorm:
         weight = checkpoint.take(f"{name}.weight", width)
         return cls(weight, checkpoint.take(f"{name}.bias", width) if biased else torch.zeros_like(weight), eps)
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[T, C] -> [T, C], dtype kept. `bias` [C] is added to x first: one that the linear layer before left over."""
-        return kernels.layer_norm(x, self.weight, self.shift, self.eps, bias)
+    def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        """[T, C] -> [T, C], dtype kept. `bias` [C] and `residual` [T, C] are added to x first: what the linear layer before
+        left over."""
+        return kernels.layer_norm(x, self.weight, self.shift, self.eps, bias, residual)
 
 
 class RMSNorm:

@@ -66,7 +66,10 @@ def add_types(embedded: Tensor, batch: PackedBatch, types: Tensor | None) -> Ten
 def add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
     """norm(linear(x) + residual); `residual` may be overwritten. On a GPU the norm adds the bias: it reads the row anyway."""
     if x.is_cuda:
-        return norm(linear.add_to(residual, x), bias=linear.bias)
+        pending = linear.add_to(residual, x)
+        if pending is None:
+            return norm(residual, bias=linear.bias)
+        return norm(pending, bias=linear.bias, residual=residual)
     return norm(linear(x, residual=residual))
 
 

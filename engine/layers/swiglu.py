@@ -22,8 +22,8 @@ class SwiGLU:
         self.in_turn = runs_on(gate_up)
         self.gate_up = Linear(checkpoint.layer(kernels.interleaved(gate_up) if self.in_turn else gate_up))
 
-    def __call__(self, x: Tensor, norm: RMSNorm) -> Matrix:
-        """[T, K] -> [T, I]; x is normalised first."""
+    def __call__(self, x: Tensor, norm: RMSNorm, pending: Tensor | None = None) -> Matrix:
+        """[T, K] -> [T, I]; x is normalised first, after what is `pending` has been added to it (`Linear.onto`)."""
         if self.in_turn:
-            return kernels.linear_swiglu(x, self.gate_up.weight, norm.weight, norm.eps)
-        return kernels.swiglu(self.gate_up(x, norm=norm))
+            return kernels.linear_swiglu(x, self.gate_up.weight, norm.weight, norm.eps, pending)
+        return kernels.swiglu(self.gate_up(x, norm=norm, pending=pending))

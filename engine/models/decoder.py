@@ -11,7 +11,7 @@ from engine.batch import PackedBatch
 from engine.errors import ModelError
 from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, Sum
 from engine.layers.norm import RMSNorm
 from engine.layers.swiglu import SwiGLU
 from engine.model_config import HeadConfig, Keys, ModelConfig, is_causal, rope_theta
@@ -126,12 +126,13 @@ class Decoder(Model):
         self.shares_prefixes = config.causal and self.windows == {None}
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = kernels.embed(batch.token_ids, batch.bounds, self.embed_tokens)  # [T, C]
+        hidden, pending = kernels.embed(batch.token_ids, batch.bounds, self.embed_tokens), None  # [T, C]
         attention = {window: Attention(batch, self.heads, self.causal, window) for window in self.windows}
         for layer in self.layers[:-1]:
-            hidden = layer.forward(hidden, batch, attention[layer.window])
+            hidden, pending = layer.forward(hidden, pending, batch, attention[layer.window])
         last = self.layers[-1]
-        return self.norm(last.forward(hidden, batch, attention[last.window], pooled_only))
+        hidden, pending = last.forward(hidden, pending, batch, attention[last.window], pooled_only)
+        return self.norm(hidden) if pending is None else self.norm(pending, residual=hidden)
 
 
 class Mixing:
@@ -150,9 +151,11 @@ class Mixing:
             self.q_norm, self.k_norm = norm(f"{name}self_attn.q_norm", d), norm(f"{name}self_attn.k_norm", d)
         self.n_heads, self.head_dim, self.angles = heads, d, angles
 
-    def __call__(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
-        """[T, C] -> [T, H D]. On return, Q, K and V are given back."""
-        qkv = self.qkv(hidden, norm=self.input_norm).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
+    def __call__(
+        self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool, pending: Tensor | None = None
+    ) -> Tensor:
+        """[T, C] -> [T, H D]; what is `pending` is added to `hidden` first. On return, Q, K and V are given back."""
+        qkv = self.qkv(hidden, norm=self.input_norm, pending=pending).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
         if self.qk_norm:
             q_norm, k_norm = self.q_norm, self.k_norm
             kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.bounds, q_norm.eps, self.n_heads)
@@ -173,12 +176,15 @@ class _Layer:
         self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
         self.window = config.layer_window(index)
 
-    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
-        hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
-        return self.down(self.swiglu(hidden, self.mlp_norm), residual=hidden)
+    def forward(
+        self, hidden: Tensor, pending: Tensor | None, batch: PackedBatch, attention: Attention, pooled_only: bool = False
+    ) -> Sum:
+        hidden, pending = self._attend(hidden, pending, batch, attention, pooled_only)  # on return, nothing of it is held
+        gated = self.swiglu(hidden, self.mlp_norm, pending)
+        return self.down.onto(hidden, gated)
 
-    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
-        mixed = self.mix(hidden, batch, attention, pooled_only)  # [T, H D]
+    def _attend(self, hidden: Tensor, pending: Tensor | None, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Sum:
+        mixed = self.mix(hidden, batch, attention, pooled_only, pending)  # [T, H D]
         if pooled_only:
             mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, ...]
-        return self.out(mixed, residual=hidden)
+        return self.out.onto(hidden, mixed)

@@ -102,14 +102,17 @@ class _Layer:
         self.output_norm = norm(f"{name}post_feedforward_layernorm", c)
         self.window = config.layer_window(index)
 
-    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, pending: None, batch: PackedBatch, attention: Attention, pooled_only: bool = False
+    ) -> tuple[Tensor, None]:
+        """Nothing is ever pending: a norm stands between each product and the sum."""
         mixed = self.mix(hidden, batch, attention, pooled_only)  # [T, H D]
         if pooled_only:
             mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, ...]
         mixed = self.mixed_norm(self.out(mixed))  # [T, C]
         mixed = self.mlp_norm(mixed, residual=hidden)  # hidden is the sum from here on
         mixed = self.gate_up(mixed)
-        return hidden.add_(self.output_norm(self.down(kernels.geglu(mixed, tanh=True))))
+        return hidden.add_(self.output_norm(self.down(kernels.geglu(mixed, tanh=True)))), None
 
 
 def _rope_thetas(keys: Keys) -> tuple[float, float]:

@@ -105,8 +105,8 @@ def main() -> None:
     notes = [
         "TFLOP/s, 2 M N K over the time of the product and what follows it; "
         f"torch.mm of 8192 x 8192 bf16 matrices: {gemm / 1e12:,.0f}",
-        "what follows, beside cuBLAS: the sum that its accumulator begins with, and our SwiGLU kernel; in e4m3 torch's addition, and our kernel that takes SwiGLU's result to 8 bits; beside ours one that "
-        "takes it there",
+        "what follows, beside cuBLAS: the sum that its accumulator begins with, and our SwiGLU kernel; in e4m3 torch's addition, "
+        "and our kernel that takes SwiGLU and its result to 8 bits; beside ours the one that takes the result there",
         "int8: cuBLAS gives whole numbers, without scales or what follows",
     ]
     write("kernels_gemm", "python -m loadtests.kernels.gemm", tables, notes)

@@ -59,6 +59,17 @@ def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @in_8_bits
 @row_counts
 @shapes
+def test_linear_onto(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, w = operands(m, n, k, dtype)
+    weight, residual = quantize_weight(w, dtype), torch.randn(m, n, device=DEVICE).bfloat16()
+    exact = residual.double() + wide(quantize(x, dtype)) @ wide(weight).t()
+    pending = kernels.linear_onto(x, weight, residual)
+    assert_close(residual if pending is None else residual + pending, exact, dtype)
+
+
+@in_8_bits
+@row_counts
+@shapes
 def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     """In 8 bits again: of the largest of its row, int8 keeps 1 / 254, e4m3 1 / 16."""
     x, w = operands(m, 2 * n, k, dtype)
@@ -67,7 +78,7 @@ def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
         found = kernels.linear_swiglu(x, weight)
     gate, up = (wide(quantize(x, dtype)) @ wide(quantize_weight(w, dtype)).t()).chunk(2, dim=1)
     exact = F.silu(gate) * up
-    if block := rotation(n, dtype):
+    if block := rotation(dtype):
         exact = (exact.view(m, -1, block) @ hadamard(block, DEVICE).double()).flatten(1)
     assert isinstance(found, Quantized)
     most = exact.abs().amax(1, keepdim=True)

@@ -19,7 +19,7 @@ shapes = pytest.mark.parametrize(("m", "k"), SHAPES)
 
 
 def rotated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    block = rotation(x.shape[1], dtype)
+    block = rotation(dtype)
     return (x.view(len(x), -1, block) @ hadamard(block, x.device).to(x.dtype)).flatten(1) if block else x
 
 
@@ -56,6 +56,18 @@ def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
     with poisoned():
         found = quantize(x, dtype, weight, EPS)
     assert_within_half_a_step(found, rms_norm_exact(x, weight))
+
+
+@in_8_bits
+@shapes
+def test_what_is_pending_is_added_first(m: int, k: int, dtype: torch.dtype) -> None:
+    x, pending = (torch.randn(m, k, device=DEVICE).bfloat16() for _ in range(2))
+    weight = (1 + torch.randn(k, device=DEVICE) / 4).bfloat16()
+    total, before = x.double() + pending.double(), x.double()
+    with poisoned():
+        found = quantize(x, dtype, weight, EPS, pending=pending)
+    assert_within_half_a_step(found, rms_norm_exact(total, weight))
+    assert torch.equal(x, (before + pending.double()).bfloat16())
 
 
 @in_8_bits

@@ -1,6 +1,8 @@
 // y = x W^T for up to 32 rows, with RMSNorm before it and what follows it, for sm_90 and later: W streams by, once, at the
-// memory's rate. bf16; sums in fp32.
-//   x: tensor map of [M, K], ROWS rows and 64 columns a box; w: of [N, K], BLOCK_N rows and 64 columns a box; norm [K]; y [M, N].
+// memory's rate. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out.
+//   x: tensor map of [M, K], ROWS rows and 128 bytes a box; w: of [N, K], BLOCK_N rows and 128 bytes a box; norm [K]; y [M, N].
+//   OPERANDS 0 bf16, 2 e4m3, 3 int8. Of the last two, without a norm: row_scale float [M], column_scale float [N], what a row of x
+//   and of W was divided by.
 //   NORM: x's rows are normalised: x is multiplied by norm, and the row's root mean square divides the sums.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up, where W's rows are eight of the
 //   gate's and eight of the other's in turn.
@@ -9,19 +11,23 @@
 // of STAGES boxes of either that a warp of its own fetches by TMA. Weights depend on nothing: the ring fills with them while the
 // kernel before this one still runs, and until that has ended nothing else is read. Eight warps multiply, W's rows being the tall
 // operand of m16n8k16: four take 16 columns of a box each, times two for its rows. What they have summed is added up in shared
-// memory; each block then sends every other the sums of the rows of x that one finishes.
+// memory; each block then sends every other the sums of the rows of x that one finishes. In int8 all is the same but for
+// m16n8k32, whose operands lie in registers as m16n8k16's of 16 bits do. Hopper has no such instruction for e4m3: it becomes fp16, which
+// holds all of it, the columns in another order, but the same one of x and of W.
 //
-// Floor: 2 N K bytes.
+// Floor: N K values of W.
 // Tried: W from global memory into registers, a block for 16 rows of W and all of K: for 16 rows of x it reads as much of x as
 // of W, and is slower than cuBLAS from K = 2,560 on.
-constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / 64;
+constexpr int COLUMNS = OPERANDS >= 2 ? 128 : 64;  // of a box
+constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / COLUMNS;
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
 constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // of W's rows, times 16, for each half of the warps; the second may have one less
 constexpr int TILES = ROWS / 8;       // of x's rows
 constexpr int EACH = ROWS / SPLIT;    // rows of x that a block finishes
 constexpr int PITCH = BLOCK_N + 4;    // floats; off the banks of the row before
 constexpr u32 BOX = BLOCK_N * 128, X_BOX = ROWS * 128;
-static_assert(K % (SPLIT * 64) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
+static_assert(K % (SPLIT * COLUMNS) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
+static_assert(OPERANDS < 2 || !NORM, "rows in 8 bits were normalised before");
 
 // Behind W's boxes and x's:
 struct alignas(16) Shared {
@@ -31,6 +37,45 @@ struct alignas(16) Shared {
     float part_squares[4][ROWS], squares[SPLIT][ROWS];  // of this block's columns, of all
     u64 full[STAGES], empty[STAGES], inbox_full[2], squares_full;
 };
+
+constexpr int WORDS = OPERANDS == 2 ? 8 : 4;  // of a lane's part of an operand
+#if OPERANDS == 3
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+// [16 x COLUMNS / 4] of W times [8 x COLUMNS / 4] of x.
+__device__ __forceinline__ void multiply(Sum (&c)[4], const u32 (&a)[WORDS], const u32 (&b)[WORDS / 2]) {
+#if OPERANDS == 3
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#elif OPERANDS == 2
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a[4 * i]), "r"(a[4 * i + 2]), "r"(a[4 * i + 1]), "r"(a[4 * i + 3]), "r"(b[2 * i]), "r"(b[2 * i + 1]));
+#else
+    mma(c, a, b[0], b[1]);
+#endif
+}
+
+// What `ldmatrix` gave, as `multiply` takes it: in e4m3 each word becomes two.
+template <int COUNT>
+__device__ __forceinline__ void widen(const u32* from, u32 (&to)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+#if OPERANDS == 2
+        if (i % 2 == 0)
+            asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+                : "=r"(to[i]), "=r"(to[i + 1])
+                : "r"(from[i / 2]));
+#else
+        to[i] = from[i];
+#endif
+    }
+}
 
 // In a box: 16 bytes of a row, where TMA's swizzle has put them.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
@@ -63,12 +108,12 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
 }
 __device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 2)
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, OPERANDS == 2 && TALL * TILES >= 12 ? 1 : 2)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
 few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* __restrict__ norm, u16* __restrict__ y,
-         i64 m_, i64 n_, i64 y_stride, float eps) {
+         const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 y_stride, float eps) {
     extern __shared__ __align__(1024) unsigned char boxes[];
     unsigned char* const x_boxes = boxes + STAGES * BOX;
     Shared& shared = *reinterpret_cast<Shared*>(x_boxes + STAGES * X_BOX);
@@ -97,11 +142,11 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             auto fetch_w = [&](int step) {
                 wait(shared.empty[ring.stage], ring.parity);
                 arrive_expecting(shared.full[ring.stage], BOX + X_BOX);
-                fetch(address(boxes) + ring.stage * BOX, w, first_column + step % CHUNKS * 64, (first + step / CHUNKS * stride) * BLOCK_N,
-                      shared.full[ring.stage]);
+                fetch(address(boxes) + ring.stage * BOX, w, first_column + step % CHUNKS * COLUMNS,
+                      (first + step / CHUNKS * stride) * BLOCK_N, shared.full[ring.stage]);
             };
             auto fetch_x = [&](int stage, int step) {
-                fetch(address(x_boxes) + stage * X_BOX, x, first_column + step % CHUNKS * 64, 0, shared.full[stage]);
+                fetch(address(x_boxes) + stage * X_BOX, x, first_column + step % CHUNKS * COLUMNS, 0, shared.full[stage]);
             };
             const int ahead = min(STAGES, steps);
             for (int step = 0; step < ahead; ++step) {
@@ -135,7 +180,8 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         Ring<STAGES> ring{0, 0};
         int turn = 0;
         for (int tile = first; tile < tiles; tile += stride, ++turn) {
-            float sums[TALL][TILES][4] = {}, squares[TILES] = {};
+            Sum sums[TALL][TILES][4] = {};
+            float squares[TILES] = {};
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                 wait(shared.full[ring.stage], ring.parity);
                 const u32 x_box = ring.stage * X_BOX;
@@ -159,11 +205,17 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         its[2 * t + 1] = times(its[2 * t + 1], far);
                     }
                 }
+                u32 wide_x[TILES][WORDS / 2];
 #pragma unroll
-                for (int i = 0; i < TALL; ++i)
+                for (int t = 0; t < TILES; ++t) widen(its + 2 * t, wide_x[t]);
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-                        if (is_mine(i)) mma(sums[i][t], rows[i], its[2 * t], its[2 * t + 1]);
+                for (int i = 0; i < TALL; ++i) {
+                    if (!is_mine(i)) continue;
+                    u32 wide_w[WORDS];
+                    widen(rows[i], wide_w);
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) multiply(sums[i][t], wide_w, wide_x[t]);
+                }
             }
 
             if (turn > 0) named_sync(1, MULTIPLIERS);  // the sums before have been read
@@ -173,7 +225,8 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 for (int t = 0; t < TILES; ++t)
 #pragma unroll
                     for (int e = 0; e < 4 && is_mine(i); ++e)
-                        shared.partial[part][t * 8 + lane % 4 * 2 + e % 2][(half * TALL + i) * 16 + lane / 4 + e / 2 * 8] = sums[i][t][e];
+                        shared.partial[part][t * 8 + lane % 4 * 2 + e % 2][(half * TALL + i) * 16 + lane / 4 + e / 2 * 8] =
+                            static_cast<float>(sums[i][t][e]);
             if (NORM && turn == 0 && half == 0) {
 #pragma unroll
                 for (int t = 0; t < TILES; ++t) {
@@ -214,7 +267,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             for (int i = threadIdx.x; i < EACH * PAIRS; i += MULTIPLIERS) {
                 const int mine = i / PAIRS, row = rank * EACH + mine, column = i % PAIRS * 2;
                 if (row >= m) break;
-                float scale = 1.f;
+                float scale = OPERANDS >= 2 ? row_scale[row] : 1.f;
                 if (NORM) {
                     float sum = 0.f;
 #pragma unroll
@@ -225,6 +278,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     float sum = 0.f;
 #pragma unroll
                     for (int b = 0; b < SPLIT; ++b) sum += shared.inbox[turn % 2][b][mine][at];
+                    if (OPERANDS >= 2) sum *= column_scale[tile * BLOCK_N + at];
                     return sum * scale;
                 };
                 u32* const to = reinterpret_cast<u32*>(y + row * y_stride + tile * PAIRS * 2 + column);
