@@ -16,7 +16,7 @@ from cluster.catalogue import hub_id, known_model
 from cluster.files import ClusterError, read_yaml
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
-from cluster.throughput import estimated_tokens_per_s, has_bf16, is_known
+from cluster.throughput import Basis, Rate, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
@@ -58,7 +58,7 @@ class ModelEntry(BaseModel):
     trust_remote_code: bool = False
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured, by node class
+    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
@@ -113,6 +113,7 @@ class Assigned:
     needs_bytes: int
     capacity: int
     tokens_per_s: float
+    basis: Basis  # of tokens_per_s
     required: bool
     why: str
 
@@ -192,27 +193,27 @@ class Plan:
                 raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
         self.demands = {entry.name: self._demand(entry) for entry in file.models}
+        self.rates = {
+            (name, each): self._rate(self.entries[name], each)
+            for name, demand in self.demands.items()
+            for each in demand.bytes_on
+        }
         self.placement: Placement = place(list(self.demands.values()), self.slots)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
         """Bytes of one replica there. `changes` are fields of the model's entry to imagine otherwise."""
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
-    def tokens_per_s(self, name: str, node_class: str) -> float:
-        """As measured, by what the model's entry says, or else estimated."""
-        return self._rate(self.entries[name], node_class)
-
-    def is_measured(self, name: str, node_class: str) -> bool:
-        return node_class in self.entries[name].tokens_per_s
-
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
         config = _shortened(self.shapes[entry.name], entry.max_input_tokens)
         return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
 
-    def _rate(self, entry: ModelEntry, node_class: str) -> float:
+    def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
+        """As the model's entry gives it, or else by the best that is known."""
+        if node_class in entry.tokens_per_s:
+            return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
-        itemsize = _dtype_on(entry, node, config).itemsize
-        return entry.tokens_per_s.get(node_class) or estimated_tokens_per_s(config, node, itemsize)
+        return tokens_per_s(config, _dtype_on(entry, node, config), node)
 
     @cached_property
     def assigned(self) -> tuple[Assigned, ...]:
@@ -227,7 +228,7 @@ class Plan:
                     slot.index if node.cards else None,
                     self.demands[each.model].bytes_on[slot.node_class],
                     slot.capacity,
-                    self.demands[each.model].tokens_per_s[slot.node_class],
+                    *self.rates[each.model, slot.node_class],
                     each.required,
                     self._why(each.model, slot),
                 )
@@ -255,7 +256,7 @@ class Plan:
         return Demand(
             entry.name,
             {each: self._footprint(entry, self.classes[each]).total for each in classes},
-            {each: self._rate(entry, each) for each in classes},
+            {each: self._rate(entry, each).tokens_per_s for each in classes},
             entry.min_replicas,
             entry.most_replicas,
             None if entry.nodes is None else frozenset(entry.nodes),
@@ -276,7 +277,7 @@ class Plan:
             max(1e-4, int(share * 1e4) / 1e4) if node.cards else 0.0,
             0.5 if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),
-            self.tokens_per_s(name, node_class),
+            self.rates[name, node_class].tokens_per_s,
         )
 
     def _why(self, name: str, slot: Slot) -> str:
