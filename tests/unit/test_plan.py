@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from cluster import plan_report
 from cluster.catalogue import CATALOGUE
 from cluster.files import ClusterError
-from cluster.nodes import GIB, Card, Node, load_nodes
+from cluster.nodes import CARD_RESERVE, GIB, Card, Node, load_nodes
 from cluster.plan import ModelEntry, ModelsFile, Plan, load_models
 from engine.errors import EmberError, ModelError
 from serve_app.cli import cli
@@ -46,6 +46,7 @@ def rtx_5080(name: str = "pc1", gib: float = 15.9) -> Node:
 
 SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
 H200 = Node("big", "amd64", 999 * GIB, 64, (Card("NVIDIA H200", 140 * GIB),) * 8)
+A100 = Node("a", "amd64", 64 * GIB, 8, (Card("NVIDIA A100-SXM4-80GB", 80 * GIB),))
 CPU = Node("old", "amd64", 64 * GIB, 16)
 UNKNOWN = Node("rx", "amd64", 64 * GIB, 8, (Card("Some [GPU]", 24 * GIB),))
 MIXED = (SPARK, rtx_5080(), rtx_5080("pc2"), H200, CPU, UNKNOWN)
@@ -219,6 +220,16 @@ UNPLACED = {
         "another node",  # with shorter inputs it would be there, and lite not
     ),
     "cores": (planned([CPU], entry(min_replicas=5, dtype="bf16")), "min_replicas: 4"),
+    "8 bits": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-8B")), "dtype: float8"),
+    "8 bits before float8": (
+        planned(
+            [replace(A100, cards=(Card("NVIDIA GeForce RTX 3090", int(15.9 * GIB)),))], entry(model="Qwen/Qwen3-Embedding-8B")
+        ),
+        "dtype: int8",
+    ),
+    "float8": (planned([A100, CPU], entry(dtype="float8")), "dtype: bfloat16"),
+    "float8 elsewhere": (planned([A100, CPU], entry(model="intfloat/e5-mistral-7b-instruct", dtype="float8")), "8.9 or later"),
+    "int8": (planned([CPU], entry(dtype="int8", nodes=["old"])), "named in its nodes"),
     "float16": (planned([CPU], entry(model="BAAI/bge-base-en-v1.5", dtype="fp16")), "dtype: bfloat16"),
 }
 
@@ -241,12 +252,36 @@ def test_ways_out_are_true(case: str) -> None:
         ("crowded", ["needs 11.4 GiB", "pc1:0 has 4.2 GiB of 15.6 GiB left"]),
         ("cores", ["4 cores", "all are taken"]),
         ("float16", ["float16 does not run on a CPU"]),
+        ("float8", ["float8", "capability 8.9 or later, which a100-sxm4-80gb-80g-amd64 and cpu-16c-64g-amd64 have not"]),
+        ("int8", ["int8 needs a card of compute capability 8.0 or later, which cpu-16c-64g-amd64 has not"]),
     ],
 )
 def test_why_it_does_not_fit_is_said_with_figures(case: str, parts: list[str]) -> None:
     (unplaced,) = UNPLACED[case][0].unplaced
     for part in parts:
         assert part in unplaced.why
+
+
+def test_8_bits_go_where_they_run() -> None:
+    nodes = [A100, CPU, Node("t", "amd64", 64 * GIB, 8, (Card("Tesla T4", 15 * GIB),)), rtx_5080()]
+    places = {"float8": {PC_CLASS}, "int8": {A100.class_name, PC_CLASS}}
+    for dtype, classes in places.items():
+        plan = planned(nodes, entry(dtype=dtype, max_replicas=9))
+        assert {pool.node_class for pool in plan.pools} == classes
+        assert set(plan.demands["m"].bytes_on) == classes
+
+
+def test_8_bits_are_a_way_out_for_our_engine_alone(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("bert"), tmp_path / "large")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    for backend, is_offered in (("emberforge", True), ("transformers", False)):
+        model = entry(model=str(folder), backend=backend, pooling="mean")
+        needs = planned([H200], model).footprint("m", H200.class_name).total
+        plan = planned([rtx_5080(gib=(needs + CARD_RESERVE - 1) / GIB)], model)
+        assert ("dtype: float8" in plan.unplaced[0].ways_out) == is_offered
 
 
 def test_pins_and_exclusions_that_leave_no_node_are_said() -> None:
