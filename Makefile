@@ -43,6 +43,7 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.elementwise
 	$(BIN)/python -m loadtests.kernels.attention
 	$(BIN)/python -m loadtests.engine
+	$(BIN)/python -m loadtests.predict
 	$(BIN)/python -m loadtests.shared_prefix
 	$(BIN)/python -m loadtests.rerank
 

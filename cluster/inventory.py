@@ -157,9 +157,7 @@ def cards(facts: Facts) -> tuple[Card, ...]:
 
 def capability(facts: Facts) -> tuple[int, int] | None:
     """The compute capability of the node's cards, as in (12, 1); None without a card, or where nobody says."""
-    for nvml, seen in _devices(facts):
-        return seen.capability if seen else nvml.capability if nvml else None
-    return None
+    return next((_capability(nvml, seen) for nvml, seen in _devices(facts)), None)
 
 
 def free_host_bytes() -> int:
@@ -228,15 +226,20 @@ def _card(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> Ca
     else:
         assert seen is not None, "a device nobody saw"
         name, uuid = seen.name, f"GPU-{seen.uuid}"
+    compute = _capability(nvml, seen)
     unified = _unified(nvml, seen, facts)
     if unified is not None:
-        return Card(name, facts.ram_bytes, facts.available_bytes, True, uuid, unified)
+        return Card(name, facts.ram_bytes, facts.available_bytes, True, uuid, unified, compute)
     if nvml is not None and nvml.total_bytes:
-        return Card(name, nvml.total_bytes - nvml.reserved_bytes, nvml.free_bytes, False, uuid, "NVML")
+        return Card(name, nvml.total_bytes - nvml.reserved_bytes, nvml.free_bytes, False, uuid, "NVML", compute)
     if seen is not None:
-        return Card(name, seen.total_bytes, None, False, uuid, "torch")
+        return Card(name, seen.total_bytes, None, False, uuid, "torch", compute)
     error = nvml.error if nvml is not None else None
     raise ClusterError(f"the memory of {name} is unknown (NVML: {error}): install a CUDA build of torch, which can tell")
+
+
+def _capability(nvml: NvmlDevice | None, seen: TorchDevice | None) -> tuple[int, int] | None:
+    return seen.capability if seen else nvml.capability if nvml else None
 
 
 def _unified(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> str | None:

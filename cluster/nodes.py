@@ -39,6 +39,7 @@ class Card:
     unified: bool = False
     uuid: str | None = None
     source: str = "file"  # where the two numbers come from
+    capability: tuple[int, int] | None = None  # compute capability, as in (12, 1); None where nobody asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ from cluster.catalogue import hub_id, known_model
 from cluster.files import ClusterError, read_yaml
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
-from cluster.throughput import estimated_tokens_per_s, has_bf16, is_known
-from engine.devices import DTYPES
+from cluster.throughput import Basis, Rate, capability_of, has_bf16, is_known, tokens_per_s
+from engine.devices import DTYPES, DtypeName
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
 from engine.model_config import Backend, ModelConfig, Pooling
@@ -25,6 +26,8 @@ from engine.model_folder import load_model_config
 from engine.models import family_of
 from serve_app.settings import Dtype, Settings, check_remote_code, pool_name
 
+# The compute capability from which on cards multiply in 8 bits; CPUs do not.
+_CAPABILITIES: dict[str, tuple[int, int]] = {"float8": (8, 9), "int8": (8, 0)}
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
 # Steps of the search behind a way out; the plan itself takes more. And how many replicas all tries of ways out together may
@@ -58,7 +61,7 @@ class ModelEntry(BaseModel):
     trust_remote_code: bool = False
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured, by node class
+    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
@@ -113,6 +116,7 @@ class Assigned:
     needs_bytes: int
     capacity: int
     tokens_per_s: float
+    basis: Basis  # of tokens_per_s
     required: bool
     why: str
 
@@ -192,27 +196,27 @@ class Plan:
                 raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
         self.demands = {entry.name: self._demand(entry) for entry in file.models}
+        self.rates = {
+            (name, each): self._rate(self.entries[name], each)
+            for name, demand in self.demands.items()
+            for each in demand.bytes_on
+        }
         self.placement: Placement = place(list(self.demands.values()), self.slots)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
         """Bytes of one replica there. `changes` are fields of the model's entry to imagine otherwise."""
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
-    def tokens_per_s(self, name: str, node_class: str) -> float:
-        """As measured, by what the model's entry says, or else estimated."""
-        return self._rate(self.entries[name], node_class)
-
-    def is_measured(self, name: str, node_class: str) -> bool:
-        return node_class in self.entries[name].tokens_per_s
-
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
         config = _shortened(self.shapes[entry.name], entry.max_input_tokens)
         return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
 
-    def _rate(self, entry: ModelEntry, node_class: str) -> float:
+    def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
+        """As the model's entry gives it, or else by the best that is known."""
+        if node_class in entry.tokens_per_s:
+            return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
-        itemsize = _dtype_on(entry, node, config).itemsize
-        return entry.tokens_per_s.get(node_class) or estimated_tokens_per_s(config, node, itemsize)
+        return tokens_per_s(config, _dtype_on(entry, node, config), node)
 
     @cached_property
     def assigned(self) -> tuple[Assigned, ...]:
@@ -227,7 +231,7 @@ class Plan:
                     slot.index if node.cards else None,
                     self.demands[each.model].bytes_on[slot.node_class],
                     slot.capacity,
-                    self.demands[each.model].tokens_per_s[slot.node_class],
+                    *self.rates[each.model, slot.node_class],
                     each.required,
                     self._why(each.model, slot),
                 )
@@ -250,12 +254,11 @@ class Plan:
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
     def _demand(self, entry: ModelEntry) -> Demand:
-        # float16 runs on GPUs alone.
-        classes = [name for name, node in self.classes.items() if node.cards or entry.dtype != "float16"]
+        classes = [name for name, node in self.classes.items() if _runs(entry.dtype, node)]
         return Demand(
             entry.name,
             {each: self._footprint(entry, self.classes[each]).total for each in classes},
-            {each: self._rate(entry, each) for each in classes},
+            {each: self._rate(entry, each).tokens_per_s for each in classes},
             entry.min_replicas,
             entry.most_replicas,
             None if entry.nodes is None else frozenset(entry.nodes),
@@ -276,7 +279,7 @@ class Plan:
             max(1e-4, int(share * 1e4) / 1e4) if node.cards else 0.0,
             0.5 if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),
-            self.tokens_per_s(name, node_class),
+            self.rates[name, node_class].tokens_per_s,
         )
 
     def _why(self, name: str, slot: Slot) -> str:
@@ -299,7 +302,8 @@ class Plan:
         allowed = [slot for slot in self.slots if _may(self.entries[name], slot.node)]
         possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]
         if not possible:
-            return "float16 does not run on a CPU" if allowed else "its pins and exclusions leave no node"
+            classes = sorted({slot.node_class for slot in allowed})
+            return _cannot_run(self.entries[name].dtype, classes) if classes else "its pins and exclusions leave no node"
         used: Counter[Slot] = Counter()
         for each in self.placement.replicas:
             used[each.slot] += self.demands[each.model].bytes_on[each.slot.node_class]
@@ -321,11 +325,19 @@ class Plan:
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
         """What would place all of this model and leave nothing else out: the smallest change of each kind, each tried."""
-        found = []
+        smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
+        found = [f"dtype: {each}" for each in islice(smaller, 1)]
         for kind in self._changes(name):
             if kind and self._would_fit(name, kind[-1][1]):  # where the largest change is not enough, none is
                 found.append(next(text for text, changes in kind if changes is kind[-1][1] or self._would_fit(name, changes)))
         return (*found, self._another_node(name))
+
+    def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
+        """To try instead of the model's own, the most exact first; int8 only for cards without float8."""
+        if self.entries[name].backend != "emberforge":
+            return ("bfloat16",)
+        lacks_float8 = any(_runs("int8", node) and not _runs("float8", node) for node in self.classes.values())
+        return ("bfloat16", "float8", "int8") if lacks_float8 else ("bfloat16", "float8")
 
     def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
         """Changes of the model's entry to try, by kind, smallest first; each as the operator would write it."""
@@ -339,7 +351,7 @@ class Plan:
             if tokens < max(longest, budget)
         ]  # fmt: skip
         fewer = entry.min_replicas - self.placement.missing.get(name, 0)
-        kinds: list[list[dict[str, Any]]] = [[{"dtype": "bfloat16"}], shorter, [{"min_replicas": fewer}] if fewer else []]
+        kinds: list[list[dict[str, Any]]] = [shorter, [{"min_replicas": fewer}] if fewer else []]
         texts = [[(" and ".join(f"{key}: {value}" for key, value in each.items()), each) for each in kind] for kind in kinds]
         if entry.nodes is not None or entry.not_nodes:
             texts.append([("no nodes and not_nodes", {"nodes": None, "not_nodes": ()})])
@@ -362,7 +374,8 @@ class Plan:
         card = _gib_up(footprint(config, dtype, "gpu", entry.max_batch_tokens).total + CARD_RESERVE)
         count = self.placement.missing.get(name, 0)
         more = f"{count} more nodes, each with" if count > 1 else "another node with"
-        return f"{more} a card of {card} or more{', named in its nodes' if entry.nodes is not None else ''}"
+        needs = f" and compute capability {_capability(entry.dtype)} or later" if entry.dtype in _CAPABILITIES else ""
+        return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
     def serve_config(self) -> dict[str, Any]:
         """The Serve config of the plan: a pool a model and class, and the gateway in front, as plain data for YAML.
@@ -486,6 +499,26 @@ def _places(node: Node) -> int:
 
 def _kind(node: Node) -> MemoryKind:
     return "cpu" if not node.cards else "unified" if node.cards[0].unified else "gpu"
+
+
+def _runs(dtype: Dtype, node: Node) -> bool:
+    """Whether a model of that dtype can run there at all."""
+    if dtype == "float16":
+        return bool(node.cards)
+    return (capability_of(node) or (0, 0)) >= _CAPABILITIES.get(dtype, (0, 0))
+
+
+def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
+    if dtype == "float16":
+        return "float16 does not run on a CPU"
+    names = [*classes[:3], *([f"{len(classes) - 3} more"] if classes[3:] else [])]
+    there = f"{', '.join(names[:-1])} and {names[-1]} have" if names[1:] else f"{names[0]} has"
+    return f"{dtype} needs a card of compute capability {_capability(dtype)} or later, which {there} not"
+
+
+def _capability(dtype: Dtype) -> str:
+    major, minor = _CAPABILITIES[dtype]
+    return f"{major}.{minor}"
 
 
 def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype:

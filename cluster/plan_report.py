@@ -11,11 +11,19 @@ from rich.text import Text
 
 from cluster.nodes import GIB
 from cluster.plan import Assigned, Plan, Unplaced
+from cluster.throughput import Basis
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
 # Every node must have been started with `emberforge node start`: its labels and its environment are what this counts on.
 """
+# What the words beside tokens/s mean.
+_BASES: dict[Basis, str] = {
+    "given": "by tokens_per_s of the model's entry",
+    "measured": "by us, alone on such a card, texts of mixed lengths",
+    "predicted": "from what was measured on another card, by the speeds of both",
+    "estimated": "from FLOPs and bytes, for short texts on a card of one's own",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +58,7 @@ def card_uses(plan: Plan) -> tuple[CardUse, ...]:
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """The plan for JSON. Bytes are bytes; `card` is null on a node without."""
-    replicas = [
-        asdict(each) | {"tokens_per_s": round(each.tokens_per_s), "measured": _measured(plan, each)} for each in plan.assigned
-    ]
+    replicas = [asdict(each) | {"tokens_per_s": round(each.tokens_per_s)} for each in plan.assigned]
     return {
         "complete": not plan.unplaced,
         "replicas": replicas,
@@ -93,8 +99,8 @@ def notes(plan: Plan) -> tuple[str, ...]:
         for node_class in entry.tokens_per_s:
             if node_class not in plan.classes:
                 found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
-    if not all(_measured(plan, each) for each in plan.assigned):
-        found.append("~ is an estimate from FLOPs and bytes, for short texts on a card of one's own")
+    bases = {each.basis for each in plan.assigned}
+    found += [f"{basis}: {meaning}" for basis, meaning in _BASES.items() if basis in bases]
     return (*found, _placement_note(plan))
 
 
@@ -112,13 +118,13 @@ def _placement_note(plan: Plan) -> str:
 
 
 def _replicas(plan: Plan) -> Table:
-    table = _table("Replicas", "model", "node:card", "needs GiB", "of GiB", "tokens/s", "", "why")
+    table = _table("Replicas", "model", "node:card", "needs GiB", "of GiB", "tokens/s", "", "", "why")
     for each in plan.assigned:
-        rate = f"{'' if _measured(plan, each) else '~'}{_rounded(each.tokens_per_s):,}"
+        rate = f"{_rounded(each.tokens_per_s):,}"
         room = "required" if each.required else "room to grow"
         table.add_row(
-            each.model, _place(each.node, each.card), _gib(each.needs_bytes), _gib(each.capacity), rate, room, each.why,
-            style=None if each.required else "dim",
+            each.model, _place(each.node, each.card), _gib(each.needs_bytes), _gib(each.capacity), rate, each.basis, room,
+            each.why, style=None if each.required else "dim",
         )  # fmt: skip
     return table
 
@@ -162,10 +168,6 @@ def _lacking(each: Unplaced) -> str:
     if not each.count:
         return f"{each.model} is scaled to zero and has no card to wake on"
     return f"{each.model} lacks {each.count} required replica{'s' if each.count > 1 else ''}"
-
-
-def _measured(plan: Plan, each: Assigned) -> bool:
-    return plan.is_measured(each.model, plan.class_of[each.node])
 
 
 def _place(node: str, card: int | None) -> str:

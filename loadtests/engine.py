@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine import Engine
+from engine.kernels.tiles import hopper_shape
 from engine.loop import EngineLoop
 from engine.packer import Job
 from engine.pooling import EmbedOptions
@@ -112,6 +113,7 @@ def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> lis
         row |= {"GPU busy %": 100 * seen.busy, "waiting %": 100 * seen.waits} | {
             f"{kind} %": 100 * seen.shares.get(kind, 0.0) for kind in ("GEMM", "attention", "elementwise")
         }
+        row["attention on"] = "wgmma" if hopper_shape(engine.config.head_dim, torch.cuda.get_device_capability()) else "mma.sync"
         rows.append(row)
         print(row, seen, flush=True)
     for attention, key in (("sdpa", "transformers SDPA"), ("packed_fa2", "transformers packed, FA2")):

@@ -1,68 +1,105 @@
-"""What other cards should reach, from what one H200 was measured at: predictions, to be replaced by measurements.
+"""The planner's table, cluster/throughput.json, of what engine.json has of mixed texts; and what other cards should reach.
 
 python -m loadtests.predict
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
-from loadtests.checkpoints import PUBLISHED
+from cluster.catalogue import CATALOGUE, hub_id
+from cluster.nodes import GIB, Card, Node
+from cluster.throughput import TABLE_FILE, Measured, Table, card_speed, predicted_tokens_per_s, speed_of
+from engine.devices import DTYPES
+from engine.memory import body_parameters, footprint
 from loadtests.report import RESULTS, write
 
-# An mma.sync attention reaches this share of the GEMM rate at best on Hopper, whose GEMMs use wgmma; elsewhere all of it.
-HOPPER_MMA_SYNC = 0.62
-H200_COPY = 4.24e12  # bytes/s, read and written
-BESIDE_WEIGHTS = 2e9  # bytes: CUDA's context, a small batch, graphs
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    gemm: float  # bf16 FLOP/s, fp32 accumulation
-    copy: float  # bytes/s, read and written
-    memory: float  # bytes
-    source: str
-
-
-CARDS = {
-    "GB10 (DGX Spark)": Card(92e12, 218e9, 119e9, "GEMM and copy as others measured them"),
-    "RTX 5080 16 GB": Card(
-        112e12, 0.9 * 960e9, 15.9 * 2**30, "NVIDIA's figures, dense with fp32 accumulation; 90 % of the bandwidth"
-    ),
+BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the bodies of those that were measured
+GB10 = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
+RTX_5080 = Node("pc", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)),))
+NODES = {"GB10 (DGX Spark)": GB10, "RTX 5080 16 GB": RTX_5080}
+SOURCES = {
+    "GB10 (DGX Spark)": "GEMM and copy as others measured them",
+    "RTX 5080 16 GB": "NVIDIA's figures, dense with fp32 accumulation; 90 % of the bandwidth",
 }
 
 
-def rate(row: dict[str, Any], card: Card, gemm: float) -> float:
-    """Tokens/s: each share of the H200's time, stretched by what bounds it."""
-    seconds = row["GPU busy %"] / 100 / (row["k tokens/s"] * 1e3)
-    stretch = {
-        "GEMM %": gemm / card.gemm,
-        "attention %": HOPPER_MMA_SYNC * gemm / card.gemm,
-        "elementwise %": H200_COPY / card.copy,
-    }
-    return 1 / sum(seconds * row[share] / 100 * factor for share, factor in stretch.items())
+def measured(rows: list[dict[str, Any]]) -> list[Measured]:
+    """The rows of engine.json's table of tokens/s."""
+    return [_measured(row, _gemm_flops(row["model"], rows)) for row in rows]
+
+
+def table_of(results: dict[str, Any]) -> Table:
+    """What the planner takes of engine.json: texts of mixed lengths."""
+    rows = results["tables"]["Tokens/s"]
+    mixed = [each for each, row in zip(measured(rows), rows, strict=True) if row["texts"] == "mixed"]
+    card = results["machine"]["gpu"].split(", ")[0]  # of several, all alike
+    return Table(card, tuple(mixed))
 
 
 def main() -> None:
-    measured = json.loads((RESULTS / "engine.json").read_text(encoding="utf-8"))
-    rows: list[dict[str, Any]] = []
-    for row in measured["tables"]["Tokens/s"]:
-        gemm = row["TFLOP/s"] * 1e12 / (row["% of GEMM"] / 100)
-        published = PUBLISHED[row["model"]]
-        weights, embeddings = 2 * published.body_parameters, 2 * published.config.vocab_size * published.config.hidden_size
-        predicted = {"model": row["model"], "texts": row["texts"], "H200, measured: k tokens/s": row["k tokens/s"]}
-        for name, card in CARDS.items():
-            fits = weights + embeddings + BESIDE_WEIGHTS < card.memory
-            predicted[f"{name}: k tokens/s"] = rate(row, card, gemm) / 1e3 if fits else "does not fit in bf16"
-            predicted[f"{name}: ms at least, one query"] = 1e3 * weights / card.copy if fits else "-"
-        rows.append(predicted)
+    results = json.loads((RESULTS / "engine.json").read_text(encoding="utf-8"))
+    table = table_of(results)
+    content = {"command": "python -m loadtests.predict"} | asdict(table)
+    TABLE_FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    rows = results["tables"]["Tokens/s"]
+    predicted = [_predicted(row, each, table.card) for row, each in zip(rows, measured(rows), strict=True)]
+    speeds = {name: speed_of(node) for name, node in NODES.items()}
     notes = [
         "PREDICTED, not measured, but for the H200's column; our kernels compile for these cards and have not run on them",
         "the H200's time a token, split into GEMM, attention and elementwise as its profile says, each part stretched by the "
-        "ratio of GEMM rates, of mma.sync rates, of copy bandwidths; one query: the weights read once",
-        *(f"{name}: {card.gemm / 1e12:.0f} TFLOP/s, {card.copy / 1e9:.0f} GB/s ({card.source})" for name, card in CARDS.items()),
+        "ratio of GEMM rates, of attention's instructions' rates, of copy bandwidths (cluster/throughput.py, which the planner "
+        "goes by too); one query: the weights read once",
+        *(
+            f"{name}: {speed.gemm / 1e12:.0f} TFLOP/s, twice that in 8 bits, {speed.copy / 1e9:.0f} GB/s ({SOURCES[name]})"
+            for name, speed in speeds.items()
+        ),
     ]
-    write("predicted", "python -m loadtests.predict", {"Predicted": rows}, notes)
+    write("predicted", "python -m loadtests.predict", {"Predicted": predicted}, notes)
+
+
+def _gemm_flops(model: str, rows: list[dict[str, Any]]) -> float:
+    """Of the bf16 product beside which that model was measured."""
+    row = next(row for row in rows if row["model"] == model and _dtype(row) == "bfloat16")
+    return float(row["TFLOP/s"] * 1e12 / (row["% of GEMM"] / 100))
+
+
+def _measured(row: dict[str, Any], gemm_flops: float) -> Measured:
+    model = BODIES.get(row["model"]) or hub_id(row["model"])
+    if model is None:
+        raise SystemExit(f"{row['model']} is not in cluster/catalogue.py; name a published model with its body in BODIES")
+    return Measured(
+        model=model,
+        dtype=_dtype(row),
+        tokens_per_s=round(row["k tokens/s"] * 1e3),
+        busy=_share(row, "GPU busy %"),
+        gemm=_share(row, "GEMM %"),
+        attention=_share(row, "attention %"),
+        elementwise=_share(row, "elementwise %"),
+        gemm_flops=round(gemm_flops),
+        wgmma=row.get("attention on") == "wgmma",
+    )
+
+
+def _dtype(row: dict[str, Any]) -> Any:
+    return row.get("dtype", "bfloat16")
+
+
+def _share(row: dict[str, Any], column: str) -> float:
+    return float(round(row[column] / 100, 4))
+
+
+def _predicted(row: dict[str, Any], of: Measured, card: str) -> dict[str, Any]:
+    config, dtype = CATALOGUE[of.model], DTYPES[of.dtype]
+    weights = body_parameters(config) * dtype.itemsize
+    found = {"model": row["model"], "dtype": of.dtype, "texts": row["texts"], "H200, measured: k tokens/s": row["k tokens/s"]}
+    for name, node in NODES.items():
+        kind = "unified" if node.cards[0].unified else "gpu"
+        fits = footprint(config, dtype, kind).total <= node.usable_bytes
+        rate = predicted_tokens_per_s(of, card_speed(card), speed_of(node)) / 1e3
+        found[f"{name}: k tokens/s"] = rate if fits else "does not fit"
+        found[f"{name}: ms at least, one query"] = 1e3 * weights / speed_of(node).copy if fits else "-"
+    return found
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.files import ClusterError
 from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, UNIFIED_RESERVE, Card, Node, checked, is_label, load_nodes, normal_arch
-from cluster.throughput import has_bf16, is_known, speed_of
+from cluster.throughput import capability_of, has_bf16, is_known, speed_of
 
 EXAMPLE = """\
 nodes:
@@ -135,7 +135,8 @@ def test_a_longer_name_is_not_taken_for_a_shorter_one() -> None:
 
 def test_a_slice_is_as_fast_as_its_share() -> None:
     whole, slice_ = with_card("NVIDIA H100 80GB HBM3"), with_card("NVIDIA H100 80GB HBM3 MIG 2g.20gb")
-    assert [part / all_ for part, all_ in zip(speed_of(slice_), speed_of(whole), strict=True)] == pytest.approx([2 / 7, 2 / 7])
+    part, all_ = speed_of(slice_), speed_of(whole)
+    assert (part.gemm / all_.gemm, part.copy / all_.copy) == pytest.approx((2 / 7, 2 / 7))
 
 
 def test_bfloat16_begins_with_ampere() -> None:
@@ -143,3 +144,11 @@ def test_bfloat16_begins_with_ampere() -> None:
     new = ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090", "NVIDIA L4", "NVIDIA GB10"]
     assert [has_bf16(with_card(name)) for name in old + new] == [False] * 4 + [True] * 4
     assert not has_bf16(Node("c", "amd64", 64 * GIB, 8))
+
+
+def test_what_a_card_says_of_itself_counts_before_its_name() -> None:
+    names = {"Tesla T4": (7, 5), "NVIDIA A100-SXM4-80GB": (8, 0), "NVIDIA RTX A6000": (8, 6), "NVIDIA RTX 3000 Ada": (8, 9)}
+    assert {name: capability_of(with_card(name)) for name in names} == names
+    asked = Node("n", "amd64", 64 * GIB, 8, (Card("A card of tomorrow", GIB, capability=(13, 0)),))
+    assert capability_of(asked) == (13, 0)
+    assert capability_of(Node("c", "amd64", 64 * GIB, 8)) is None

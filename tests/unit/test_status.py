@@ -87,6 +87,7 @@ def test_the_same_as_json() -> None:
         "unified": False,
         "uuid": None,
         "source": "NVML",
+        "capability": None,
     }
     assert (old["alive"], old["cards"], old["age_s"], old["problem"]) == (False, None, None, "received SIGTERM")
     assert spark["gpus"] == {"total": 1, "free": 0.25}
