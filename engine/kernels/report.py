@@ -129,6 +129,10 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             shape = few_rows_shape(n, k, MOST_ROWS, norm, _H200_SMS)
             assert shape is not None, "they are models' shapes"
             yield _few_rows(n, k, norm, followed_by, shape)
+            for operands in (2, 3):
+                shape = few_rows_shape(n, k, MOST_ROWS, False, _H200_SMS, itemsize=1)
+                assert shape is not None, "they are models' shapes"
+                yield _few_rows(n, k, False, followed_by, shape, operands)
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -204,7 +208,7 @@ def _quantize(
     return Variant("quantize", label, quantize_defines(width, dtype, kind, norm, gated, pending))
 
 
-def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape) -> Variant:
-    label = f"W {n} x {k}, {MOST_ROWS} rows, followed by {followed_by}"
-    defines = few_rows_defines(k, MOST_ROWS, shape, norm, followed_by)
+def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape, operands: int = 0) -> Variant:
+    label = f"W {n} x {k}, {MOST_ROWS} rows, followed by {followed_by}, operands {operands}"
+    defines = few_rows_defines(k, MOST_ROWS, shape, norm, followed_by, operands)
     return Variant("few_rows", label, defines, shape.shared_bytes(k, MOST_ROWS, norm))
