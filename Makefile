@@ -38,7 +38,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.real_model
 	$(BIN)/python -m loadtests.tasks
 
-# On a machine with a GPU and 32 GB of disk for random weights: ten minutes.
+# On a machine with a GPU and 32 GB of disk for random weights: twenty minutes.
 bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.elementwise
 	$(BIN)/python -m loadtests.kernels.attention
@@ -46,6 +46,7 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.predict
 	$(BIN)/python -m loadtests.shared_prefix
 	$(BIN)/python -m loadtests.rerank
+	$(BIN)/python -m loadtests.whole_server
 
 # After a change of tei.proto; a test says when this was forgotten.
 proto: $(VENV)/.installed-test

@@ -6,16 +6,19 @@ KIND is one of
   model          emberforge with the embedded model
   model-cut      the same, but `@serve.batch` cuts the batches instead of the packer
   st             sentence-transformers behind FastAPI with its own batching, as one would write it in an afternoon
+  serve          what `emberforge serve FOLDER` starts, the folder in BENCH_MODEL
+  gateways       what `emberforge plan` makes of this machine for that folder, with BENCH_GATEWAYS gateways
 """
 
 import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic, sleep
-from typing import Any
+from typing import IO, Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -23,31 +26,39 @@ import psutil
 import torch
 
 MAX_CLIENT_BATCH = 2048
+SERVED_NAME = "model"  # of what BENCH_MODEL names
 
 
 @contextmanager
 def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process]:
     """Start a server process, wait until it answers, end it and its descendants by pid."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()} | environment
+    paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths} | environment
     command = [sys.executable, "-m", "loadtests.servers", kind, str(port)]
-    process = psutil.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = monotonic() + 120
-        while not _answers(port):
-            assert process.poll() is None, f"{kind} ended"
-            assert monotonic() < deadline, f"{kind} does not answer"
-            sleep(0.2)
-        yield process
-    finally:
-        descendants = process.children(recursive=True)
-        process.stdin.close()  # its sign to stop
+    with tempfile.TemporaryFile() as said:
+        process = psutil.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said)
         try:
-            process.wait(20)
-        except psutil.TimeoutExpired:
-            process.kill()
-        for descendant in descendants:
-            if descendant.is_running():
-                descendant.kill()
+            deadline = monotonic() + 120
+            while not _answers(port):
+                assert process.poll() is None, f"{kind} ended: {_end_of(said)}"
+                assert monotonic() < deadline, f"{kind} does not answer: {_end_of(said)}"
+                sleep(0.2)
+            yield process
+        finally:
+            descendants = process.children(recursive=True)
+            process.stdin.close()  # its sign to stop
+            try:
+                process.wait(20)
+            except psutil.TimeoutExpired:
+                process.kill()
+            for descendant in descendants:
+                if descendant.is_running():
+                    descendant.kill()
+
+
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")[-2000:]
 
 
 def _answers(port: int) -> bool:
@@ -61,17 +72,32 @@ def _answers(port: int) -> bool:
 def cpu_seconds(server: psutil.Process) -> dict[str, float]:
     """CPU time so far, by role, of a server process and its descendants."""
     roles: dict[str, float] = {}
-    for process in [server, *server.children(recursive=True)]:
-        try:
-            name, times = " ".join(process.cmdline()[:1]), process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        role = next((role for mark, role in _ROLES if mark in name), "other")
-        roles[role] = roles.get(role, 0.0) + times.user + times.system
+    for process, role in _with_roles(server):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            roles[role] = roles.get(role, 0.0) + times.user + times.system
     return roles
 
 
+def thread_seconds(server: psutil.Process, roles: Sequence[str]) -> dict[tuple[str, int, int], float]:
+    """CPU time so far of each thread, by (role, process, thread), of the processes that have one of these roles."""
+    found: dict[tuple[str, int, int], float] = {}
+    for process, role in _with_roles(server):
+        if role in roles:
+            with suppress(psutil.NoSuchProcess):
+                found |= {(role, process.pid, each.id): each.user_time + each.system_time for each in process.threads()}
+    return found
+
+
+def _with_roles(server: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
+    for process in [server, *server.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            name = " ".join(process.cmdline()[:1])
+            yield process, next((role for mark, role in _ROLES if mark in name), "other")
+
+
 _ROLES = [
+    ("ServeReplica:gateway", "gateway"),
     ("ServeReplica", "replica"),
     ("haproxy", "haproxy"),
     ("HAProxyManager", "haproxy manager"),
@@ -117,6 +143,46 @@ def _serve(kind: str, port: int) -> None:
         settings = Settings(num_threads=os.cpu_count(), max_client_batch_size=MAX_CLIENT_BATCH, max_concurrent_requests=4096)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         serve.run(bind(PoolArgs(model=settings.models[0], settings=settings), REPLICAS[kind]), name="bench", route_prefix="/")
+        sys.stdin.read()
+
+
+def _serve_folder(port: int) -> None:
+    """As the command does, until standard input closes."""
+    from cluster.inventory import available_cpus
+    from cluster.local_ray import local_ray
+
+    with local_ray(available_cpus()):
+        from serve_app import app
+        from serve_app.settings import Settings
+
+        settings = Settings(models=(os.environ["BENCH_MODEL"],), served_model_name=(SERVED_NAME,), host="127.0.0.1", port=port)
+        app.run(settings, app.machine_share(1, available_cpus(), torch.cuda.device_count()))
+        sys.stdin.read()
+
+
+def _serve_gateways(port: int) -> None:
+    """The Serve config that `emberforge plan` writes for this machine, deployed as `serve deploy` does."""
+    from cluster.inventory import available_cpus, this_node
+    from cluster.local_ray import local_ray
+    from cluster.plan import ModelsFile, Plan
+
+    entry = {"name": SERVED_NAME, "model": os.environ["BENCH_MODEL"]}
+    settings = {"host": "127.0.0.1", "port": port}
+    gateways = int(os.environ["BENCH_GATEWAYS"])
+    file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": settings})
+    content = Plan(file, [this_node()]).serve_config()
+    for application in content["applications"]:
+        for deployment in application["deployments"]:
+            deployment["ray_actor_options"].pop("label_selector", None)  # the one node of this Ray has no labels
+    with local_ray(available_cpus()):
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        serve.start(proxy_location="HeadOnly", http_options=content["http_options"])
+        client = _get_global_client()
+        assert client is not None
+        client.deploy_apps(ServeDeploySchema.model_validate(content))
         sys.stdin.read()
 
 
@@ -211,5 +277,9 @@ if __name__ == "__main__":
         _uvicorn(on)
     elif chosen == "st":
         _sentence_transformers(on)
+    elif chosen == "serve":
+        _serve_folder(on)
+    elif chosen == "gateways":
+        _serve_gateways(on)
     else:
         _serve(chosen, on)

@@ -31,7 +31,7 @@ def ragged_texts(count: int, seed: int, median_words: float = 80, sigma: float =
 def short_texts(count: int, seed: int) -> list[str]:
     """Queries of four to eight words."""
     rng = np.random.default_rng(seed)
-    vocabulary = words()[:8000]
+    vocabulary = np.array(words()[:8000])
     return [" ".join(rng.choice(vocabulary, size=rng.integers(4, 9))) for _ in range(count)]
 
 

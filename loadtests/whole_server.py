@@ -1,0 +1,297 @@
+"""The whole server beside its engine alone: the highest open-loop rate through HTTP, and where the time goes.
+
+python -m loadtests.whole_server [MODEL] [--tokenizer FOLDER] [--gateways 1,2,4,8]
+
+MODEL is one of `checkpoints.PUBLISHED`, of random weights, or whatever the server itself would load.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import psutil
+import pynvml
+import torch
+
+from cluster.inventory import available_cpus
+from cluster.local_ray import free_port
+from engine.hub import EMBEDDED_MODEL, resolve_model
+from loadtests.checkpoints import PUBLISHED, save_random
+from loadtests.clients import WARM_S, Clients, Requests
+from loadtests.engine_alone import BATCH, ROUNDS, in_a_process
+from loadtests.report import write
+from loadtests.servers import SERVED_NAME, cpu_seconds, running, thread_seconds
+
+MODEL = "Qwen3-Embedding-0.6B"
+# More than 512 requests in flight are refused; a phase has a few hundred requests at least, or its share would be noise.
+REQUESTS = (
+    Requests("mixed", BATCH, connections=48, seconds=6.0),
+    Requests("mixed", 1, connections=384, seconds=4.0),
+    Requests("short", BATCH, connections=128, seconds=4.0),
+    Requests("short", 1, connections=384, seconds=4.0),
+)
+AS_FLOATS = Requests("mixed", BATCH, connections=48, seconds=6.0, path="/embed")
+GATEWAYS = (1, 2, 4, 8)
+CLOSED_S = 3.0
+MOST_REQUESTS_PER_S = 20_000  # more than any server here has answered
+# Shares of the closed loop's rate that are offered: upwards while they are sustained, downwards where none was.
+UP, DOWN = (0.97, 1.04, 1.12), (0.9, 0.82, 0.7, 0.5)
+SUSTAINED = 0.97  # of what is offered, and no errors
+# More gateways are not tried where they reached this share of the engine alone, or the last step gained no more than that.
+ENOUGH, GAIN = 0.97, 1.05
+ROLES = ("gateway", "replica", "haproxy")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A server that runs, and who loads it."""
+
+    name: str
+    port: int
+    process: psutil.Process
+    clients: Clients
+    engine: dict[str, dict[str, Any]]  # what the engine alone does, by kind of text
+
+
+@dataclass
+class Tables:
+    """What was measured so far."""
+
+    engine: list[dict[str, Any]]
+    best: list[dict[str, Any]]
+    costs: list[dict[str, Any]]
+    phases: list[dict[str, Any]]
+
+
+def main(model: str, tokenizer: Path, gateways: Sequence[int]) -> None:
+    tables, failures = Tables([], [], [], []), list[str]()
+    with tempfile.TemporaryDirectory() as path:
+        folder = _model_folder(model, tokenizer, Path(path) / "model")
+        tables.engine += in_a_process(folder)
+        print(*tables.engine, sep="\n", flush=True)
+        engine = {row["texts"]: row for row in tables.engine if row["a request"] == BATCH}
+        with Clients(_num_clients(), folder, SERVED_NAME) as clients:
+            for number in (0, *gateways):
+                wanted = [each for each in REQUESTS if not _enough(each, tables)] if number else [*REQUESTS, AS_FLOATS]
+                with _noting(failures, f"{number} gateways"), _site(folder, number, clients, engine) as site:
+                    for requests in wanted:
+                        with _noting(failures, f"{site.name}: {requests}"):
+                            _measure(site, requests, tables)
+                _write(model, tables, failures)
+
+
+def _num_clients() -> int:
+    return max(1, min(4, available_cpus() // 4))
+
+
+@contextmanager
+def _noting(failures: list[str], what: str) -> Iterator[None]:
+    """What fails is a note: the rest is measured and written all the same."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        failures.append(f"FAILED, {what}: {error}"[:500])
+
+
+@contextmanager
+def _site(folder: Path, gateways: int, clients: Clients, engine: dict[str, dict[str, Any]]) -> Iterator[Site]:
+    """The server with so many gateways; with none, its replica answers."""
+    port, kind = free_port(), "gateways" if gateways else "serve"
+    name = f"{gateways} gateway{'s' * (gateways > 1)}, 1 replica" if gateways else "emberforge serve"
+    with running(kind, port, BENCH_MODEL=str(folder), BENCH_GATEWAYS=str(gateways)) as process:
+        site = Site(name, port, process, clients, engine)
+        clients.closed_loop(port, REQUESTS[-1], CLOSED_S, 1_000)  # until every process has computed
+        yield site
+
+
+def _enough(requests: Requests, tables: Tables) -> bool:
+    """Whether more gateways would be of no use, as far as fewer tell."""
+    shares = [row["of the engine"] for row in tables.best if row["requests"] == str(requests) and "gateway" in row["server"]]
+    return bool(shares) and (max(shares) >= ENOUGH or (len(shares) > 1 and shares[-1] < GAIN * max(shares[:-1])))
+
+
+def _measure(site: Site, requests: Requests, tables: Tables) -> None:
+    """Find the highest rate that is sustained, and keep its figures."""
+    alone = site.engine[requests.texts]
+    most = min(MOST_REQUESTS_PER_S, 1.2 * alone["texts/s"] / requests.per_request)
+    full = site.clients.closed_loop(site.port, requests, CLOSED_S, most)
+    print(site.name, requests, f"closed loop {full.answered_per_s:.1f} requests/s", dict(full.errors.most_common(3)), flush=True)
+    best: dict[str, Any] | None = None
+    for share in UP:
+        found = _phase(site, requests, share * full.answered_per_s, tables)
+        if not found["sustained"]:
+            break
+        best = found if best is None or found["k tokens/s"] > best["k tokens/s"] else best
+    for share in DOWN:
+        if best is not None:
+            break
+        found = _phase(site, requests, share * full.answered_per_s, tables)
+        best = found if found["sustained"] else None
+    if best is None:
+        raise RuntimeError(f"no rate was sustained; the closed loop had {full.answered_per_s:.1f} requests/s")
+    tables.costs += best["costs"]
+    tables.best.append(
+        {"server": site.name, "requests": str(requests)}
+        | {"closed loop: k tokens/s": full.achieved / 1e3, "open loop: k tokens/s": best["k tokens/s"]}
+        | {"of the engine": best["k tokens/s"] / alone["k tokens/s"]}
+        | {key: best[key] for key in ("requests/s", "p50 ms", "p99 ms", "GPU busy %")}
+    )
+
+
+def _phase(site: Site, requests: Requests, rate: float, tables: Tables) -> dict[str, Any]:
+    """An open loop of `rate` requests/s: a row of what was seen, with the CPU time by role as `costs`."""
+    before, start = _Cpu.of(site.process), perf_counter()
+    with _gpu_busy() as samples:
+        outcome = site.clients.open_loop(site.port, requests, rate)
+    seconds = float(outcome.requests[:, 2].max())  # the clients' preparations count for none of them
+    used = _Cpu.of(site.process).since(before)
+    row = {
+        "server": site.name,
+        "requests": str(requests),
+        "offered: k tokens/s": outcome.offered / 1e3,
+        "k tokens/s": min(outcome.offered, outcome.achieved) / 1e3,
+        "sustained": outcome.achieved >= SUSTAINED * outcome.offered and not outcome.errors,
+        "requests/s": outcome.answered_per_s,
+        "tokens a request": outcome.tokens_per_request,
+        "p50 ms": outcome.latency_ms(50),
+        "p99 ms": outcome.latency_ms(99),
+        "errors": outcome.errors.total(),
+        "sent late, p99 ms": outcome.late_ms(99),
+        "busiest client, cores": outcome.client_cores,
+        # NVML's samples of the preparations are before the load's.
+        "GPU busy %": _mean(samples, int(len(samples) * (1 - seconds / (perf_counter() - start)))),
+    }
+    tables.phases.append(row)
+    print(row, dict(outcome.errors.most_common(3)), flush=True)
+    asked = {"server": site.name, "requests": str(requests)}
+    return row | {"costs": [asked | each for each in _costs(used, seconds, len(outcome.requests))]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cpu:
+    """CPU seconds of a server: of all its processes, and of each thread of those in ROLES."""
+
+    total: float
+    threads: dict[tuple[str, int, int], float]  # by role, process, thread
+
+    @classmethod
+    def of(cls, server: psutil.Process) -> "_Cpu":
+        return cls(sum(cpu_seconds(server).values()), thread_seconds(server, ROLES))
+
+    def since(self, before: "_Cpu") -> "_Cpu":
+        threads = {key: seconds - before.threads.get(key, 0.0) for key, seconds in self.threads.items()}
+        return _Cpu(self.total - before.total, threads)
+
+    def processes(self, role: str) -> list[float]:
+        """Of each process in this role."""
+        found: dict[int, float] = {}
+        for (its, process, _), seconds in self.threads.items():
+            if its == role:
+                found[process] = found.get(process, 0.0) + seconds
+        return list(found.values())
+
+
+def _costs(used: _Cpu, seconds: float, num_requests: int) -> Iterator[dict[str, Any]]:
+    rest = used.total
+    for role in ROLES:
+        processes = used.processes(role)
+        if not processes:
+            continue
+        rest -= sum(processes)
+        yield {
+            "process": role,
+            "at work": sum(each > 0 for each in processes),
+            "cores": sum(processes) / seconds,
+            "busiest one: cores": max(processes) / seconds,
+            "its busiest thread: cores": max(each for key, each in used.threads.items() if key[0] == role) / seconds,
+            "us a request": 1e6 * sum(processes) / num_requests,
+        }
+    yield {"process": "all others", "cores": rest / seconds, "us a request": 1e6 * rest / num_requests}
+
+
+@contextmanager
+def _gpu_busy() -> Iterator[list[float]]:
+    """NVML's utilisation of the first card, ten times a second; nothing without one."""
+    samples: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            card = pynvml.nvmlDeviceGetHandleByIndex(0)
+            while not done.wait(0.1):
+                samples.append(pynvml.nvmlDeviceGetUtilizationRates(card).gpu)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _mean(samples: Sequence[float], first: int) -> float | str:
+    chosen = samples[first:]
+    return sum(chosen) / len(chosen) if chosen else "-"
+
+
+def _model_folder(model: str, tokenizer: Path, folder: Path) -> Path:
+    """The folder to serve: random weights with a real tokenizer, or what is there."""
+    if model not in PUBLISHED:
+        return Path(resolve_model(model)).resolve()
+    published = save_random(model, folder, "cuda" if torch.cuda.is_available() else "cpu")
+    torch.cuda.empty_cache()
+    shutil.copy(tokenizer / "tokenizer.json", folder)  # and no file beside it, which may have a limit of its own
+    pooling = {"pooling_mode": published.pooling.replace("_", "")}
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return folder
+
+
+def _write(model: str, tables: Tables, failures: Sequence[str]) -> None:
+    notes = [
+        *failures,
+        f"{model}; texts in, vectors out; mixed: lognormal, median 80 words, sigma 0.6; short: 4 to 8 words; none sent twice; "
+        "tokens counted by the engine's own tokenizer",
+        f"the engine alone: `EngineLoop` in a process of its own before the server starts, all requests queued, median of "
+        f"{ROUNDS} rounds; `of the engine` is of its rate at {BATCH} texts a request",
+        f"through HTTP: Serve's HAProxy on one port, {_num_clients()} client processes on the same machine; /v1/embeddings with "
+        "base64, as openai's client asks for it; as JSON floats: /embed",
+        f"open loop: Poisson for {min(each.seconds for each in REQUESTS):g} to {max(each.seconds for each in REQUESTS):g} s, of "
+        f"which the first {WARM_S:g} s is not counted; a latency counts from when the request was due. The row is the highest "
+        f"rate of those tried at which {SUSTAINED:.0%} of the tokens due were answered in the same time, and nothing failed",
+        "emberforge serve: ingress and engine in one replica; gateways: the config of `emberforge plan`, ingress processes in "
+        f"front of one replica; more are not tried once {ENOUGH:.0%} of the engine is reached, or twice as many gain less than "
+        f"{GAIN - 1:.0%}",
+        "where the time goes: CPU time of the server's processes in that open loop; a process of Python's that takes one core is "
+        "at its limit, but for what its threads do outside the interpreter (tokenising many texts, copying)",
+        "GPU busy: NVML's utilisation, the share of time in which any kernel ran",
+    ]
+    named = {
+        "The engine alone": tables.engine,
+        "Through HTTP": tables.best,
+        "Where the time goes": tables.costs,
+        "All open loops": tables.phases,
+    }
+    write("whole_server", "python -m loadtests.whole_server", {name: rows for name, rows in named.items() if rows}, notes)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default=MODEL)
+    parser.add_argument("--tokenizer", type=Path, default=Path(resolve_model(EMBEDDED_MODEL)), help="folder of a tokenizer.json")
+    parser.add_argument("--gateways", default=",".join(map(str, GATEWAYS)))
+    given = parser.parse_args()
+    numbers = [int(number) for number in given.gateways.split(",") if number]
+    main(given.model, given.tokenizer, [number for number in numbers if number <= available_cpus()])
