@@ -1,6 +1,7 @@
 """Which device, dtype and token budget a model gets when nobody says."""
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal, cast
@@ -19,6 +20,20 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "int8": torch.int8,
 }
 
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """What an opt-in dtype was measured to cost: vectors of all-MiniLM-L6-v2 beside those in float32."""
+
+    mean_cosine: float
+    top_10_overlap: float
+
+
+# loadtests/results/eight_bits.md
+MEASURED: dict[DtypeName, Closeness] = {
+    "float8": Closeness(0.9977, 0.94),
+    "int8": Closeness(0.9995, 0.97),
+}
 
 # Of a GPU that multiplies it.
 LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}

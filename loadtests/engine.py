@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine import Engine
+from engine.devices import DtypeName
 from engine.kernels.tiles import hopper_shape
 from engine.loop import EngineLoop
 from engine.packer import Job
@@ -38,6 +39,8 @@ TOKENS = {
     "BERT-base": 2_048_000,
 }
 PEER_SHARE = 4
+DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float8", "int8")
+IN_8_BITS = ("mixed",)  # what is timed of those
 BANDWIDTH = 4.0e12  # bytes/s that reading weights reaches at best
 # Thousand tokens/s and ms of vLLM 0.26 on an H200, measured earlier on weights of these shapes, not in this run.
 VLLM: dict[str, dict[str, float]] = {
@@ -94,10 +97,12 @@ def padded_peers(model: Any, lengths: list[int]) -> dict[str, Encode]:
     return {f"b{size}": peers.padded(model, 4 if max(lengths) > 2048 else size) for size in sizes}
 
 
-def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> list[dict[str, Any]]:
+def throughput_rows(name: str, engine: Engine, gemm: float) -> list[dict[str, Any]]:
     published = PUBLISHED[name]
     rows = []
     for workload, lengths in workloads(name, published).items():
+        if engine.dtype.itemsize == 1 and workload not in IN_8_BITS:
+            continue
         rate = tokens_per_s(lambda texts: through_the_loop(engine, texts), lengths)
         part = sequences(lengths[: max(1, len(lengths) // 4)], 9)
         through_the_loop(engine, part)  # its last, smaller batch may be the first of its graph's size
@@ -105,7 +110,9 @@ def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> lis
         flops = published.flops(lengths) / sum(lengths) * rate
         row = {
             "model": name,
+            "dtype": engine.dtype_name,
             "texts": workload,
+            "token budget": engine.max_batch_tokens,
             "k tokens/s": rate / 1e3,
             "TFLOP/s": flops / 1e12,
             "% of GEMM": 100 * flops / gemm,
@@ -116,6 +123,12 @@ def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> lis
         row["attention on"] = "wgmma" if hopper_shape(engine.config.head_dim, torch.cuda.get_device_capability()) else "mma.sync"
         rows.append(row)
         print(row, seen, flush=True)
+    return rows
+
+
+def add_peers(name: str, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """What transformers does on the same texts, and vLLM did."""
+    published = PUBLISHED[name]
     for attention, key in (("sdpa", "transformers SDPA"), ("packed_fa2", "transformers packed, FA2")):
         model = peers.load(folder, attention).eval()
         for row in rows:
@@ -132,13 +145,12 @@ def throughput_rows(name: str, folder: Path, engine: Engine, gemm: float) -> lis
     for row in rows:
         vllm = VLLM.get(name, {}).get(row["texts"])
         row |= {"vLLM 0.26 (cited)": vllm or "-", "ours / vLLM": row["k tokens/s"] / vllm if vllm else "-"}
-    return rows
 
 
-def latency_rows(name: str, folder: Path, engine: Engine, gemm: float) -> list[dict[str, Any]]:
+def latency_rows(name: str, engine: Engine, gemm: float, peer: Encode | None) -> list[dict[str, Any]]:
     published = PUBLISHED[name]
     loop = EngineLoop(engine, engine.max_batch_tokens)
-    model = peers.load(folder, "sdpa").eval()
+    weight_bytes = published.body_parameters * engine.dtype.itemsize
     rows = []
     for length in (16, 512):
         text = sequences([length], 0)
@@ -148,17 +160,19 @@ def latency_rows(name: str, folder: Path, engine: Engine, gemm: float) -> list[d
             loop.submit([job])
             job.future.result()
 
-        mine, theirs = seconds_of(ours, 300), seconds_of(lambda text=text: peers.padded(model, 1)(text), 30)  # type: ignore[misc]
+        mine = seconds_of(ours, 300)
+        theirs = seconds_of(lambda text=text: peer(text), 30) if peer is not None else []  # type: ignore[misc]
         alone = seconds_of(lambda text=text: engine.launch(text).wait(), 300)  # type: ignore[misc]
         rows.append(
             {
                 "model": name,
+                "dtype": engine.dtype_name,
                 "one text of": f"{length} tokens",
                 "p50 ms": 1e3 * median(mine),
                 "p90 ms": 1e3 * percentile(mine, 90),
                 "p50 ms without the loop": 1e3 * median(alone),
-                "floor ms": 1e3 * max(2 * published.body_parameters / BANDWIDTH, published.flops([length]) / gemm),
-                "transformers SDPA ms": 1e3 * median(theirs),
+                "floor ms": 1e3 * max(weight_bytes / BANDWIDTH, published.flops([length]) / (gemm * 2 / engine.dtype.itemsize)),
+                "transformers SDPA ms": 1e3 * median(theirs) if theirs else "-",
                 "vLLM 0.26 ms (cited)": VLLM.get(name, {}).get(f"{length} tokens", "-"),
             }
         )
@@ -190,19 +204,24 @@ def main(names: Sequence[str]) -> None:
                 started = start_engine(folder, published.pooling, Path(path) / "kernels")
                 startup.append({"model": name, "kernel cache": cache} | started)
                 print(startup[-1], flush=True)
-            torch.cuda.empty_cache()
-            engine = Engine.load(folder, pooling=published.pooling)
-            torch.cuda.set_per_process_memory_fraction(1.0)  # the peers live in this process too
-            throughput += throughput_rows(name, folder, engine, gemm)
-            latency += latency_rows(name, folder, engine, gemm)
-            del engine
-            torch.cuda.empty_cache()
-            _write(gemm, throughput, latency, startup)  # what is there, should a later model fail
+            for dtype in DTYPES if not published.is_encoder else DTYPES[:1]:
+                torch.cuda.empty_cache()
+                engine = Engine.load(folder, pooling=published.pooling, dtype=dtype)
+                torch.cuda.set_per_process_memory_fraction(1.0)  # the peers live in this process too
+                rows = throughput_rows(name, engine, gemm)
+                peer = None
+                if dtype == "bfloat16":
+                    add_peers(name, folder, rows)
+                    peer = peers.padded(peers.load(folder, "sdpa").eval(), 1)
+                throughput += rows
+                latency += latency_rows(name, engine, gemm, peer)
+                del engine, peer
+                _write(gemm, throughput, latency, startup)  # what is there, should a later model fail
 
 
 def _write(gemm: float, throughput: list[dict[str, Any]], latency: list[dict[str, Any]], startup: list[dict[str, Any]]) -> None:
     notes = [
-        "bf16, random weights at the real shapes; token ids in, pooled and normalised vectors out on the host, through the "
+        "random weights at the real shapes; token ids in, pooled and normalised vectors out on the host, through the "
         f"engine's own loop; requests of {REQUEST} texts, all queued at the start; median of {ROUNDS} rounds",
         "mixed: lognormal, median 150 tokens, sigma 0.8, 8 to 2,048 tokens (512 for BERT); else all texts of that many tokens",
         f"GEMM: {gemm / 1e12:,.0f} TFLOP/s, torch.mm of 8192 x 8192 bf16 matrices on random values, in this run",
@@ -213,7 +232,8 @@ def _write(gemm: float, throughput: list[dict[str, Any]], latency: list[dict[str
         "vLLM 0.26: measured on the same kind of machine earlier, not in this run",
         "latency: from a request's submission to its vectors in the caller's hands, three threads; without the loop, one thread "
         "that launches and waits",
-        "floor: the larger of weight bytes over 4.0 TB/s and FLOPs over the GEMM rate",
+        "floor: the larger of weight bytes over 4.0 TB/s and FLOPs over the GEMM rate, twice that in 8 bits",
+        "float8, int8: of the layers' products; the rest is bf16, and the share of GEMM is of bf16's",
         "start-up: weights in the page cache; cold means no kernel was compiled before",
     ]
     tables = {"Tokens/s": throughput, "Latency": latency, "Start-up": startup}

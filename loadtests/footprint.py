@@ -14,40 +14,62 @@ import pynvml
 import torch
 
 from engine import Engine
-from engine.devices import DTYPES
+from engine.devices import DtypeName
 from engine.memory import footprint
 from loadtests.checkpoints import PUBLISHED, save_random
 from loadtests.engine import sequences, through_the_loop
 from loadtests.report import write
 from loadtests.traces import mixed_lengths
 
-BUDGETS = (2048, 16384, 65536)  # the last is more than the longest input
-MIB = 1 << 20
+BUDGETS: dict[DtypeName, tuple[int, ...]] = {
+    "bfloat16": (2048, 16384, 65536),  # the last is more than the longest input
+    "float8": (16384,),
+    "int8": (16384,),
+}
+MIB, GIB = 1 << 20, 1 << 30
+# What a card of 16 GB has for one model, and which one is to fit, with which longest input.
+SMALL_CARD, LARGEST, LONGEST = 15.5 * GIB, "Qwen3-Embedding-8B", 8192
 
 
 def main(names: list[str]) -> None:
-    rows = []
+    rows, small = [], []
     for name in names:
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path) / name
             published = save_random(name, folder)
             torch.cuda.empty_cache()
-            for budget in BUDGETS:
-                command = [sys.executable, "-m", "loadtests.footprint", "--one", str(folder), published.pooling, str(budget)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                rows.append({"model": name, "token budget": budget} | json.loads(done.stdout.splitlines()[-1]))
-                print(rows[-1], flush=True)
+            for dtype, budgets in BUDGETS.items():
+                for budget in budgets:
+                    found = in_a_process(folder, published.pooling, dtype, budget, None)
+                    rows.append({"model": name, "dtype": dtype, "token budget": budget} | found)
+                    print(rows[-1], flush=True)
+            if name == LARGEST:
+                ballast = torch.empty(int(torch.cuda.mem_get_info()[0] - SMALL_CARD), dtype=torch.uint8, device="cuda")
+                free = torch.cuda.mem_get_info()[0]
+                found = in_a_process(folder, published.pooling, "float8", LONGEST, LONGEST)
+                small.append({"model": name, "dtype": "float8", "longest input": LONGEST, "free before": free / MIB} | found)
+                print(small[-1], flush=True)
+                del ballast
+                torch.cuda.empty_cache()
     notes = [
-        "bf16, random weights at the real shapes; each engine in a process of its own, after texts of every length up to the "
+        "random weights at the real shapes; each engine in a process of its own, after texts of every length up to the "
         "model's longest",
         "reserved: torch.cuda.memory_reserved(); on the card: by NVML, the context included; MiB",
+        "on a small card: another process holds the rest of the memory",
     ]
-    write("footprint", "python -m loadtests.footprint", {"Estimated and reported": rows}, notes)
+    write("footprint", "python -m loadtests.footprint", {"Estimated and reported": rows, "On a small card": small}, notes)
 
 
-def measure(folder: Path, pooling: Any, budget: int) -> dict[str, Any]:
+def in_a_process(folder: Path, pooling: str, dtype: DtypeName, budget: int, longest: int | None) -> dict[str, Any]:
+    arguments = [str(folder), pooling, dtype, str(budget), str(longest or 0)]
+    command = [sys.executable, "-m", "loadtests.footprint", "--one", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(folder: Path, pooling: Any, dtype: Any, budget: int, longest_input: int | None) -> dict[str, Any]:
     before = card_used_bytes()
-    engine = Engine.load(folder, pooling=pooling, max_batch_tokens=budget)
+    engine = Engine.load(folder, pooling=pooling, dtype=dtype, max_batch_tokens=budget, max_input_tokens=longest_input)
     longest = engine.config.max_input_length
     for lengths in (mixed_lengths(200_000, seed=0, most=min(2048, longest)), [32] * 3000, [7] * 9000, list(range(1, 400))):
         through_the_loop(engine, sequences(lengths, 1))
@@ -55,7 +77,8 @@ def measure(folder: Path, pooling: Any, budget: int) -> dict[str, Any]:
         through_the_loop(engine, sequences([length], 2))
     reserved = torch.cuda.memory_reserved()
     on_card = card_used_bytes() - before
-    estimate = footprint(engine.config, DTYPES["bfloat16"], "gpu", budget)
+    assert engine.longest_input == longest, "a shorter input is all that fits"
+    estimate = footprint(engine.config, engine.dtype, "gpu", budget)
     return {
         "weights": estimate.weights / MIB,
         "workspace": estimate.workspace / MIB,
@@ -77,6 +100,7 @@ def card_used_bytes() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(measure(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))))
+        given = sys.argv[2:]
+        print(json.dumps(measure(Path(given[0]), given[1], given[2], int(given[3]), int(given[4]) or None)))
     else:
         main(sys.argv[1:] or list(PUBLISHED))

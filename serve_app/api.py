@@ -6,6 +6,7 @@ One module builds the HTTP API of an engine replica and of the gateway alike, ov
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import asdict
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeVar, cast
@@ -20,8 +21,9 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.devices import MEASURED, DtypeName
 from engine.errors import EmberError
-from engine.hub import split_revision
+from engine.hub import EMBEDDED_MODEL, split_revision
 from engine.pooling import EmbedOptions
 from engine.tokenizer import EncodeOptions
 from serve_app import encode, openapi
@@ -252,6 +254,7 @@ class Api:
                     "model_id": model_id,
                     "model_sha": revision,
                     "model_dtype": info.dtype,
+                    "dtype_closeness": _closeness(info.dtype),
                     "served_model_name": info.served_model_name,
                     "model_type": _model_type(info),
                     "max_concurrent_requests": settings.max_concurrent_requests,
@@ -386,6 +389,12 @@ class _Cors(CORSMiddleware):
             if name == b"origin":
                 return super().__call__(scope, receive, send)
         return cast(Coroutine[Any, Any, None], self.app(scope, receive, send))
+
+
+def _closeness(dtype: str) -> dict[str, Any] | None:
+    """What a dtype that somebody opted for was measured to cost; None for the others."""
+    measured = MEASURED.get(cast(DtypeName, dtype))
+    return None if measured is None else {"model": EMBEDDED_MODEL} | asdict(measured)
 
 
 def _model_type(info: ModelInfo) -> dict[str, Any]:

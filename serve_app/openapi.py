@@ -83,6 +83,15 @@ _INFO = {
         "model_id": {"type": "string"},
         "model_sha": {"type": "string", "nullable": True},
         "model_dtype": {"type": "string"},
+        "dtype_closeness": {
+            "type": "object",
+            "nullable": True,
+            "properties": {
+                "model": {"type": "string"},
+                "mean_cosine": {"type": "number"},
+                "top_10_overlap": {"type": "number"},
+            },
+        },
         "served_model_name": {"type": "string"},
         "model_type": {"type": "object"},
         "max_concurrent_requests": {"type": "integer"},

@@ -22,7 +22,7 @@ IDLE_PROMPTS = (
     "choose one for all other texts with default_prompt_name, or none with an empty default_prompt"
 )
 _HASHED = re.compile(r"sha256:[0-9a-f]{64}")
-_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 
 
 class SettingsError(EmberError):
@@ -75,7 +75,11 @@ class Settings(BaseModel):
     host: str = Field("0.0.0.0", description="Address to listen on")  # noqa: S104 - what a server in a container needs
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     grpc_port: int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
-    dtype: Dtype = Field("auto", description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it")
+    dtype: Dtype = Field(
+        "auto",
+        description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it; "
+        "float8 or int8 for layers in 8 bits",
+    )
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
         None, description=f"{', '.join(get_args(Pooling))} [default: what the model's folder says]"
     )

@@ -16,6 +16,7 @@ from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.launch import num_sms
 from engine.kernels.quantize import Quantized, quantize
 
+_FEW_TILES = 128  # rows of x: of so few, `gemm_hopper` has too few tiles to fill the chip
 _INT32_BYTES = 64 << 20  # of the sums there are at a time
 _LEAST_ROWS = 32  # of an int8 product of cuBLAS's
 
@@ -52,7 +53,7 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
     shape = _shape(*weight.values.shape, padded(len(x)), False, num_sms(device), 1) if len(x) <= MOST_ROWS else None
     if shape is not None:
         return few_rows(values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
-    if values.dtype == torch.int8:
+    if values.dtype == torch.int8 and len(x) > _FEW_TILES:
         return gemm_hopper(values, weight.values, followed_by, residual, x.scale, weight.scale)
     return None
 

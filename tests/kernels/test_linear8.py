@@ -27,10 +27,11 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return torch.randn(m, k, device=DEVICE).bfloat16(), (torch.randn(n, k, device=DEVICE) / k**0.5).bfloat16()
 
 
-def assert_close(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Sums are exact in int8; Hopper's e4m3 keeps about 14 bits of each partial sum."""
+def assert_close(found: Tensor, exact: Tensor, k: int, dtype: torch.dtype) -> None:
+    """Sums are exact in int8. Hopper's e4m3 keeps about 14 bits of each partial sum, of which there are K / 32: for the longest
+    still a quarter of what rounding the operands to e4m3 costs."""
     error = (found.double() - exact).abs().max()
-    assert error <= 2**-8 * exact.abs().max() * (1 if dtype == torch.int8 else 2)
+    assert error <= 2**-8 * exact.abs().max() * (1 if dtype == torch.int8 else 2 + k / 2048)
 
 
 @in_8_bits
@@ -43,7 +44,7 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype, normed: bool) -> Non
     weight = quantize_weight(w, dtype)
     with poisoned():
         found = kernels.linear(x, weight, *around)
-    assert_close(found, wide(quantize(x, dtype, *around)) @ wide(weight).t(), dtype)
+    assert_close(found, wide(quantize(x, dtype, *around)) @ wide(weight).t(), k, dtype)
 
 
 @in_8_bits
@@ -54,7 +55,7 @@ def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     weight, residual = quantize_weight(w, dtype), torch.randn(m, n, device=DEVICE).bfloat16()
     exact = residual.double() + wide(quantize(x, dtype)) @ wide(weight).t()
     assert kernels.linear_add(x, weight, residual) is residual
-    assert_close(residual, exact, dtype)
+    assert_close(residual, exact, k, dtype)
 
 
 @in_8_bits
@@ -65,7 +66,7 @@ def test_linear_onto(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     weight, residual = quantize_weight(w, dtype), torch.randn(m, n, device=DEVICE).bfloat16()
     exact = residual.double() + wide(quantize(x, dtype)) @ wide(weight).t()
     pending = kernels.linear_onto(x, weight, residual)
-    assert_close(residual if pending is None else residual + pending, exact, dtype)
+    assert_close(residual if pending is None else residual + pending, exact, k, dtype)
 
 
 @in_8_bits

@@ -14,7 +14,8 @@ import torch
 import transformers
 from parity.bge_m3_reference import save_layers
 
-from engine import BackendError, Engine
+from engine import BackendError, Engine, devices
+from engine.devices import DtypeName
 from engine.layers import splade
 from engine.loop import EngineLoop
 from engine.model_config import OutputName, Pooling
@@ -387,6 +388,24 @@ def test_fp16_is_as_exact_as_bf16_or_better(tiny: Callable[..., Path]) -> None:
         for dtype in ("bfloat16", "float16")
     }
     assert errors["float16"] < errors["bfloat16"]
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "gte", "modernbert", "gemma3"])
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_layers_in_8_bits_are_as_exact_as_in_plain_torch(
+    tiny: Callable[..., Path], kind: str, dtype: DtypeName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() < devices.LEAST_CAPABILITY[devices.DTYPES[dtype]]:
+        pytest.skip(f"this GPU has no {dtype}")
+    folder = tiny(kind, **FAMILIES[kind])
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # on a CPU too, for this test
+    plain, ours = (Engine.load(folder, dtype=dtype, device=device) for device in ("cpu", "cuda"))
+    for lengths in ([5], RAGGED, [40] * 60):  # a handful of rows, some, many
+        batch = sequences(lengths)
+        expected = exact(folder, batch)
+        error, theirs = (np.linalg.norm(each.launch(batch).wait().vectors - expected) for each in (ours, plain))
+        assert error <= 1.5 * theirs
+        assert theirs <= 0.2 * len(batch) ** 0.5  # cosines of 0.98
 
 
 def test_eight_billion_shapes_stay_finite_with_large_activations(tiny: Callable[..., Path]) -> None:

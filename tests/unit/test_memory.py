@@ -16,13 +16,14 @@ from safetensors import safe_open
 
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from engine.devices import DTYPES
+from engine.kernels import Matrix, Quantized
 from engine.layers.head import Head
 from engine.layers.splade import Splade
 from engine.memory import MOST_BATCH_TOKENS, MemoryKind, body_parameters, footprint, num_parameters
 from engine.model_config import DenseConfig
 from engine.model_folder import load_model_config
-from engine.models import MODELS
-from engine.weights import Checkpoint
+from engine.models import MODELS, family_of
+from engine.weights import Checkpoint, Shapes
 
 KINDS = get_args(MemoryKind)
 MIB = 1 << 20
@@ -200,6 +201,48 @@ def test_a_budget_found_at_warm_up_is_counted_at_its_most(kind: MemoryKind) -> N
     config = CATALOGUE["BAAI/bge-base-en-v1.5"]
     assert footprint(config, torch.bfloat16, kind) == footprint(config, torch.bfloat16, kind, 16384)
     assert footprint(config, torch.bfloat16, kind).total > footprint(config, torch.bfloat16, kind, 16383).total
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_layers_in_8_bits_take_half_and_a_scale_for_each_column(dtype: torch.dtype) -> None:
+    config = CATALOGUE["Qwen/Qwen3-Embedding-8B"]
+    low, high = (footprint(config, each, "gpu", 8192) for each in (dtype, torch.bfloat16))
+    scales = config.n_layers * (6144 + 4096 + 2 * 12288 + 4096)  # qkv, out, gate_up, down
+    assert high.weights - low.weights == body_parameters(config) - 4 * scales
+    assert low.workspace == high.workspace
+
+
+def test_eight_billion_parameters_in_8_bits_fit_a_card_of_16_gb() -> None:
+    """With room for inputs of 8,192 tokens; in bf16 the weights alone do not."""
+    config = replace(CATALOGUE["Qwen/Qwen3-Embedding-8B"], max_input_length=8192)
+    low, high = (footprint(config, dtype, "gpu", 8192) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    assert low.total < 15.5 * 2**30 < high.total
+
+
+class _Watched(Checkpoint):
+    """Keeps every matrix that it brought to 8 bits."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, torch.device("cpu"), torch.int8)
+        self.quantized: list[Quantized] = []
+
+    def layer(self, weight: torch.Tensor) -> Matrix:
+        matrix = super().layer(weight)
+        if isinstance(matrix, Quantized):
+            self.quantized.append(matrix)
+        return matrix
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "bert", "nomic_bert", "nomic_bert_moe", "gte", "modernbert", "jina_bert", "gemma3", "deberta"]
+)
+def test_what_is_counted_in_8_bits_is_what_becomes_so(tiny: Callable[..., Path], kind: str) -> None:
+    config, shapes = load_model_config(tiny(kind)), Shapes()
+    family_of(config)(config, shapes)
+    with _Watched(tiny(kind)) as checkpoint:
+        family_of(config)(config, checkpoint)
+    assert sum(each.values.numel() for each in checkpoint.quantized) == shapes.num_quantized > 0
+    assert sum(map(len, checkpoint.quantized)) == shapes.num_scales
 
 
 def test_float32_weighs_twice_and_headers_win_over_the_shape() -> None:
