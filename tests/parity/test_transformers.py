@@ -1,6 +1,7 @@
 """Every family against transformers on tiny random checkpoints, in fp32: hidden states and pooled vectors."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,17 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
     return Engine.load(folder, dtype="float32", device=request.param)
 
 
+@lru_cache(maxsize=2)  # of one folder: all tests of a folder run before those of the next
+def transformers_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
+    model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval().to(device)
+
+
 def reference(folder: Path, ids: np.ndarray) -> torch.Tensor:
     """transformers' hidden states of one sequence alone: no padding, no company."""
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers_model(folder, torch.float32)
     with torch.inference_mode():
-        hidden = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state
+        hidden: torch.Tensor = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state
     return hidden[0]
 
 
@@ -180,7 +187,7 @@ def test_pooled_vector_does_not_depend_on_its_company(folder: Path, engine: Engi
 def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path, device: str) -> None:
     """Ours against fp32 at most 1.5x what transformers loses in bf16 on the same inputs."""
     engine = Engine.load(folder, dtype="bfloat16", device=device)
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval().to(device)
+    model = transformers_model(folder, torch.bfloat16, device)
     ours = theirs = 0.0
     for ids in sequences([33, 64, 15, 100]):
         exact = reference(folder, ids)

@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def clustered(address: str) -> Clustered:
         env: dict[str, str] | None = None,
         **args: Any,
     ) -> Iterator[httpx.Client]:
-        given = []
+        given, targets = [], []
         with ExitStack() as stack:
             for model, servers in models.items():
                 folder = (folders or {}).get(model, EMBEDDED_MODEL)
@@ -86,21 +87,27 @@ def clustered(address: str) -> Clustered:
                         **(ref | {"name": model}),
                     )
                     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env or {}}}
-                    serve.run(pool.bind(pool_args, server, ray_actor_options=options), name=name, route_prefix=None)
-                    stack.callback(serve.delete, name)
+                    targets.append(serve.RunTarget(pool.bind(pool_args, server, ray_actor_options=options), name, None))
                     refs.append(ref | {"node_class": "cpu"})
                 given.append({"name": model, "model": folder, "aliases": [f"{model}-alias"], "pools": refs})
             settings = Settings(**{"models": (EMBEDDED_MODEL,), "max_client_batch_size": 512} | args.pop("settings", {}))
             gateway_args = gateway.GatewayArgs.model_validate(
                 {"models": given, "default": next(iter(models)), "settings": settings} | args
             )
-            serve.run(gateway.build(gateway_args), name="gateway" + prefix.strip("/"), route_prefix=prefix)
-            stack.callback(serve.delete, "gateway" + prefix.strip("/"))
+            targets.append(serve.RunTarget(gateway.build(gateway_args), "gateway" + prefix.strip("/"), prefix))
+            stack.callback(delete, [target.name for target in targets])
+            serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
             with httpx.Client(base_url=address + prefix, timeout=40) as client:
                 wait_until_routed(client)
                 yield client
 
     return deploy
+
+
+def delete(applications: Sequence[str]) -> None:
+    """All at once: each takes seconds of waiting for its replicas."""
+    with ThreadPoolExecutor(len(applications)) as threads:
+        list(threads.map(serve.delete, applications))
 
 
 def wait_until_routed(client: httpx.Client) -> None:

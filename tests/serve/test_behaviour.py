@@ -133,6 +133,12 @@ def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
     assert redeployed_under_load(deployed, asker, limit) == {200}
 
 
+def states(application: str) -> dict[str, int]:
+    """How many replicas of its only deployment there are in each state."""
+    (deployment,) = serve.status().applications[application].deployments.values()
+    return {str(state): count for state, count in deployment.replica_states.items()}
+
+
 def redeployed_under_load(
     deployed: Deploy,
     asker: Callable[[httpx.Client], AbstractContextManager[Callable[[], int]]],
@@ -154,7 +160,7 @@ def redeployed_under_load(
         try:
             serve.run(bind(changed, max_surge_percent=100), name="again", route_prefix="/again")
             wait_for(lambda: limit(client) == 7, 30)
-            time.sleep(3)  # until the old replica is gone
+            wait_for(lambda: states("again") == {"RUNNING": 1}, 30)  # the old replica is gone
             seen = len(answers)
             wait_for(lambda: len(answers) > seen + 50)
         finally:
