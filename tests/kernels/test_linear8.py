@@ -28,10 +28,10 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def assert_close(found: Tensor, exact: Tensor, k: int, dtype: torch.dtype) -> None:
-    """Sums are exact in int8. Hopper's e4m3 keeps about 14 bits of each partial sum, of which there are K / 32: for the longest
-    still a quarter of what rounding the operands to e4m3 costs."""
+    """Sums are exact in int8, and rounded to bf16 twice at most. Hopper's e4m3 keeps about 14 bits of each partial sum, of which
+    there are K / 32: for the longest still a quarter of what rounding the operands to e4m3 costs."""
     error = (found.double() - exact).abs().max()
-    assert error <= 2**-8 * exact.abs().max() * (1 if dtype == torch.int8 else 2 + k / 2048)
+    assert error <= 2**-7 * exact.abs().max() * (1 if dtype == torch.int8 else 1 + k / 4096)
 
 
 @in_8_bits
@@ -73,7 +73,8 @@ def test_linear_onto(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @row_counts
 @shapes
 def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    """In 8 bits again: of the largest of its row, int8 keeps 1 / 254, e4m3 1 / 16."""
+    """In 8 bits again: of the largest of its row, int8 is half a step of 1 / 127 off, and as much by the bf16 of gate and up,
+    sixteen of which a rotation adds up; e4m3 1 / 16."""
     x, w = operands(m, 2 * n, k, dtype)
     weight = quantize_weight(kernels.interleaved(w), dtype)
     with poisoned():
@@ -84,4 +85,4 @@ def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
         exact = (exact.view(m, -1, block) @ hadamard(block, DEVICE).double()).flatten(1)
     assert isinstance(found, Quantized)
     most = exact.abs().amax(1, keepdim=True)
-    assert ((wide(found) - exact).abs() <= most * (1 / 127 if dtype == torch.int8 else 1 / 16)).all()
+    assert ((wide(found) - exact).abs() <= most * (2 / 127 if dtype == torch.int8 else 1 / 16)).all()
