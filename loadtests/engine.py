@@ -242,4 +242,4 @@ def _write(gemm: float, throughput: list[dict[str, Any]], latency: list[dict[str
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(PUBLISHED))
+    main(sys.argv[1:] or list(TOKENS))

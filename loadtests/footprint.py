@@ -26,13 +26,11 @@ BUDGETS: dict[DtypeName, tuple[int, ...]] = {
     "float8": (16384,),
     "int8": (16384,),
 }
-MIB, GIB = 1 << 20, 1 << 30
-# What a card of 16 GB has for one model, and which one is to fit, with which longest input.
-SMALL_CARD, LARGEST, LONGEST = 15.5 * GIB, "Qwen3-Embedding-8B", 8192
+MIB = 1 << 20
 
 
 def main(names: list[str]) -> None:
-    rows, small = [], []
+    rows = []
     for name in names:
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path) / name
@@ -43,24 +41,16 @@ def main(names: list[str]) -> None:
                     found = in_a_process(folder, published.pooling, dtype, budget, None)
                     rows.append({"model": name, "dtype": dtype, "token budget": budget} | found)
                     print(rows[-1], flush=True)
-            if name == LARGEST:
-                ballast = torch.empty(int(torch.cuda.mem_get_info()[0] - SMALL_CARD), dtype=torch.uint8, device="cuda")
-                free = torch.cuda.mem_get_info()[0]
-                found = in_a_process(folder, published.pooling, "float8", LONGEST, LONGEST)
-                small.append({"model": name, "dtype": "float8", "longest input": LONGEST, "free before": free / MIB} | found)
-                print(small[-1], flush=True)
-                del ballast
-                torch.cuda.empty_cache()
     notes = [
         "random weights at the real shapes; each engine in a process of its own, after texts of every length up to the "
         "model's longest",
         "reserved: torch.cuda.memory_reserved(); on the card: by NVML, the context included; MiB",
-        "on a small card: another process holds the rest of the memory",
     ]
-    write("footprint", "python -m loadtests.footprint", {"Estimated and reported": rows, "On a small card": small}, notes)
+    write("footprint", "python -m loadtests.footprint", {"Estimated and reported": rows}, notes)
 
 
 def in_a_process(folder: Path, pooling: str, dtype: DtypeName, budget: int, longest: int | None) -> dict[str, Any]:
+    """`longest`: tokens of the longest input; None for the model's own."""
     arguments = [str(folder), pooling, dtype, str(budget), str(longest or 0)]
     command = [sys.executable, "-m", "loadtests.footprint", "--one", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
