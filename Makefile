@@ -38,12 +38,17 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.real_model
 	$(BIN)/python -m loadtests.tasks
 
-# On a machine with a GPU and 32 GB of disk for random weights: twenty minutes.
+# On a machine with a GPU and 32 GB of disk for random weights: half an hour.
 bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.elementwise
 	$(BIN)/python -m loadtests.kernels.attention
+	$(BIN)/python -m loadtests.kernels.gemm
+	$(BIN)/python -m loadtests.kernels.few_rows
 	$(BIN)/python -m loadtests.engine
 	$(BIN)/python -m loadtests.predict
+	$(BIN)/python -m loadtests.eight_bits
+	$(BIN)/python -m loadtests.footprint
+	$(BIN)/python -m loadtests.small_card
 	$(BIN)/python -m loadtests.shared_prefix
 	$(BIN)/python -m loadtests.rerank
 	$(BIN)/python -m loadtests.whole_server

@@ -38,6 +38,8 @@ _CONTEXT_BYTES = 850 << 20  # CUDA's context, the libraries' kernels and ours; s
 _HOST_BYTES = 1200 << 20  # a process with torch and Ray, before the weights
 # Without memory that grows in place, what a pass leaves between its blocks is a third of the workspace.
 _FRAGMENTED = 1.35
+# In 8 bits what a layer makes is of sizes that do not fill each other's gaps: 1.23 in e4m3 for the 8B, 1.29 for the 4B.
+_GAPS_IN_8_BITS = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def footprint(
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
     family, wide = family_of(config), compute_dtype(dtype)
     per_token = wide.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
+    if dtype != wide:
+        per_token = int(per_token * _GAPS_IN_8_BITS)
     vectors = _splade_bytes(config, wide, longest)
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32

@@ -45,7 +45,7 @@ def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process
                 sleep(0.2)
             yield process
         finally:
-            descendants = process.children(recursive=True)
+            descendants = process.children(recursive=True) if process.is_running() else []
             process.stdin.close()  # its sign to stop
             try:
                 process.wait(20)

@@ -1,5 +1,7 @@
 """Layers in 8 bits, in plain torch: what a real model's vectors lose, and where they are refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from engine import Engine, ModelError, devices
 from engine.devices import MEASURED, DtypeName
 from engine.hub import EMBEDDED_MODEL
+from loadtests.report import RESULTS
 from loadtests.traces import ragged_texts, short_texts
 
 TEXTS = [*ragged_texts(40, seed=0, median_words=40), *short_texts(40, seed=1)]
@@ -21,6 +24,13 @@ def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: f
     assert cosines.mean() >= least
     assert abs(cosines.mean() - MEASURED[dtype].mean_cosine) < 0.5 * (1 - least)
     assert (np.linalg.norm(found, axis=1) - 1 < 1e-5).all()
+
+
+def test_info_says_what_was_measured() -> None:
+    rows = json.loads((RESULTS / "eight_bits.json").read_text())["tables"]["Beside float32"]
+    measured = {row["dtype"]: (row["mean cosine"], row["top-10 overlap"]) for row in rows if row["dtype"] in MEASURED}
+    said = {dtype: (each.mean_cosine, each.top_10_overlap) for dtype, each in MEASURED.items()}
+    assert {dtype: pytest.approx(values, abs=1e-4) for dtype, values in measured.items()} == said
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])

@@ -24,6 +24,7 @@ from engine.model_config import DenseConfig
 from engine.model_folder import load_model_config
 from engine.models import MODELS, family_of
 from engine.weights import Checkpoint, Shapes
+from loadtests.report import RESULTS
 
 KINDS = get_args(MemoryKind)
 MIB = 1 << 20
@@ -209,7 +210,7 @@ def test_layers_in_8_bits_take_half_and_a_scale_for_each_column(dtype: torch.dty
     low, high = (footprint(config, each, "gpu", 8192) for each in (dtype, torch.bfloat16))
     scales = config.n_layers * (6144 + 4096 + 2 * 12288 + 4096)  # qkv, out, gate_up, down
     assert high.weights - low.weights == body_parameters(config) - 4 * scales
-    assert low.workspace == high.workspace
+    assert high.workspace < low.workspace < 1.5 * high.workspace  # the rest of a pass is in bf16
 
 
 def test_eight_billion_parameters_in_8_bits_fit_a_card_of_16_gb() -> None:
@@ -217,6 +218,8 @@ def test_eight_billion_parameters_in_8_bits_fit_a_card_of_16_gb() -> None:
     config = replace(CATALOGUE["Qwen/Qwen3-Embedding-8B"], max_input_length=8192)
     low, high = (footprint(config, dtype, "gpu", 8192) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
     assert low.total < 15.5 * 2**30 < high.total
+    (measured,) = json.loads((RESULTS / "small_card.json").read_text())["tables"]["With 15.5 GiB"]
+    assert measured["on the card"] <= low.total / 2**20 <= 1.05 * measured["on the card"]
 
 
 class _Watched(Checkpoint):
