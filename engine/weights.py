@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.devices import compute_dtype
 from engine.errors import ModelError
-from engine.kernels import Matrix, can_be_quantized, quantize_weight
+from engine.kernels import Matrix, quantize_weight
 from engine.weight_files import WeightFile, open_weights
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,8 @@ class Shapes:
         return self.take(names[0], sum(rows), *columns)
 
     def layer(self, weight: Tensor) -> Matrix:
-        if can_be_quantized(*weight.shape):
-            self.num_quantized += weight.numel()
-            self.num_scales += len(weight)
+        self.num_quantized += weight.numel()
+        self.num_scales += len(weight)
         return weight
 
 
@@ -141,10 +140,8 @@ class Checkpoint:
         return stacked
 
     def layer(self, weight: Tensor) -> Matrix:
-        """A layer's matrix as its products take it: in 8 bits, where the model's layers are and the shape allows it."""
-        if self._quantized is None or not can_be_quantized(*weight.shape):
-            return weight
-        return quantize_weight(weight, self._quantized)
+        """A layer's matrix as its products take it: in 8 bits, where the model's layers are. Raises: ModelError, of its shape."""
+        return weight if self._quantized is None else quantize_weight(weight, self._quantized)
 
     def take_all(self) -> dict[str, Tensor]:
         """Every tensor by its name, as it is stored, for who has rules of his own for names and shapes."""

@@ -9,11 +9,11 @@ from engine.kernels.embed import embed
 from engine.kernels.linear import Matrix, interleaved, linear, linear_add, linear_onto, linear_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
 from engine.kernels.pool import pool_finish, pool_mean
-from engine.kernels.quantize import Quantized, can_be_quantized, quantize_weight
+from engine.kernels.quantize import Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope
 
 __all__ = [
-    "Matrix", "Quantized", "attention", "can_be_quantized", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear",
+    "Matrix", "Quantized", "attention", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear",
     "linear_add", "linear_onto", "linear_swiglu", "norm_rope", "pool_finish", "pool_mean", "quantize_weight", "rms_norm",
     "rope", "swiglu",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 from engine.kernels.norm import row_threads, rows_a_block
@@ -14,6 +15,7 @@ from engine.kernels.norm import row_threads, rows_a_block
 # Rows that are rotated: an outlier costs the others of its block less of their bits (docs/decisions/023).
 _ROTATED = torch.int8
 _BLOCK = 16
+_MULTIPLE = 16  # of both sides of a matrix, for cuBLAS
 _STEP_BYTES = 64 << 20  # of what converting a matrix takes at a time
 
 
@@ -26,11 +28,6 @@ class Quantized:
 
     def __len__(self) -> int:
         return len(self.values)
-
-
-def can_be_quantized(rows: int, columns: int) -> bool:
-    """Whether a matrix of that shape is one that the products in 8 bits take."""
-    return rows % 16 == 0 and columns % 16 == 0
 
 
 def quantize(
@@ -64,7 +61,13 @@ def quantize(
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype) -> Quantized:
-    """A matrix [N, K], any float dtype, in 8 bits: a scale for each row, which is a column of what it gives."""
+    """A matrix [N, K], any float dtype, in 8 bits: a scale for each row, which is a column of what it gives.
+
+    Raises: ModelError for a shape that no product in 8 bits takes.
+    """
+    if any(side % _MULTIPLE for side in weight.shape):
+        shape = " x ".join(map(str, weight.shape))
+        raise ModelError(f"a matrix of {shape} cannot be in 8 bits, its sides are no multiples of {_MULTIPLE}; use bfloat16")
     block = rotation(dtype)
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)

@@ -128,7 +128,7 @@ class _Mlp:
 
 def _mixture(config: NomicBertConfig, checkpoint: Tensors, name: str) -> Experts:
     c, wide, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    router = Linear.load(checkpoint, f"{name}router.layer", experts, c, biased=False)
+    router = Linear(checkpoint.take(f"{name}router.layer.weight", experts, c))  # never in 8 bits: it decides, and is small
     ups, downs = (checkpoint.take(f"{name}experts.mlp.{part}", experts * wide, c).view(experts, wide, c) for part in ("w1", "w2"))
     layers = [
         (Linear(checkpoint.layer(up), gelu=True), Linear(checkpoint.layer(down.t()))) for up, down in zip(ups, downs, strict=True)

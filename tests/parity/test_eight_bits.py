@@ -1,6 +1,8 @@
 """Layers in 8 bits, in plain torch: what a real model's vectors lose, and where they are refused."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +39,12 @@ def test_info_says_what_was_measured() -> None:
 def test_a_cpu_refuses_them(dtype: DtypeName) -> None:
     with pytest.raises(ModelError, match=rf"{dtype} needs a GPU of compute capability 8\.[09] or more, this is a CPU"):
         Engine.load(EMBEDDED_MODEL, dtype=dtype, device="cpu")
+
+
+def test_a_matrix_of_another_shape_is_named(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    with pytest.raises(ModelError, match=r"a matrix of 88 x 64 cannot be in 8 bits.*use bfloat16"):
+        Engine.load(tiny("bert", intermediate_size=88), dtype="float8", device="cpu")
 
 
 def test_another_networks_layers_are_not_ours_to_quantise(monkeypatch: pytest.MonkeyPatch) -> None:
