@@ -18,7 +18,7 @@ from cluster.files import ClusterError, read_yaml
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
 from cluster.throughput import Basis, Rate, capability_of, has_bf16, is_known, tokens_per_s
-from engine.devices import DTYPES, DtypeName
+from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
 from engine.model_config import Backend, ModelConfig, Pooling
@@ -26,8 +26,6 @@ from engine.model_folder import load_model_config
 from engine.models import family_of
 from serve_app.settings import Dtype, Settings, check_remote_code, pool_name
 
-# The compute capability from which on cards multiply in 8 bits; CPUs do not.
-_CAPABILITIES: dict[str, tuple[int, int]] = {"float8": (8, 9), "int8": (8, 0)}
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
 # Steps of the search behind a way out; the plan itself takes more. And how many replicas all tries of ways out together may
@@ -374,7 +372,7 @@ class Plan:
         card = _gib_up(footprint(config, dtype, "gpu", entry.max_batch_tokens).total + CARD_RESERVE)
         count = self.placement.missing.get(name, 0)
         more = f"{count} more nodes, each with" if count > 1 else "another node with"
-        needs = f" and compute capability {_capability(entry.dtype)} or later" if entry.dtype in _CAPABILITIES else ""
+        needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
         return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
     def serve_config(self) -> dict[str, Any]:
@@ -505,20 +503,25 @@ def _runs(dtype: Dtype, node: Node) -> bool:
     """Whether a model of that dtype can run there at all."""
     if dtype == "float16":
         return bool(node.cards)
-    return (capability_of(node) or (0, 0)) >= _CAPABILITIES.get(dtype, (0, 0))
+    return (capability_of(node) or (0, 0)) >= (_least_capability(dtype) or (0, 0))
 
 
 def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
-    if dtype == "float16":
-        return "float16 does not run on a CPU"
+    least = _least_capability(dtype)
+    if least is None:
+        return f"{dtype} does not run on a CPU"
     names = [*classes[:3], *([f"{len(classes) - 3} more"] if classes[3:] else [])]
     there = f"{', '.join(names[:-1])} and {names[-1]} have" if names[1:] else f"{names[0]} has"
-    return f"{dtype} needs a card of compute capability {_capability(dtype)} or later, which {there} not"
+    return f"{dtype} needs a card of compute capability {_written(least)} or later, which {there} not"
 
 
-def _capability(dtype: Dtype) -> str:
-    major, minor = _CAPABILITIES[dtype]
-    return f"{major}.{minor}"
+def _least_capability(dtype: Dtype) -> tuple[int, int] | None:
+    """Of a card for a dtype that not all have."""
+    return None if dtype == "auto" else LEAST_CAPABILITY.get(DTYPES[dtype])
+
+
+def _written(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype:
