@@ -3,12 +3,13 @@
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
@@ -380,7 +381,16 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
     try:
         app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus))
     except RuntimeError as error:
-        raise ModelError(f"the server did not start: {error}") from error
+        from ray import serve
+
+        failed = (each.message for its in serve.status().applications.values() for each in its.deployments.values())
+        raise ModelError(f"the server did not start: {_last_words(failed) or error}") from error
+
+
+def _last_words(messages: Iterable[str]) -> str:
+    """What a replica raised, of the traceback that Serve keeps: its own error only names the deployment."""
+    message = next((each for each in messages if "Traceback" in each), "")
+    return re.sub(r"^(engine|serve_app)[\w.]*: ", "", message.rstrip().rpartition("\n")[2])
 
 
 def _wait_until_ready(settings: Settings) -> None:
