@@ -12,7 +12,6 @@ from torch import Tensor
 from engine.errors import BackendError
 from engine.kernels.compile import compile_kernel
 
-_MOST_CONFIGS = 256
 NO_DEFINES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -39,7 +38,6 @@ class Kernel:
         self._kernel = code.get_kernel(entry)
         self._device = device
         self._threads, self._shared_bytes = threads, shared_bytes
-        self._configs: dict[int | tuple[int, ...], LaunchConfig] = {}  # a pass launches it with the same grid for every layer
         self._overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
         if shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -50,13 +48,9 @@ class Kernel:
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
         """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32;
         nothing is checked here."""
-        config = self._configs.get(grid)
-        if config is None:
-            if len(self._configs) > _MOST_CONFIGS:
-                self._configs.clear()
-            config = self._configs[grid] = LaunchConfig(
-                grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
-            )
+        config = LaunchConfig(
+            grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
+        )
         launch(_stream(torch.cuda.current_stream(self._device).cuda_stream), config, self._kernel, *map(_argument, arguments))
 
 
