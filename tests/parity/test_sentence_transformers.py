@@ -67,7 +67,8 @@ def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.9999)])
+# In bf16 both are rounded, each to 0.9999 of float32; a CPU with AMX takes another product for one text than for many.
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.9998)])
 def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least: float, device: str) -> None:
     engine = Engine.load(minilm, dtype=dtype, device=device)  # type: ignore[arg-type]
     texts = varied_texts()[:40]
