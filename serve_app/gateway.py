@@ -1,7 +1,6 @@
 """The CPU front over all pools: the same API as a replica's, each request sent where it will be done first."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Coroutine, Sequence
 from contextvars import Context
@@ -32,6 +31,7 @@ from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
+from serve_app.outbox import Answers, Call, Outbox, next_ticket
 from serve_app.settings import IDLE_PROMPTS, Settings
 from serve_app.terms import Terms
 from serve_app.together import together
@@ -44,8 +44,6 @@ LOST = (RayActorError, RayServeException, RequestCancelledError, EngineStopped, 
 _WAKE_FROM_S = 2.0
 _WAKE_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.5
-
-_tickets = itertools.count()
 
 
 class PoolRef(BaseModel):
@@ -99,6 +97,7 @@ class Pool:
         self.ref = ref
         self.load = load_of(ref.name, ref.tokens_per_s, ref.max_replicas)
         self._handle: DeploymentHandle[Any] | None = None
+        self._outbox = Outbox(self._send)
         self._woken_at = 0.0
 
     async def connect(self) -> None:
@@ -120,17 +119,21 @@ class Pool:
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, ticket: Ticket) -> Embeddings:
         """Raises: what the engine says, or one of LOST."""
+        return await self._outbox.put((sequences, options, terms), ticket)
+
+    async def _send(self, calls: Sequence[Call], ticket: Ticket) -> Answers:
+        """Raises: one of LOST, or what went wrong for all of them."""
         if self._handle is None:
             await self.connect()
         if self._handle is None:
             raise Lost(f"pool {self.ref.name} is not deployed")
         awake = bool(self.load.replicas)
         self.load.opened(ticket)
-        response = _call(self._handle.embed, sequences, options, terms, ticket=ticket)
+        response = _call(self._handle.embed_all, calls, ticket=ticket)
 
-        async def answer() -> Embeddings:
+        async def answer() -> Answers:
             try:
-                result: Embeddings = await response
+                result: Answers = await response
             except RayTaskError as error:
                 if isinstance(error.cause, EmberError):
                     raise error.cause from None  # as it was raised over there; Ray's text of it is a traceback
@@ -144,7 +147,9 @@ class Pool:
                 # Serve itself would wait for another replica of this pool, and there may be none for a long time.
                 if self.load.is_lost(ticket) or (awake and not self.load.replicas):
                     raise Lost(f"pool {self.ref.name} has lost the replica")
-            return waiting.result()
+            answers = waiting.result()
+            blame = any(isinstance(each, (*LOST, BackendError)) for each in answers)
+            return answers
         except (*LOST, BackendError):
             blame = True
             raise
@@ -158,7 +163,7 @@ class Pool:
         """Start a first replica, where there is none and nobody has asked for one lately."""
         if self._handle is not None and not self.load.replicas and monotonic() - self._woken_at > _WAKE_EVERY_S:
             self._woken_at = monotonic()
-            _in_background(_quietly(_call(self._handle.wake, ticket=Ticket(next(_tickets), 0, 0))))
+            _in_background(_quietly(_call(self._handle.wake, ticket=next_ticket(0, 0, batch=False))))
 
     @property
     def tokens_per_s(self) -> float:
@@ -254,7 +259,7 @@ class PooledModel:
         lengths = [len(ids) for ids in sequences]
         start = monotonic()
         for attempt in (1, 2):
-            ticket = Ticket(next(_tickets), sum(lengths), max(lengths), terms.priority == "batch")
+            ticket = next_ticket(sum(lengths), max(lengths), terms.priority == "batch")
             left = terms.after(monotonic() - start)
             pool = self._choose(ticket, left)
             try:

@@ -1,5 +1,7 @@
 """One pool as a Serve application: the replicas of one model on one class of nodes, called by the gateway through a handle."""
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from time import monotonic, time
@@ -12,14 +14,18 @@ from cluster.autoscale import options as scaling_options
 from cluster.inventory import free_host_bytes
 from cluster.ray_router import routing_options
 from cluster.router import Report, Ticket
+from engine.errors import BackendError, EmberError
 from engine.loop import Embeddings, EngineLoop
 from engine.memory import footprint
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 from serve_app.app import deployment_options
 from serve_app.model_server import EngineServer
+from serve_app.outbox import Answers, Call
 from serve_app.settings import Settings
 from serve_app.terms import Terms
+
+log = logging.getLogger(__name__)
 
 # Left to the host where a pass takes its memory from there.
 _HOST_FLOOR_BYTES = 1 << 30
@@ -48,9 +54,22 @@ class PoolServer(EngineServer):
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket) -> Embeddings:
-        """As `ServedModel.embed`; `ticket` is for the router on the caller's side."""
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        """As `ServedModel.embed`."""
         return await self._model.embed(sequences, options, terms)
+
+    async def embed_all(self, calls: Sequence[Call], *, ticket: Ticket) -> Answers:
+        """What `embed` gives or raises for each; `ticket` is for the router on the caller's side."""
+        return await asyncio.gather(*map(self._answer, calls))
+
+    async def _answer(self, call: Call) -> Embeddings | Exception:
+        try:
+            return await self.embed(*call)
+        except EmberError as error:
+            return error
+        except Exception as error:  # one that nobody foresaw might not survive the way back
+            log.exception("a request failed")
+            return BackendError(f"the replica failed: {error!r}")
 
     async def wake(self, *, ticket: Ticket) -> None:
         """Nothing: being called is what starts a replica where there is none."""

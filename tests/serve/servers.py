@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cluster.router import Ticket
 from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.flight import Flight, Landed
@@ -89,18 +88,18 @@ class PoisonPool(PoolServer):
 class BrokenPool(PoolServer):
     """Fails whatever it is asked, at once."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         raise EngineStopped("the device fell over")
 
 
 class DyingPool(PoolServer):
     """A text that ends in the token of "die" ends the replica, the first time that any of them gets it."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
         if any(ids[-2] == die for ids in sequences) and _first(os.environ[MARKER]):
             os._exit(1)
-        return await super().embed(sequences, options, terms, ticket=ticket)
+        return await super().embed(sequences, options, terms)
 
 
 def _first(marker: str) -> bool:

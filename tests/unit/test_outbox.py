@@ -1,0 +1,159 @@
+"""Requests that leave for a replica together: each hears its own end, whatever the others' is."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.router import Ticket
+from engine.errors import BackendError, EngineStopped
+from engine.loop import Embeddings
+from engine.pooling import EmbedOptions
+from serve_app.outbox import Answers, Call, Outbox, next_ticket
+from serve_app.terms import USUAL
+
+Send = Callable[[Sequence[Call], Ticket], Awaitable[Answers]]
+
+
+def call(name: int, num_tokens: int = 8, batch: bool = False) -> tuple[Call, Ticket]:
+    ids = np.full(num_tokens, name, dtype=np.int32)
+    return ([ids], EmbedOptions(), USUAL), next_ticket(num_tokens, num_tokens, batch)
+
+
+def answer_of(given: Call) -> Embeddings:
+    return Embeddings(np.array([[given[0][0][0]]], dtype=np.float32), {}, 0.0, 0.0)
+
+
+class Replica:
+    """Notes what it is sent. `wrong` maps a request's name to the error it gets."""
+
+    def __init__(self, wrong: dict[int, Exception] | None = None, hold: bool = False) -> None:
+        self.wrong, self.sent, self.cancelled = wrong or {}, list[tuple[int, Ticket]](), 0
+        self.go = asyncio.Event()
+        if not hold:
+            self.go.set()
+
+    async def send(self, calls: Sequence[Call], ticket: Ticket) -> Answers:
+        self.sent.append((len(calls), ticket))
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [self.wrong.get(int(each[0][0][0])) or answer_of(each) for each in calls]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+def test_what_arrives_in_one_turn_leaves_as_one_call() -> None:
+    async def test() -> None:
+        replica = Replica()
+        outbox = Outbox(replica.send)
+        answers = await asyncio.gather(*(outbox.put(*call(name)) for name in range(5)))
+        assert [each.vectors[0, 0] for each in answers] == [0, 1, 2, 3, 4]  # type: ignore[index]
+        ((count, ticket),) = replica.sent
+        assert (count, ticket.num_tokens, ticket.longest) == (5, 40, 8)
+        await outbox.put(*call(9))
+        assert [count for count, _ in replica.sent] == [5, 1]
+
+    run(test)
+
+
+def test_one_alone_keeps_its_ticket() -> None:
+    async def test() -> None:
+        replica = Replica()
+        given, ticket = call(1)
+        await Outbox(replica.send).put(given, ticket)
+        assert replica.sent == [(1, ticket)]
+
+    run(test)
+
+
+def test_long_requests_and_other_priorities_leave_apart() -> None:
+    async def test() -> None:
+        replica = Replica()
+        outbox = Outbox(replica.send)
+        given = [call(1), call(2, batch=True), call(3, 513), call(4), call(5, 5000), call(6, batch=True)]
+        await asyncio.gather(*(outbox.put(*each) for each in given))
+        assert sorted((count, ticket.num_tokens, ticket.batch) for count, ticket in replica.sent) == [
+            (1, 513, False),
+            (1, 5000, False),
+            (2, 16, False),
+            (2, 16, True),
+        ]
+
+    run(test)
+
+
+def test_a_call_carries_so_many_tokens_at_most() -> None:
+    async def test() -> None:
+        replica = Replica()
+        outbox = Outbox(replica.send)
+        await asyncio.gather(*(outbox.put(*call(name, 512)) for name in range(40)))
+        assert [(count, ticket.num_tokens) for count, ticket in replica.sent] == [(16, 8192), (16, 8192), (8, 4096)]
+
+    run(test)
+
+
+def test_an_error_is_its_own_callers_alone() -> None:
+    async def test() -> None:
+        outbox = Outbox(Replica({1: BackendError("not finite")}).send)
+        first, second, third = await asyncio.gather(*(outbox.put(*call(name)) for name in range(3)), return_exceptions=True)
+        assert isinstance(second, BackendError)
+        assert isinstance(first, Embeddings)
+        assert isinstance(third, Embeddings)
+
+    run(test)
+
+
+def test_when_the_call_is_lost_all_of_them_hear() -> None:
+    async def test() -> None:
+        async def send(calls: Sequence[Call], ticket: Ticket) -> Answers:
+            raise EngineStopped("gone")
+
+        outbox = Outbox(send)
+        answers = await asyncio.gather(*(outbox.put(*call(name)) for name in range(3)), return_exceptions=True)
+        assert all(isinstance(each, EngineStopped) for each in answers)
+
+    run(test)
+
+
+async def _turns(count: int = 4) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("leaving", [1, 3])
+def test_the_call_is_cancelled_once_nobody_waits_for_it(leaving: int) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = Outbox(replica.send)
+        tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(outbox.put(*call(name))) for name in range(3)]
+        await _turns()
+        for task in tasks[:leaving]:
+            task.cancel()
+        await _turns()
+        assert replica.cancelled == (leaving == 3)
+        replica.go.set()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in answers] == [index < leaving for index in range(3)]
+
+    run(test)
+
+
+def test_who_leaves_before_the_call_is_not_sent() -> None:
+    async def test() -> None:
+        replica = Replica()
+        outbox = Outbox(replica.send)
+        tasks = [asyncio.ensure_future(outbox.put(*call(name))) for name in range(2)]
+        asyncio.get_running_loop().call_soon(tasks[0].cancel)
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled()
+        assert tasks[1].result().vectors[0, 0] == 1  # type: ignore[index]
+        assert sum(count for count, _ in replica.sent) <= 2
+
+    run(test)
