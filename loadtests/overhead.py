@@ -16,6 +16,7 @@ from loadtests.traces import percentile, short_texts
 DEFAULT_PROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
 TARGETS: list[tuple[str, str, dict[str, str], int]] = [
     ("emberforge (HAProxy to the replica)", "stub", {}, 20_000),
+    ("behind a gateway", "stub-gateway", {}, 10_000),
     ("same app, Ray Serve's default proxy", "stub", DEFAULT_PROXY, 2_000),
     ("same API on plain uvicorn, no Ray", "stub-uvicorn", {}, 20_000),
 ]
@@ -26,7 +27,7 @@ def measure(name: str, kind: str, environment: dict[str, str], count: int) -> li
     rows = []
     with running(kind, port, **environment) as server:
         closed_loop(port, bodies(short_texts(500, seed=0)), 16)
-        for connections in (1, 16):
+        for connections in (1, 16) if kind != "stub-gateway" else (1, 16, 128):
             rows.append({"server": name} | _run(server, port, connections, count // (4 if connections == 1 else 1)))
     return rows
 

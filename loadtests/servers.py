@@ -2,6 +2,7 @@
 
 KIND is one of
   stub           emberforge with a stub engine that gives a fixed vector: what serving costs
+  stub-gateway   the same engine in a pool, behind a gateway
   stub-uvicorn   the same API and stub on plain uvicorn, no Ray: the floor of the API
   model          emberforge with the embedded model
   model-cut      the same, but `@serve.batch` cuts the batches instead of the packer
@@ -146,6 +147,32 @@ def _serve(kind: str, port: int) -> None:
         sys.stdin.read()
 
 
+def _serve_stub_behind_a_gateway(port: int) -> None:
+    """Until standard input closes."""
+    from cluster.local_ray import local_ray
+    from engine.hub import EMBEDDED_MODEL
+
+    with local_ray(num_cpus=os.cpu_count() or 1):
+        from ray import serve
+
+        from loadtests.stub_pool import FreePool
+        from serve_app import gateway, pool
+
+        ref: dict[str, Any] = {"name": "stub", "tokens_per_s": 1e6}
+        given = {"name": SERVED_NAME, "model": EMBEDDED_MODEL, "pools": [ref | {"node_class": "stub"}]}
+        args = gateway.GatewayArgs.model_validate(
+            {"models": [given], "default": SERVED_NAME, "settings": {"max_concurrent_requests": 4096}}
+        )
+        of_pool = pool.PoolArgs(pool="stub", model=EMBEDDED_MODEL, **(ref | {"name": SERVED_NAME}))
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        applications = [
+            serve.RunTarget(pool.bind(of_pool, FreePool, ray_actor_options={"num_cpus": 0.1}), "stub", None),
+            serve.RunTarget(gateway.build(args), "gateway", "/"),
+        ]
+        serve.run_many(applications)
+        sys.stdin.read()
+
+
 def _serve_folder(port: int) -> None:
     """As the command does, until standard input closes."""
     from cluster.inventory import available_cpus
@@ -277,6 +304,8 @@ if __name__ == "__main__":
         _uvicorn(on)
     elif chosen == "st":
         _sentence_transformers(on)
+    elif chosen == "stub-gateway":
+        _serve_stub_behind_a_gateway(on)
     elif chosen == "serve":
         _serve_folder(on)
     elif chosen == "gateways":

@@ -31,7 +31,7 @@ from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
-from serve_app.outbox import Answers, Call, Outbox, next_ticket
+from serve_app.outbox import Answers, Call, Outbox, joint_ticket, next_ticket
 from serve_app.settings import IDLE_PROMPTS, Settings
 from serve_app.terms import Terms
 from serve_app.together import together
@@ -44,6 +44,8 @@ LOST = (RayActorError, RayServeException, RequestCancelledError, EngineStopped, 
 _WAKE_FROM_S = 2.0
 _WAKE_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.5
+# Requests that arrive together go together, as long as a replica has them done in so much time.
+_TOGETHER_S = 0.02
 
 
 class PoolRef(BaseModel):
@@ -97,7 +99,7 @@ class Pool:
         self.ref = ref
         self.load = load_of(ref.name, ref.tokens_per_s, ref.max_replicas)
         self._handle: DeploymentHandle[Any] | None = None
-        self._outbox = Outbox(self._send)
+        self._outbox = Outbox(self._send, self._most_tokens)
         self._woken_at = 0.0
 
     async def connect(self) -> None:
@@ -119,16 +121,34 @@ class Pool:
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, ticket: Ticket) -> Embeddings:
         """Raises: what the engine says, or one of LOST."""
-        return await self._outbox.put((sequences, options, terms), ticket)
+        self.load.opened(ticket)  # at once: the next request in this turn of the loop is to see it
+        try:
+            return await self._outbox.put((sequences, options, terms), ticket)
+        finally:
+            self.load.finished(ticket, monotonic())  # nothing where it is over, or counted with others
 
-    async def _send(self, calls: Sequence[Call], ticket: Ticket) -> Answers:
+    def _most_tokens(self) -> float:
+        rates = [self.load.rate(each) for each in self.load.heard]
+        return _TOGETHER_S * min(rates, default=self.ref.tokens_per_s)
+
+    async def _send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
         """Raises: one of LOST, or what went wrong for all of them."""
+        ticket = joint_ticket(tickets)
+        self.load.opened(ticket)
+        for each in tickets:
+            if each is not ticket:
+                self.load.finished(each, monotonic())
+        try:
+            return await self._sent(calls, ticket)
+        finally:
+            self.load.finished(ticket, monotonic())  # nothing where the replica was heard of
+
+    async def _sent(self, calls: Sequence[Call], ticket: Ticket) -> Answers:
         if self._handle is None:
             await self.connect()
         if self._handle is None:
             raise Lost(f"pool {self.ref.name} is not deployed")
         awake = bool(self.load.replicas)
-        self.load.opened(ticket)
         response = _call(self._handle.embed_all, calls, ticket=ticket)
 
         async def answer() -> Answers:

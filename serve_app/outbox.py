@@ -1,7 +1,7 @@
-"""Short requests that arrive in one turn of the event loop leave as one call.
+"""Requests that arrive in one turn of the event loop leave as one call, where that delays none of them by much.
 
 A call through Serve costs either side a millisecond or more, whatever it carries: with one short text each, a replica would spend
-more on being called than on computing.
+more on being called than on computing (docs/decisions/024).
 """
 
 import asyncio
@@ -21,15 +21,20 @@ Call: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
 # What each call gives, in their order: an error is its own caller's alone.
 Answers: TypeAlias = list[Embeddings | Exception]
 
-# Longer requests leave alone: those that leave together are answered together, when the last of them is done.
-_SHORT_TOKENS = 512
-_MOST_TOKENS, _MOST_CALLS = 8192, 256
+_MOST_CALLS = 256
 
 _tickets = itertools.count()
 
 
 def next_ticket(num_tokens: int, longest: int, batch: bool) -> Ticket:
     return Ticket(next(_tickets), num_tokens, longest, batch)
+
+
+def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:
+    """Of requests of one priority that go together; one alone keeps its own."""
+    if len(tickets) == 1:
+        return tickets[0]
+    return next_ticket(sum(each.num_tokens for each in tickets), max(each.longest for each in tickets), tickets[0].batch)
 
 
 @dataclass(eq=False, slots=True)
@@ -50,10 +55,17 @@ class _Group:
 
 
 class Outbox:
-    """Of one pool. `send` makes the call, its ticket that of all of them together."""
+    """Of one pool."""
 
-    def __init__(self, send: Callable[[Sequence[Call], Ticket], Awaitable[Answers]]) -> None:
-        self._send = send
+    def __init__(
+        self, send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[Answers]], most_tokens: Callable[[], float]
+    ) -> None:
+        """
+        Args:
+            send: makes one call of several, each with its ticket.
+            most_tokens: that may go together: what does is answered together, when the last of it is done.
+        """
+        self._send, self._most_tokens = send, most_tokens
         self._groups: dict[bool, _Group] = {}  # that have not left, by whether they are of batch priority
 
     async def put(self, call: Call, ticket: Ticket) -> Embeddings:
@@ -70,11 +82,8 @@ class Outbox:
 
     def _group_for(self, ticket: Ticket) -> _Group:
         group = self._groups.get(ticket.batch)
-        short = ticket.num_tokens <= _SHORT_TOKENS
-        if group is None or not short or group.num_tokens + ticket.num_tokens > _MOST_TOKENS or len(group.members) == _MOST_CALLS:
-            group = _Group()
-            if short:
-                self._groups[ticket.batch] = group
+        if group is None or group.num_tokens + ticket.num_tokens > self._most_tokens() or len(group.members) == _MOST_CALLS:
+            group = self._groups[ticket.batch] = _Group()
             # In a context of its own: one request's identity is not to travel with the others.
             asyncio.get_running_loop().call_soon(self._leave, group, ticket.batch, context=Context())
         return group
@@ -84,16 +93,12 @@ class Outbox:
             del self._groups[batch]
         group.members = [each for each in group.members if not each.answer.done()]
         if group.members:
-            group.sending = asyncio.ensure_future(self._deliver(group, batch))
+            group.sending = asyncio.ensure_future(self._deliver(group))
 
-    async def _deliver(self, group: _Group, batch: bool) -> None:
-        tickets = [each.ticket for each in group.members]
-        ticket = tickets[0]
-        if len(tickets) > 1:
-            ticket = next_ticket(sum(each.num_tokens for each in tickets), max(each.longest for each in tickets), batch)
+    async def _deliver(self, group: _Group) -> None:
         answers: Sequence[Embeddings | BaseException]
         try:
-            answers = await self._send([each.call for each in group.members], ticket)
+            answers = await self._send([each.call for each in group.members], [each.ticket for each in group.members])
         except asyncio.CancelledError:
             for each in group.members:
                 each.answer.cancel()

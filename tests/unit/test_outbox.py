@@ -11,10 +11,10 @@ from cluster.router import Ticket
 from engine.errors import BackendError, EngineStopped
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions
-from serve_app.outbox import Answers, Call, Outbox, next_ticket
+from serve_app.outbox import Answers, Call, Outbox, joint_ticket, next_ticket
 from serve_app.terms import USUAL
 
-Send = Callable[[Sequence[Call], Ticket], Awaitable[Answers]]
+MOST_TOKENS = 512
 
 
 def call(name: int, num_tokens: int = 8, batch: bool = False) -> tuple[Call, Ticket]:
@@ -35,14 +35,19 @@ class Replica:
         if not hold:
             self.go.set()
 
-    async def send(self, calls: Sequence[Call], ticket: Ticket) -> Answers:
-        self.sent.append((len(calls), ticket))
+    async def send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
+        assert len(calls) == len(tickets)
+        self.sent.append((len(calls), joint_ticket(tickets)))
         try:
             await self.go.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         return [self.wrong.get(int(each[0][0][0])) or answer_of(each) for each in calls]
+
+
+def outbox_to(send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[Answers]]) -> Outbox:
+    return Outbox(send, lambda: MOST_TOKENS)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -52,7 +57,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def test_what_arrives_in_one_turn_leaves_as_one_call() -> None:
     async def test() -> None:
         replica = Replica()
-        outbox = Outbox(replica.send)
+        outbox = outbox_to(replica.send)
         answers = await asyncio.gather(*(outbox.put(*call(name)) for name in range(5)))
         assert [each.vectors[0, 0] for each in answers] == [0, 1, 2, 3, 4]  # type: ignore[index]
         ((count, ticket),) = replica.sent
@@ -67,7 +72,7 @@ def test_one_alone_keeps_its_ticket() -> None:
     async def test() -> None:
         replica = Replica()
         given, ticket = call(1)
-        await Outbox(replica.send).put(given, ticket)
+        await outbox_to(replica.send).put(given, ticket)
         assert replica.sent == [(1, ticket)]
 
     run(test)
@@ -76,15 +81,12 @@ def test_one_alone_keeps_its_ticket() -> None:
 def test_long_requests_and_other_priorities_leave_apart() -> None:
     async def test() -> None:
         replica = Replica()
-        outbox = Outbox(replica.send)
-        given = [call(1), call(2, batch=True), call(3, 513), call(4), call(5, 5000), call(6, batch=True)]
-        await asyncio.gather(*(outbox.put(*each) for each in given))
-        assert sorted((count, ticket.num_tokens, ticket.batch) for count, ticket in replica.sent) == [
-            (1, 513, False),
-            (1, 5000, False),
-            (2, 16, False),
-            (2, 16, True),
-        ]
+        outbox = outbox_to(replica.send)
+        given = [call(1), call(2, batch=True), call(3, 5000), call(4), call(5, batch=True)]
+        answers = await asyncio.gather(*(outbox.put(*each) for each in given))
+        assert [each.vectors[0, 0] for each in answers] == [1, 2, 3, 4, 5]  # type: ignore[index]
+        sent = sorted((count, ticket.num_tokens, ticket.longest, ticket.batch) for count, ticket in replica.sent)
+        assert sent == [(1, 8, 8, False), (1, 8, 8, False), (1, 5000, 5000, False), (2, 16, 8, True)]
 
     run(test)
 
@@ -92,16 +94,16 @@ def test_long_requests_and_other_priorities_leave_apart() -> None:
 def test_a_call_carries_so_many_tokens_at_most() -> None:
     async def test() -> None:
         replica = Replica()
-        outbox = Outbox(replica.send)
-        await asyncio.gather(*(outbox.put(*call(name, 512)) for name in range(40)))
-        assert [(count, ticket.num_tokens) for count, ticket in replica.sent] == [(16, 8192), (16, 8192), (8, 4096)]
+        outbox = outbox_to(replica.send)
+        await asyncio.gather(*(outbox.put(*call(name, 100)) for name in range(12)))
+        assert [(count, ticket.num_tokens) for count, ticket in replica.sent] == [(5, 500), (5, 500), (2, 200)]
 
     run(test)
 
 
 def test_an_error_is_its_own_callers_alone() -> None:
     async def test() -> None:
-        outbox = Outbox(Replica({1: BackendError("not finite")}).send)
+        outbox = outbox_to(Replica({1: BackendError("not finite")}).send)
         first, second, third = await asyncio.gather(*(outbox.put(*call(name)) for name in range(3)), return_exceptions=True)
         assert isinstance(second, BackendError)
         assert isinstance(first, Embeddings)
@@ -112,10 +114,10 @@ def test_an_error_is_its_own_callers_alone() -> None:
 
 def test_when_the_call_is_lost_all_of_them_hear() -> None:
     async def test() -> None:
-        async def send(calls: Sequence[Call], ticket: Ticket) -> Answers:
+        async def send(calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
             raise EngineStopped("gone")
 
-        outbox = Outbox(send)
+        outbox = outbox_to(send)
         answers = await asyncio.gather(*(outbox.put(*call(name)) for name in range(3)), return_exceptions=True)
         assert all(isinstance(each, EngineStopped) for each in answers)
 
@@ -131,7 +133,7 @@ async def _turns(count: int = 4) -> None:
 def test_the_call_is_cancelled_once_nobody_waits_for_it(leaving: int) -> None:
     async def test() -> None:
         replica = Replica(hold=True)
-        outbox = Outbox(replica.send)
+        outbox = outbox_to(replica.send)
         tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(outbox.put(*call(name))) for name in range(3)]
         await _turns()
         for task in tasks[:leaving]:
@@ -148,7 +150,7 @@ def test_the_call_is_cancelled_once_nobody_waits_for_it(leaving: int) -> None:
 def test_who_leaves_before_the_call_is_not_sent() -> None:
     async def test() -> None:
         replica = Replica()
-        outbox = Outbox(replica.send)
+        outbox = outbox_to(replica.send)
         tasks = [asyncio.ensure_future(outbox.put(*call(name))) for name in range(2)]
         asyncio.get_running_loop().call_soon(tasks[0].cancel)
         await asyncio.wait(tasks)
