@@ -42,7 +42,6 @@ class _Waiting:
     call: Call
     ticket: Ticket
     answer: "asyncio.Future[Embeddings]"
-    group: "_Group"
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +70,7 @@ class Outbox:
     async def put(self, call: Call, ticket: Ticket) -> Embeddings:
         """Raises: what the call gave, or what `send` raises. Cancelling it cancels what was sent once nobody waits for it."""
         group = self._group_for(ticket)
-        waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future(), group)
+        waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())
         group.members.append(waiting)
         group.num_tokens += ticket.num_tokens
         try:
