@@ -32,6 +32,7 @@ from serve_app.cache import ENTRY_BYTES, CachedModel
 from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
 from serve_app.health import Health
 from serve_app.metrics import Metrics
+from serve_app.outbox import Answers, Call
 from serve_app.settings import Settings
 from serve_app.terms import USUAL, Terms, read_terms
 
@@ -346,11 +347,11 @@ def test_kept_vectors_are_nobodys_to_change() -> None:
 class Handle:
     """What a pool's handle does, with the replica's answer in the test's hand."""
 
-    def __init__(self, answer: Callable[[Terms], Embeddings]) -> None:
+    def __init__(self, answer: Callable[[Terms], Embeddings | Exception]) -> None:
         self.calls: list[tuple[Terms, Ticket]] = []
         self.woken = 0
         self._answer = answer
-        self.embed, self.wake = self, self._Wake(self)
+        self.embed_all, self.wake = self, self._Wake(self)
 
     class _Wake:
         def __init__(self, handle: "Handle") -> None:
@@ -360,13 +361,11 @@ class Handle:
             self._handle.woken += 1
             return asyncio.sleep(0)
 
-    def remote(
-        self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, *, ticket: Ticket
-    ) -> Awaitable[Embeddings]:
-        self.calls.append((terms, ticket))
+    def remote(self, calls: Sequence[Call], *, ticket: Ticket) -> Awaitable[Answers]:
+        self.calls += [(terms, ticket) for _, _, terms in calls]
 
-        async def answer() -> Embeddings:
-            return self._answer(terms)
+        async def answer() -> Answers:
+            return [self._answer(terms) for _, _, terms in calls]
 
         return asyncio.ensure_future(answer())
 
@@ -376,7 +375,7 @@ def vectors(terms: Terms) -> Embeddings:
 
 
 def remote_error(cause: Exception) -> Callable[[Terms], Embeddings]:
-    """As Ray raises what a replica has raised."""
+    """As Ray raises what a replica has raised, of the whole call."""
 
     def fail(terms: Terms) -> Embeddings:
         error = RayTaskError("embed", "Traceback: much of it", cause, "proc", 1, "1.2.3.4")
@@ -462,8 +461,9 @@ def test_a_pool_that_sleeps_is_woken_by_what_cannot_wait_for_it(pooled: Any) -> 
     "error",
     [DeadlineOutOfReach(3.0, 1.0), DeadlinePassed("too late"), BackendError("the model gave a vector that is not finite")],
 )
-def test_a_replicas_error_arrives_as_it_was_raised(pooled: Any, error: Exception) -> None:
-    model, _ = pooled(remote_error(error))
+@pytest.mark.parametrize("of", [remote_error, lambda error: lambda terms: error], ids=["the call", "the request"])
+def test_a_replicas_error_arrives_as_it_was_raised(pooled: Any, of: Callable[[Exception], Any], error: Exception) -> None:
+    model, _ = pooled(of(error))
     with pytest.raises(type(error)) as caught:
         asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
     assert str(caught.value) == str(error)
