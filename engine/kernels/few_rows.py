@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from operator import itemgetter
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
-from engine.kernels.launch import Kernel, num_sms
+from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
 MOST_ROWS = 32
+_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 _MOST_SUMS = 96 * 32  # that fit into the registers of a block
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
@@ -63,9 +64,17 @@ def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: i
             yield flow + turns * _TURN_NS[split], FewRowsShape(split, block_n, stages)
 
 
+@lru_cache
 def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> FewRowsShape | None:
     """The fastest of them; None where there is none."""
     return min(few_rows_shapes(n, k, rows, norm, sms, itemsize), key=itemgetter(0), default=(0, None))[1]
+
+
+def few_rows_cut(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
+    """How `few_rows` would cut it here; None where it is not for this chip, dtype, or number of rows."""
+    if len(x) > MOST_ROWS or x.dtype not in _DTYPES or not is_hopper(x.device):
+        return None
+    return few_rows_shape(*weight.shape, padded(len(x)), norm, num_sms(x.device), x.element_size())
 
 
 def few_rows(
@@ -83,7 +92,7 @@ def few_rows(
 
     Args:
         x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]; bf16, or, without a norm, e4m3 or int8.
-        shape: by `few_rows_shape`, for `padded` M.
+        shape: by `few_rows_cut`, or `few_rows_shape` for `padded` M.
         followed_by, residual, row_scale, column_scale: as `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)

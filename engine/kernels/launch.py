@@ -70,6 +70,12 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether sm_90a's instructions are there: no later chip has them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def half(dtype: torch.dtype) -> int:
     """The HALF macro."""
     return int(dtype == torch.float16)

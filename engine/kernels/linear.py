@@ -4,16 +4,14 @@ cuBLAS's, but for two cases on a Hopper chip: a handful of rows, where reading W
 after a product large enough to fill the chip (`gemm_hopper`). docs/decisions/022.
 """
 
-from functools import cache, lru_cache
-
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.activation import swiglu
-from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows, few_rows_shape, padded
+from engine.kernels.few_rows import few_rows, few_rows_cut
 from engine.kernels.gemm_hopper import fills, gemm_hopper
-from engine.kernels.launch import num_sms, runs_on
+from engine.kernels.launch import is_hopper, num_sms, runs_on
 from engine.kernels.linear8 import linear8, linear8_add, linear8_onto, linear8_swiglu
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantize import Quantized, quantize
@@ -33,7 +31,7 @@ def linear(x: Matrix, weight: Matrix, norm: Tensor | None = None, eps: float = 0
     assert pending is None
     if not runs_on(x):
         return reference.linear(x, weight, norm, eps)
-    if (shape := _few_rows_shape(x, weight, norm is not None)) is not None:
+    if (shape := few_rows_cut(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, shape, norm=norm, eps=eps)
     return torch.mm(_normalized(x, norm, eps), weight.t())
 
@@ -43,7 +41,7 @@ def linear_add(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor:
     if isinstance(weight, Quantized):
         return linear8_add(quantize(x, weight.values.dtype), weight, residual)
     assert isinstance(x, Tensor)
-    if runs_on(x) and (shape := _few_rows_shape(x, weight)) is not None:
+    if runs_on(x) and (shape := few_rows_cut(x, weight)) is not None:
         return few_rows(x, weight, shape, "residual", residual)
     return residual.addmm_(x, weight.t())
 
@@ -68,10 +66,10 @@ def linear_swiglu(
     assert pending is None
     if not runs_on(x):
         return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
-    if (shape := _few_rows_shape(x, gate_up, norm is not None)) is not None:
+    if (shape := few_rows_cut(x, gate_up, norm is not None)) is not None:
         return few_rows(x, gate_up, shape, "swiglu", norm=norm, eps=eps)
     x = _normalized(x, norm, eps)
-    if _is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):
+    if is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):
         return gemm_hopper(x, gate_up, "swiglu")
     return swiglu(torch.mm(x, gate_up.t()), interleaved=True)
 
@@ -83,17 +81,3 @@ def interleaved(gate_up: Tensor) -> Tensor:
 
 def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return x if norm is None else rms_norm(x, norm, eps)
-
-
-def _few_rows_shape(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
-    if len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or not _is_hopper(x.device):
-        return None
-    return _shape(*weight.shape, padded(len(x)), norm, num_sms(x.device))
-
-
-_shape = lru_cache(few_rows_shape)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)

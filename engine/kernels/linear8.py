@@ -4,16 +4,14 @@ On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopp
 else is cuBLAS's. docs/decisions/023.
 """
 
-from functools import cache, lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.few_rows import MOST_ROWS, few_rows, few_rows_shape, padded
+from engine.kernels.few_rows import few_rows, few_rows_cut
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
-from engine.kernels.launch import num_sms
+from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import Quantized, quantize
 
 _FEW_TILES = 128  # rows of x: of so few, `gemm_hopper` has too few tiles to fill the chip
@@ -47,18 +45,11 @@ def linear8_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
     """The result of a product of our own; None where there is none, or cuBLAS's is faster."""
-    values, device = x.values, x.values.device
-    if device.type != "cuda" or not _is_hopper(device):
-        return None
-    shape = _shape(*weight.values.shape, padded(len(x)), False, num_sms(device), 1) if len(x) <= MOST_ROWS else None
-    if shape is not None:
-        return few_rows(values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
-    if values.dtype == torch.int8 and len(x) > _FEW_TILES:
-        return gemm_hopper(values, weight.values, followed_by, residual, x.scale, weight.scale)
+    if (shape := few_rows_cut(x.values, weight.values)) is not None:
+        return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
+    if x.values.dtype == torch.int8 and len(x) > _FEW_TILES and is_hopper(x.values.device):
+        return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)
     return None
-
-
-_shape = lru_cache(few_rows_shape)
 
 
 def _product(x: Quantized, weight: Quantized) -> Tensor:
@@ -83,8 +74,3 @@ def _int8(x: Quantized, weight: Quantized) -> Tensor:
         sums = torch._int_mm(part, weight.values.t())[:count]
         torch.mul(sums * scale[:, None], weight.scale, out=y[start : start + step])
     return y
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)

@@ -100,8 +100,6 @@ struct Tiles {
     }
 };
 
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
 // Where it stands: the compiler would wait for one before it asks for the next, to save registers that there are.
 __device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -152,7 +150,7 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
                     const float2 x = pair(FOLLOWED_BY == 2 ? 2 * (c + i) : c + i);
                     if (FOLLOWED_BY == 2) {
                         const float2 up = pair(2 * (c + i) + 1);
-                        out.word[i] = pack(silu(x.x) * up.x, silu(x.y) * up.y);
+                        out.word[i] = pack(silu_fast(x.x) * up.x, silu_fast(x.y) * up.y);
                     } else if (FOLLOWED_BY == 1) {
                         out.word[i] = pack(low(out.word[i]) + x.x, high(out.word[i]) + x.y);
                     } else {

@@ -103,7 +103,7 @@ quantize(u16* __restrict__ x, const u16* __restrict__ pending, const u16* __rest
             float up[8];
             unpack(w, up);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) y[i][e] = __fdividef(y[i][e], 1.f + __expf(-y[i][e])) * up[e];
+            for (int e = 0; e < 8; ++e) y[i][e] = silu_fast(y[i][e]) * up[e];
         }
         if (NORM) {
 #pragma unroll
