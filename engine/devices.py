@@ -30,7 +30,7 @@ class Closeness:
 
 
 # loadtests/results/eight_bits.md
-MEASURED: dict[DtypeName, Closeness] = {
+CLOSENESS: dict[DtypeName, Closeness] = {
     "float8": Closeness(0.9977, 0.9429),
     "int8": Closeness(0.9995, 0.9762),
 }

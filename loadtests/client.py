@@ -26,7 +26,7 @@ class Load:
         return len(self.latencies_s) / self.seconds
 
 
-class _Connection:
+class Connection:
     """One keep-alive connection; one request at a time."""
 
     def __init__(self, host: str, port: int, path: str) -> None:
@@ -88,7 +88,7 @@ def closed_loop(port: int, requests: Sequence[bytes], connections: int, path: st
         latencies: list[float] = []
 
         async def client() -> None:
-            connection = _Connection("127.0.0.1", port, path)
+            connection = Connection("127.0.0.1", port, path)
             for body in queue:
                 start = perf_counter()
                 await connection.post(body)
@@ -106,12 +106,12 @@ def open_loop(port: int, requests: Sequence[bytes], due: Sequence[float], path: 
     """Request i is sent at `due[i]` seconds, whatever the others do; connections are made as they are needed."""
 
     async def main() -> Load:
-        idle: list[_Connection] = []
+        idle: list[Connection] = []
         latencies: list[float] = []
         start = perf_counter()
 
         async def send(body: bytes, at: float) -> None:
-            connection = idle.pop() if idle else _Connection("127.0.0.1", port, path)
+            connection = idle.pop() if idle else Connection("127.0.0.1", port, path)
             await connection.post(body)
             latencies.append(perf_counter() - start - at)
             idle.append(connection)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine.model_folder import load_model_config
 from engine.tokenizer import EncodeOptions, Tokenizer
-from loadtests.client import _Connection
+from loadtests.client import Connection
 from loadtests.traces import ragged_texts, short_texts
 
 # The first second of a run is not counted: queues are still filling.
@@ -173,7 +173,7 @@ class _Sender:
 
     def __init__(self, port: int, path: str, todo: list[tuple[float, bytes, int]]) -> None:
         self._port, self._path, self._todo = port, path, todo
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         self.results: list[tuple[float, float, float, int, bool]] = []
         self.errors: Counter[str] = Counter()
 
@@ -197,7 +197,7 @@ class _Sender:
             await self._send(self._now(), *one[1:])
 
     async def _send(self, due: float, body: bytes, tokens: int) -> None:
-        connection = self._idle.pop() if self._idle else _Connection("127.0.0.1", self._port, self._path)
+        connection = self._idle.pop() if self._idle else Connection("127.0.0.1", self._port, self._path)
         sent, good = self._now(), False
         try:
             async with asyncio.timeout(_GIVE_UP_S):

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from loadtests.client import _Connection
+from loadtests.client import Connection
 from loadtests.lab import Lab
 from loadtests.traces import percentile, request_lengths
 
@@ -113,14 +113,14 @@ def main(port: int, phases: Sequence[tuple[float, float]], seed: int) -> None:
 
 
 async def _send(port: int, due: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
-    idle: list[_Connection] = []
+    idle: list[Connection] = []
     results: list[Result] = []
     replicas: list[tuple[float, int]] = []
     print("started", flush=True)
     start = perf_counter()
 
     async def send(at: float, body: bytes) -> None:
-        connection = idle.pop() if idle else _Connection("127.0.0.1", port, "/embed")
+        connection = idle.pop() if idle else Connection("127.0.0.1", port, "/embed")
         status = "200"
         try:
             await asyncio.wait_for(connection.post(body), _GIVE_UP_S)

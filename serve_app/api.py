@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.devices import MEASURED, DtypeName
+from engine.devices import CLOSENESS, DtypeName
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, split_revision
 from engine.pooling import EmbedOptions
@@ -393,7 +393,7 @@ class _Cors(CORSMiddleware):
 
 def _closeness(dtype: str) -> dict[str, Any] | None:
     """What a dtype that somebody opted for was measured to cost; None for the others."""
-    measured = MEASURED.get(cast(DtypeName, dtype))
+    measured = CLOSENESS.get(cast(DtypeName, dtype))
     return None if measured is None else {"model": EMBEDDED_MODEL} | asdict(measured)
 
 

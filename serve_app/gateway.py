@@ -125,7 +125,7 @@ class Pool:
         try:
             return await self._outbox.put((sequences, options, terms), ticket)
         finally:
-            self.load.finished(ticket, monotonic())  # nothing where it is over, or counted with others
+            self.load.finished(ticket, monotonic())  # nothing where its call is over, or counts it with others
 
     def _most_tokens(self) -> float:
         rates = [self.load.rate(each) for each in self.load.heard]
@@ -133,22 +133,16 @@ class Pool:
 
     async def _send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
         """Raises: one of LOST, or what went wrong for all of them."""
-        ticket = joint_ticket(tickets)
-        self.load.opened(ticket)
-        for each in tickets:
-            if each is not ticket:
-                self.load.finished(each, monotonic())
-        try:
-            return await self._sent(calls, ticket)
-        finally:
-            self.load.finished(ticket, monotonic())  # nothing where the replica was heard of
-
-    async def _sent(self, calls: Sequence[Call], ticket: Ticket) -> Answers:
         if self._handle is None:
             await self.connect()
         if self._handle is None:
             raise Lost(f"pool {self.ref.name} is not deployed")
         awake = bool(self.load.replicas)
+        ticket = joint_ticket(tickets)
+        self.load.opened(ticket)
+        for each in tickets:
+            if each is not ticket:
+                self.load.finished(each, monotonic())
         response = _call(self._handle.embed_all, calls, ticket=ticket)
 
         async def answer() -> Answers:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, ModelError, devices
-from engine.devices import MEASURED, DtypeName
+from engine.devices import CLOSENESS, DtypeName
 from engine.hub import EMBEDDED_MODEL
 from loadtests.report import RESULTS
 from loadtests.traces import ragged_texts, short_texts
@@ -24,14 +24,14 @@ def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: f
     found = Engine.load(EMBEDDED_MODEL, dtype=dtype, device="cpu").embed(TEXTS)
     cosines = (exact * found).sum(axis=1)
     assert cosines.mean() >= least
-    assert abs(cosines.mean() - MEASURED[dtype].mean_cosine) < 0.5 * (1 - least)
+    assert abs(cosines.mean() - CLOSENESS[dtype].mean_cosine) < 0.5 * (1 - least)
     assert (np.linalg.norm(found, axis=1) - 1 < 1e-5).all()
 
 
 def test_info_says_what_was_measured() -> None:
     rows = json.loads((RESULTS / "eight_bits.json").read_text())["tables"]["Beside float32"]
-    measured = {row["dtype"]: (row["mean cosine"], row["top-10 overlap"]) for row in rows if row["dtype"] in MEASURED}
-    said = {dtype: (each.mean_cosine, each.top_10_overlap) for dtype, each in MEASURED.items()}
+    measured = {row["dtype"]: (row["mean cosine"], row["top-10 overlap"]) for row in rows if row["dtype"] in CLOSENESS}
+    said = {dtype: (each.mean_cosine, each.top_10_overlap) for dtype, each in CLOSENESS.items()}
     assert {dtype: pytest.approx(values, abs=1e-4) for dtype, values in measured.items()} == said
 
 

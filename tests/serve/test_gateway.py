@@ -91,7 +91,8 @@ def test_the_headers_reach_the_pools(two_models: httpx.Client) -> None:
 
 
 def test_a_large_request_is_split_and_put_together_again(clustered: Clustered, client: httpx.Client) -> None:
-    texts = [f"text number {i} " + "and more of it " * 11 for i in range(16)]  # one a pass of 64 tokens
+    # One a pass of 64 tokens. Enough of them that it is worth splitting even where a busy machine takes a second for a pass.
+    texts = [f"text number {i} " + "and more of it " * 11 for i in range(40)]
     with clustered("/split", {"mini": {"split.a": SlowPool, "split.b": SlowPool}}) as gate, ThreadPoolExecutor(1) as threads:
         wait_for(lambda: all(each["replicas"] for each in gate.get("v1/models").json()["data"][0]["pools"]))
         answer = threads.submit(gate.post, "embed", json={"inputs": texts})
