@@ -31,7 +31,8 @@ from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
-from serve_app.outbox import Answers, Call, Outbox, joint_ticket, next_ticket
+from serve_app.outbox import Outbox, joint_ticket, next_ticket
+from serve_app.parcel import Answer, Answered, Call, pack, unpack
 from serve_app.settings import IDLE_PROMPTS, Settings
 from serve_app.terms import Terms
 from serve_app.together import together
@@ -131,7 +132,7 @@ class Pool:
         rates = [self.load.rate(each) for each in self.load.heard]
         return _TOGETHER_S * min(rates, default=self.ref.tokens_per_s)
 
-    async def _send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
+    async def _send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
         """Raises: one of LOST, or what went wrong for all of them."""
         if self._handle is None:
             await self.connect()
@@ -143,16 +144,17 @@ class Pool:
         for each in tickets:
             if each is not ticket:
                 self.load.finished(each, monotonic())
-        response = _call(self._handle.embed_all, calls, ticket=ticket)
+        packed = pack(calls)
+        response = _call(self._handle.embed_all, [parcel for _, parcel in packed], ticket=ticket)
 
-        async def answer() -> Answers:
+        async def answer() -> list[Answer]:
             try:
-                result: Answers = await response
+                answered: list[Answered] = await response
             except RayTaskError as error:
                 if isinstance(error.cause, EmberError):
                     raise error.cause from None  # as it was raised over there; Ray's text of it is a traceback
                 raise
-            return result
+            return unpack(packed, answered)
 
         waiting = asyncio.ensure_future(answer())
         blame = False

@@ -9,17 +9,10 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from cluster.router import Ticket
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
-from serve_app.terms import Terms
-
-Call: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
-# What each call gives, in their order: an error is its own caller's alone.
-Answers: TypeAlias = list[Embeddings | Exception]
+from serve_app.parcel import Answer, Call
 
 _MOST_CALLS = 256
 
@@ -57,11 +50,11 @@ class Outbox:
     """Of one pool."""
 
     def __init__(
-        self, send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[Answers]], most_tokens: Callable[[], float]
+        self, send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]], most_tokens: Callable[[], float]
     ) -> None:
         """
         Args:
-            send: makes one call of several, each with its ticket.
+            send: makes one call of several, each with its ticket; an error among the answers is its own caller's alone.
             most_tokens: that may go together: what does is answered together, when the last of it is done.
         """
         self._send, self._most_tokens = send, most_tokens

@@ -21,7 +21,7 @@ from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
 from serve_app.app import deployment_options
 from serve_app.model_server import EngineServer
-from serve_app.outbox import Answers, Call
+from serve_app.parcel import Answer, Answered, Call, Parcel
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 
@@ -58,11 +58,17 @@ class PoolServer(EngineServer):
         """As `ServedModel.embed`."""
         return await self._model.embed(sequences, options, terms)
 
-    async def embed_all(self, calls: Sequence[Call], *, ticket: Ticket) -> Answers:
+    async def embed_all(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> list[Answered]:
         """What `embed` gives or raises for each; `ticket` is for the router on the caller's side."""
-        return await asyncio.gather(*map(self._answer, calls))
+        return await asyncio.gather(*map(self._answer_parcel, parcels))
 
-    async def _answer(self, call: Call) -> Embeddings | Exception:
+    async def _answer_parcel(self, parcel: Parcel) -> Answered:
+        answer = await self._answer(parcel.as_one())
+        if isinstance(answer, Exception) and len(parcel.counts) > 1:  # whose fault it was, each of them alone will tell
+            return list(await asyncio.gather(*map(self._answer, parcel.calls())))
+        return answer
+
+    async def _answer(self, call: Call) -> Answer:
         try:
             return await self.embed(*call)
         except EmberError as error:

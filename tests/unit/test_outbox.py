@@ -11,7 +11,8 @@ from cluster.router import Ticket
 from engine.errors import BackendError, EngineStopped
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions
-from serve_app.outbox import Answers, Call, Outbox, joint_ticket, next_ticket
+from serve_app.outbox import Outbox, joint_ticket, next_ticket
+from serve_app.parcel import Answer, Call
 from serve_app.terms import USUAL
 
 MOST_TOKENS = 512
@@ -35,7 +36,7 @@ class Replica:
         if not hold:
             self.go.set()
 
-    async def send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
+    async def send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
         assert len(calls) == len(tickets)
         self.sent.append((len(calls), joint_ticket(tickets)))
         try:
@@ -46,7 +47,7 @@ class Replica:
         return [self.wrong.get(int(each[0][0][0])) or answer_of(each) for each in calls]
 
 
-def outbox_to(send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[Answers]]) -> Outbox:
+def outbox_to(send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]]) -> Outbox:
     return Outbox(send, lambda: MOST_TOKENS)
 
 
@@ -114,7 +115,7 @@ def test_an_error_is_its_own_callers_alone() -> None:
 
 def test_when_the_call_is_lost_all_of_them_hear() -> None:
     async def test() -> None:
-        async def send(calls: Sequence[Call], tickets: Sequence[Ticket]) -> Answers:
+        async def send(calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
             raise EngineStopped("gone")
 
         outbox = outbox_to(send)

@@ -32,7 +32,7 @@ from serve_app.cache import ENTRY_BYTES, CachedModel
 from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
 from serve_app.health import Health
 from serve_app.metrics import Metrics
-from serve_app.outbox import Answers, Call
+from serve_app.parcel import Answered, Parcel
 from serve_app.settings import Settings
 from serve_app.terms import USUAL, Terms, read_terms
 
@@ -361,11 +361,11 @@ class Handle:
             self._handle.woken += 1
             return asyncio.sleep(0)
 
-    def remote(self, calls: Sequence[Call], *, ticket: Ticket) -> Awaitable[Answers]:
-        self.calls += [(terms, ticket) for _, _, terms in calls]
+    def remote(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> Awaitable[list[Answered]]:
+        self.calls += [(each.terms, ticket) for each in parcels]
 
-        async def answer() -> Answers:
-            return [self._answer(terms) for _, _, terms in calls]
+        async def answer() -> list[Answered]:
+            return [self._answer(each.terms) for each in parcels]
 
         return asyncio.ensure_future(answer())
 
