@@ -103,14 +103,14 @@ class Api:
             return Route(path, self._guarded(path, handler, form, keys), methods=[method])
 
         get, post = partial(route, "GET"), partial(route, "POST")
-        routes = [
+        routes = [  # tried one after the other: what is asked most stands first
+            post("/embed", partial(self.native, schema=EmbedRequest)),
             post("/v1/embeddings", self.openai_embeddings, form="openai"),
             post("/embeddings", self.openai_embeddings, form="openai"),
             post("/v1/rerank", partial(self.cohere_rerank, version="1"), form="cohere"),
             post("/v2/rerank", partial(self.cohere_rerank, version="2"), form="cohere"),
             post("/v1/embed", partial(self.cohere_embed, version="1"), form="cohere"),
             post("/v2/embed", partial(self.cohere_embed, version="2"), form="cohere"),
-            post("/embed", partial(self.native, schema=EmbedRequest)),
             post("/", self.dispatch),
             post("/invocations", self.dispatch),
             post("/rerank", self.rerank),

@@ -1,0 +1,103 @@
+"""What goes to a replica together: computed as one where it asks for the same, and each call has the answer that is its own."""
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import BackendError, NotFinite
+from engine.loop import Embeddings
+from engine.pooling import EmbedOptions
+from engine.tokenizer import TokenIds
+from serve_app.outbox import next_ticket
+from serve_app.parcel import Answer, Call, pack, unpack
+from serve_app.pool import PoolServer
+from serve_app.terms import USUAL, Terms
+
+WHOLE = EmbedOptions()
+HALF = EmbedOptions(dimensions=2)
+TOKENS = EmbedOptions(normalize=False, pooled=False, outputs=("tokens",))
+POISON, BUG = 13, 14
+
+
+def call(*lengths: int, options: EmbedOptions = WHOLE, terms: Terms = USUAL, first: int = 100) -> Call:
+    numbers = count(first)
+    return [np.full(length, next(numbers), dtype=np.int32) for length in lengths], options, terms
+
+
+class Replica(PoolServer):
+    """A vector says which sequence it is of, and how long that is."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+
+    def __del__(self) -> None:
+        """There is no engine to stop."""
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        self.passes.append(len(sequences))
+        await asyncio.sleep(0)
+        if any(POISON in ids for ids in sequences):
+            raise NotFinite
+        if any(BUG in ids for ids in sequences):
+            raise ZeroDivisionError("a bug")
+        vectors = np.array([[ids[0], len(ids), 0, 0] for ids in sequences], dtype=np.float32)
+        ragged: Any = {name: [np.array(ids) for ids in sequences] for name in options.outputs}
+        return Embeddings(vectors[:, : options.dimensions] if options.pooled else None, ragged, 0.25, 0.5)
+
+
+def sent(calls: Sequence[Call]) -> tuple[list[Answer], list[int]]:
+    """The answers, and the sequences of each of the replica's computations."""
+    replica, packed = Replica(), pack(calls)
+    over_there = pickle.loads(pickle.dumps([parcel for _, parcel in packed]))
+    answered = asyncio.run(replica.embed_all(over_there, ticket=next_ticket(1, 1, batch=False)))
+    return unpack(packed, pickle.loads(pickle.dumps(answered))), replica.passes
+
+
+def vectors(answer: Answer) -> list[list[float]]:
+    assert isinstance(answer, Embeddings), answer
+    assert answer.vectors is not None
+    return np.asarray(answer.vectors).tolist()  # type: ignore[no-any-return]
+
+
+def test_calls_that_ask_for_the_same_are_one_computation() -> None:
+    calls = [call(3, first=1), call(2, 7, first=20), call(1, first=30)]
+    answers, passes = sent(calls)
+    assert passes == [4]
+    assert [vectors(each) for each in answers] == [[[1, 3, 0, 0]], [[20, 2, 0, 0], [21, 7, 0, 0]], [[30, 1, 0, 0]]]
+    assert isinstance(answers[1], Embeddings)
+    assert (answers[1].queue_s, answers[1].inference_s) == (0.25, 0.5)
+
+
+def test_other_options_or_terms_are_computations_of_their_own_in_any_order() -> None:
+    unstored, late = Terms(store=False), Terms(deadline_s=0.5)
+    calls = [
+        call(1, first=1), call(2, options=HALF, first=2), call(3, first=3), call(4, terms=unstored, first=4),
+        call(5, options=HALF, first=5), call(6, terms=late, first=6), call(7, options=TOKENS, first=7),
+    ]  # fmt: skip
+    answers, passes = sent(calls)
+    assert sorted(passes) == [1, 1, 1, 2, 2]
+    assert [vectors(each) for each in answers[:6]] == [
+        [[1, 1, 0, 0]], [[2, 2]], [[3, 3, 0, 0]], [[4, 4, 0, 0]], [[5, 5]], [[6, 6, 0, 0]],
+    ]  # fmt: skip
+    assert isinstance(answers[6], Embeddings)
+    assert answers[6].vectors is None
+    assert [each.tolist() for each in answers[6].ragged["tokens"]] == [[7] * 7]
+
+
+@pytest.mark.parametrize(("bad", "error"), [(POISON, NotFinite), (BUG, BackendError)])
+def test_an_error_is_its_own_callers_alone(bad: int, error: type[Exception]) -> None:
+    answers, passes = sent([call(3, first=1), call(2, first=bad), call(1, first=30)])
+    assert passes == [3, 1, 1, 1]
+    assert isinstance(answers[1], error)
+    assert [vectors(each) for each in (answers[0], answers[2])] == [[[1, 3, 0, 0]], [[30, 1, 0, 0]]]
+
+
+def test_a_call_alone_is_not_computed_twice_for_its_error() -> None:
+    answers, passes = sent([call(3, 2, first=POISON)])
+    assert passes == [2]
+    assert isinstance(answers[0], NotFinite)
