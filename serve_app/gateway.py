@@ -138,32 +138,14 @@ class Pool:
             await self.connect()
         if self._handle is None:
             raise Lost(f"pool {self.ref.name} is not deployed")
-        awake = bool(self.load.replicas)
         ticket = joint_ticket(tickets)
         self.load.opened(ticket)
         for each in tickets:
             if each is not ticket:
                 self.load.finished(each, monotonic())
-        packed = pack(calls)
-        response = _call(self._handle.embed_all, [parcel for _, parcel in packed], ticket=ticket)
-
-        async def answer() -> list[Answer]:
-            try:
-                answered: list[Answered] = await response
-            except RayTaskError as error:
-                if isinstance(error.cause, EmberError):
-                    raise error.cause from None  # as it was raised over there; Ray's text of it is a traceback
-                raise
-            return unpack(packed, answered)
-
-        waiting = asyncio.ensure_future(answer())
         blame = False
         try:
-            while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S))[0]:
-                # Serve itself would wait for another replica of this pool, and there may be none for a long time.
-                if self.load.is_lost(ticket) or (awake and not self.load.replicas):
-                    raise Lost(f"pool {self.ref.name} has lost the replica")
-            answers = waiting.result()
+            answers = await self._answers(self._handle, calls, ticket)
             blame = any(isinstance(each, (*LOST, BackendError)) for each in answers)
             return answers
         except (*LOST, BackendError):
@@ -171,6 +153,18 @@ class Pool:
             raise
         finally:
             self.load.finished(ticket, monotonic(), failed=blame)
+
+    async def _answers(self, handle: DeploymentHandle[Any], calls: Sequence[Call], ticket: Ticket) -> list[Answer]:
+        awake, packed = bool(self.load.replicas), pack(calls)
+        response = _call(handle.embed_all, [parcel for _, parcel in packed], ticket=ticket)
+        waiting = asyncio.ensure_future(_answered(response))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S))[0]:
+                # Serve itself would wait for another replica of this pool, and there may be none for a long time.
+                if self.load.is_lost(ticket) or (awake and not self.load.replicas):
+                    raise Lost(f"pool {self.ref.name} has lost the replica")
+            return unpack(packed, waiting.result())
+        finally:
             if not waiting.done():
                 waiting.cancel()
                 response.cancel()
@@ -373,6 +367,17 @@ def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
     """`method.remote(...)` as a request of its own. Calls out of one HTTP request would carry one id, by which Serve's router
     tells them apart: of two that wait at the same time, one would never be sent."""
     return Context().run(method.remote, *args, **kwargs)
+
+
+async def _answered(response: Any) -> list[Answered]:
+    """Raises: what the replica has raised, as it was raised over there; Ray's text of it is a traceback."""
+    try:
+        answered: list[Answered] = await response
+    except RayTaskError as error:
+        if isinstance(error.cause, EmberError):
+            raise error.cause from None
+        raise
+    return answered
 
 
 def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:

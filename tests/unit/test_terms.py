@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from ray.exceptions import RayTaskError
+from ray.serve.exceptions import RayServeException
 
 from cluster import router
 from cluster.router import Report, Ticket
@@ -29,6 +31,7 @@ from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import ENTRY_BYTES, CachedModel
+from serve_app.errors import Unhealthy
 from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
 from serve_app.health import Health
 from serve_app.metrics import Metrics
@@ -427,6 +430,21 @@ def test_a_second_attempt_has_less_time(pooled: Any) -> None:
     model, (handle,) = pooled(lost_once)
     asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=30.0)))
     assert handle.calls[1][0].deadline_s <= handle.calls[0][0].deadline_s - 0.05
+
+
+def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RayServeException("the application is gone")
+
+    async def two() -> list[Any]:
+        short = [np.arange(1, dtype=np.int32)]  # so that they go together
+        return await asyncio.gather(*(model.embed(short, EmbedOptions(), USUAL) for _ in range(2)), return_exceptions=True)
+
+    handle.embed_all = SimpleNamespace(remote=refuse)
+    assert [type(each) for each in asyncio.run(two())] == [Unhealthy, Unhealthy]
+    assert model.pools[0].queued_tokens == 0
 
 
 def test_the_gateway_refuses_what_no_pool_can_do_in_time(pooled: Any) -> None:
