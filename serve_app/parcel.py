@@ -1,7 +1,6 @@
 """What a gateway and a replica hand each other: calls that ask for the same, as one array each way.
 
-Handed over one by one, a short text costs a replica 100 us of tasks, futures and pickling, more than a card takes to compute it
-(docs/decisions/024).
+Handed over one by one, a short text costs a replica 60 us more in tasks, futures and pickling (docs/decisions/024).
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.loop import Embeddings
 from engine.pooling import EmbedOptions
@@ -28,7 +26,7 @@ class Parcel:
     """Calls of the same options on the same terms."""
 
     token_ids: TokenIds  # [T], of all sequences end to end
-    ends: NDArray[np.int64]  # [number of sequences], where each ends
+    lengths: tuple[int, ...]  # of each sequence
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
     terms: Terms
@@ -39,15 +37,15 @@ class Parcel:
         sequences = [ids for each, _, _ in calls for ids in each]
         _, options, terms = calls[0]
         counts = tuple(len(each) for each, _, _ in calls)
-        return cls(np.concatenate(sequences), np.cumsum([len(ids) for ids in sequences]), counts, options, terms)
+        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, terms)
 
     def as_one(self) -> Call:
         """One call for all of their sequences."""
-        return [self.token_ids[start:stop] for start, stop in pairwise([0, *self.ends.tolist()])], self.options, self.terms
+        return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.terms
 
     def calls(self) -> list[Call]:
         sequences, options, terms = self.as_one()
-        return [(sequences[rows], options, terms) for rows in _rows(self.counts)]
+        return [(sequences[part], options, terms) for part in _parts(self.counts)]
 
     def answers(self, given: Answered) -> list[Answer]:
         """To each of the calls."""
@@ -62,7 +60,7 @@ class Parcel:
                 given.queue_s,
                 given.inference_s,
             )
-            for rows in _rows(self.counts)
+            for rows in _parts(self.counts)
         ]
 
 
@@ -84,6 +82,6 @@ def unpack(packed: Sequence[tuple[list[int], Parcel]], answered: Sequence[Answer
     return [answers[index] for index in range(len(answers))]
 
 
-def _rows(counts: Sequence[int]) -> list[slice]:
-    """Where each call's sequences are among all."""
-    return [slice(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
+def _parts(sizes: Sequence[int]) -> list[slice]:
+    """Where parts of these sizes lie, end to end."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
