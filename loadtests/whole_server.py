@@ -290,8 +290,8 @@ def _write(model: str, tables: Tables, failures: Sequence[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default=MODEL)
-    parser.add_argument("--tokenizer", type=Path, default=Path(resolve_model(EMBEDDED_MODEL)), help="folder of a tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json; without it the embedded model's")
     parser.add_argument("--gateways", default=",".join(map(str, GATEWAYS)))
     given = parser.parse_args()
     numbers = [int(number) for number in given.gateways.split(",") if number]
-    main(given.model, given.tokenizer, [number for number in numbers if number <= available_cpus()])
+    main(given.model, given.tokenizer or Path(resolve_model(EMBEDDED_MODEL)), [number for number in numbers if number <= available_cpus()])
