@@ -294,4 +294,8 @@ if __name__ == "__main__":
     parser.add_argument("--gateways", default=",".join(map(str, GATEWAYS)))
     given = parser.parse_args()
     numbers = [int(number) for number in given.gateways.split(",") if number]
-    main(given.model, given.tokenizer or Path(resolve_model(EMBEDDED_MODEL)), [number for number in numbers if number <= available_cpus()])
+    main(
+        given.model,
+        given.tokenizer or Path(resolve_model(EMBEDDED_MODEL)),
+        [number for number in numbers if number <= available_cpus()],
+    )

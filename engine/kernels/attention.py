@@ -24,6 +24,7 @@ def attention(
     causal: bool,
     window: int | None = None,
     bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence of a packed batch.
 
@@ -36,12 +37,13 @@ def attention(
         causal: a token sees itself and what is before it; else its whole sequence.
         window: it sees no token further away than this; None for no limit.
         bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.
+        dtype: of the result: q's, or torch.float8_e4m3fn, of which the largest is 448.
     Returns: [T, H, D], contiguous.
     """
     heads, head_dim = q.shape[1:]
     prefix = tiles.shape[1] == 4
     assert not prefix or (causal and window is None and bias is None), "only then a prefix is what all tokens after it see"
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     left = _NO_LIMIT if window is None else window
     right = 0 if causal else left
     scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
@@ -49,7 +51,7 @@ def attention(
         assert bias is None, "its tiles are cut for the other kernel"
         attention_hopper(q, k, v, out, tiles, shape, bounds, left, right, scale_log2)
         return out
-    kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device)
+    kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device, out.itemsize == 1)
     kernel(
         (k.shape[1], len(tiles)),
         q,
@@ -72,14 +74,20 @@ def attention(
 
 @cache
 def _kernel(
-    head_dim: int, group: int, shape: TileShape, bias: bool, prefix: bool, dtype: torch.dtype, device: torch.device
+    head_dim: int, group: int, shape: TileShape, bias: bool, prefix: bool, dtype: torch.dtype, device: torch.device, e4m3: bool
 ) -> Kernel:
-    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix)
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3)
     return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
 
 
 def attention_defines(
-    head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False, prefix: bool = False
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    shape: TileShape,
+    bias: bool = False,
+    prefix: bool = False,
+    e4m3: bool = False,
 ) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
@@ -91,5 +99,6 @@ def attention_defines(
         "MIN_BLOCKS": min(shape.min_blocks, 2) if bias or prefix else shape.min_blocks,
         "BIAS": int(bias),
         "PREFIX": int(prefix),
+        "E4M3": int(e4m3),
         "HALF": half(dtype),
     }

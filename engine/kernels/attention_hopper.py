@@ -28,7 +28,7 @@ def attention_hopper(
     """`attention` into `out`, where the tiles' shape says so: without a bias, a token seeing so many to its left and right."""
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
-    kernel = _kernel(head_dim, group, shape, tiles.shape[1] == 4, q.dtype, q.device)
+    kernel = _kernel(head_dim, group, shape, tiles.shape[1] == 4, q.dtype, q.device, out.itemsize == 1)
     keys = (shape.block_n, 1)
     kernel(
         min(num_sms(q.device), len(tiles) * kv_heads),
@@ -47,7 +47,9 @@ def attention_hopper(
     )
 
 
-def attention_hopper_defines(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool) -> dict[str, int]:
+def attention_hopper_defines(
+    head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool, e4m3: bool = False
+) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
@@ -55,11 +57,14 @@ def attention_hopper_defines(head_dim: int, group: int, dtype: torch.dtype, shap
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
         "PREFIX": int(prefix),
+        "E4M3": int(e4m3),
         "HALF": half(dtype),
     }
 
 
 @cache
-def _kernel(head_dim: int, group: int, shape: HopperShape, prefix: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix)
+def _kernel(
+    head_dim: int, group: int, shape: HopperShape, prefix: bool, dtype: torch.dtype, device: torch.device, e4m3: bool
+) -> Kernel:
+    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix, e4m3)
     return Kernel("attention_hopper", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim), FEATURES)

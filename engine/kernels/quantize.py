@@ -29,6 +29,12 @@ class Quantized:
     def __len__(self) -> int:
         return len(self.values)
 
+    def index_select(self, dim: int, index: Tensor) -> "Quantized":
+        """As a tensor's, of rows."""
+        assert dim == 0
+        values = self.values.view(torch.uint8).index_select(0, index).view(self.values.dtype)
+        return Quantized(values, self.scale.index_select(0, index))
+
 
 def quantize(
     x: Tensor | Quantized,

@@ -80,6 +80,12 @@ def quantize(
     return (values.round() if is_whole else values.clamp(-most, most)).to(dtype), scale
 
 
+def to_e4m3(x: Tensor) -> Tensor:
+    """What is larger than e4m3's largest becomes that, what is not finite NaN."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return x if x.dtype == torch.float8_e4m3fn else (x + 0 * x).clamp(-most, most).to(torch.float8_e4m3fn)
+
+
 def hadamard(size: int, device: torch.device) -> Tensor:
     """Orthogonal and its own inverse, [size, size] fp32; size is a power of 2. Sylvester's construction."""
     matrix = torch.ones(1, 1, device=device)

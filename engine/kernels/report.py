@@ -96,6 +96,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small)
             yield _attention(head_dim, 1, torch.float16, large)
             yield _attention(head_dim, 1, dtype, large, bias=True)
+            if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
+                yield from (_attention(head_dim, 1, dtype, large, bias, e4m3=True) for bias in (False, True))
             yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS[head_dim])
             if small != large:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, prefix=True)
@@ -103,6 +105,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 for prefix in (False, True):
                     yield from (_attention_hopper(head_dim, group, dtype, hopper, prefix) for group in _GROUPS[head_dim])
                     yield _attention_hopper(head_dim, 1, torch.float16, hopper, prefix)
+                    yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, prefix, e4m3=True)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -183,16 +186,25 @@ def problems(rows: Sequence[Row]) -> list[str]:
 
 
 def _attention(
-    head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, bias: bool = False, prefix: bool = False
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    shape: TileShape,
+    bias: bool = False,
+    prefix: bool = False,
+    e4m3: bool = False,
 ) -> Variant:
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
-    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix)
-    return Variant("attention", f"{label}{', bias' * bias}{', prefix' * prefix}", defines, shape.shared_bytes(head_dim))
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3)
+    label += ", bias" * bias + ", prefix" * prefix + ", e4m3" * e4m3
+    return Variant("attention", label, defines, shape.shared_bytes(head_dim))
 
 
-def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool) -> Variant:
-    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}"
-    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix)
+def _attention_hopper(
+    head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool, e4m3: bool = False
+) -> Variant:
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}{', e4m3' * e4m3}"
+    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix, e4m3)
     return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), FEATURES)
 
 

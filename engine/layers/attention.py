@@ -7,7 +7,8 @@ from torch import Tensor
 
 from engine import kernels
 from engine.batch import PackedBatch
-from engine.kernels import reference
+from engine.kernels import Matrix, Quantized, reference
+from engine.layers.e4m3_values import E4M3
 
 # Widths of the score matrix are multiples of this: torch's bf16 softmax is twice as slow on a ragged row end.
 _WIDTH = 32
@@ -30,21 +31,31 @@ class Attention:
         causal: bool,
         window: int | None = None,
         bias: Tensor | None = None,
+        in_e4m3: bool = False,
     ) -> None:
         """
         Args:
             heads: (query heads, key heads).
             window: a token sees none further away than this.
             bias: [H, 2 R + 1] fp32, what is added to a scaled score by the distance from query to key, -R to R.
+            in_e4m3: give results in e4m3, of values that `e4m3_values` has scaled.
         """
         self._batch, self._causal, self._window, self._bias = batch, causal, window, bias
+        self._ones: Tensor | None = None
+        if in_e4m3:
+            self._ones = torch.ones(len(batch.token_ids), dtype=torch.float32, device=batch.token_ids.device)
         self._unscaled_bias: Tensor | None = None
         self._split = (heads[0], heads[1], heads[1])
         encoder = not causal and heads[0] == heads[1] and not batch.token_ids.is_cuda
         self._groups = _group(batch.lengths, window, bias) if encoder and max(batch.lengths) > _SHORT else []
 
-    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> Tensor:
-        """[T, H + 2 K, D] -> [T, H, D], contiguous. With `pooled_only`, only rows that pooling reads need be right."""
+    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> Matrix:
+        """[T, H + 2 K, D] -> [T, H D]. With `pooled_only`, only rows that pooling reads need be right."""
+        mixed = self._mixed(qkv, pooled_only).flatten(1)
+        return mixed if self._ones is None else Quantized(reference.to_e4m3(mixed), self._ones)
+
+    def _mixed(self, qkv: Tensor, pooled_only: bool) -> Tensor:
+        """[T, H, D], contiguous."""
         if self._groups:
             return self._encoder(qkv)
         q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
@@ -55,7 +66,8 @@ class Attention:
         if self._bias is not None and self._unscaled_bias is None:  # the kernel scales it with the scores
             self._unscaled_bias = self._bias * math.sqrt(qkv.shape[2])
         bias = self._unscaled_bias
-        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal, self._window, bias)
+        dtype = None if self._ones is None else E4M3
+        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal, self._window, bias, dtype)
 
     def _encoder(self, qkv: Tensor) -> Tensor:
         heads = self._split[0]

@@ -34,10 +34,20 @@ class Linear:
             self.weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), True
 
     @classmethod
-    def load(cls, checkpoint: Tensors, name: str, rows: int, columns: int, biased: bool = True, gelu: bool = False) -> "Linear":
-        """`name`.weight [rows, columns] and, where the checkpoint has one, `name`.bias."""
-        weight = checkpoint.layer(checkpoint.take(f"{name}.weight", rows, columns))
-        return cls(weight, checkpoint.take(f"{name}.bias", rows) if biased else None, gelu)
+    def load(
+        cls,
+        checkpoint: Tensors,
+        name: str,
+        rows: int,
+        columns: int,
+        biased: bool = True,
+        gelu: bool = False,
+        scale: Tensor | None = None,
+    ) -> "Linear":
+        """`name`.weight [rows, columns] and, where the checkpoint has one, `name`.bias; the columns times `scale` [columns]."""
+        weight = checkpoint.take(f"{name}.weight", rows, columns)
+        weight = weight if scale is None else weight * scale.to(weight.dtype)
+        return cls(checkpoint.layer(weight), checkpoint.take(f"{name}.bias", rows) if biased else None, gelu)
 
     def __call__(
         self, x: Matrix, residual: Tensor | None = None, norm: RMSNorm | None = None, pending: Tensor | None = None

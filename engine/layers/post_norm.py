@@ -8,13 +8,15 @@ from torch.nn import functional as F
 
 from engine import kernels
 from engine.batch import PackedBatch
+from engine.kernels import Matrix
+from engine.layers.e4m3_values import scale_values
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
 from engine.model_config import ModelConfig
 from engine.weights import Tensors
 
-# (Q, K and V [T, 3 H, D], whether only rows that pooling reads need be right) -> [T, H, D], contiguous.
-AttentionCall = Callable[[Tensor, bool], Tensor]
+# (Q, K and V [T, 3 H, D], whether only rows that pooling reads need be right) -> [T, C], contiguous.
+AttentionCall = Callable[[Tensor, bool], Matrix]
 
 
 class SelfAttention:
@@ -26,10 +28,10 @@ class SelfAttention:
     def __call__(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool = False) -> Tensor:
         """[T, C] -> [T, C], or [B, C] of the rows that pooling reads; `hidden` may be overwritten."""
         qkv = self.project(hidden, batch)
-        mixed = attention(qkv, pooled_only).flatten(1)  # [T, C]
+        mixed = attention(qkv, pooled_only)  # [T, C]
         del qkv  # given back before the norm takes memory
         if pooled_only:
-            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
+            mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)
         return add_norm(self.norm, self.out, mixed, hidden)
 
     def project(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
@@ -63,9 +65,9 @@ def add_types(embedded: Tensor, batch: PackedBatch, types: Tensor | None) -> Ten
     return embedded.add_(F.embedding(batch.token_types, types))
 
 
-def add_norm(norm: LayerNorm, linear: Linear, x: Tensor, residual: Tensor) -> Tensor:
+def add_norm(norm: LayerNorm, linear: Linear, x: Matrix, residual: Tensor) -> Tensor:
     """norm(linear(x) + residual); `residual` may be overwritten. On a GPU the norm adds the bias: it reads the row anyway."""
-    if x.is_cuda:
+    if residual.is_cuda:
         pending = linear.add_to(residual, x)
         if pending is None:
             return norm(residual, bias=linear.bias)
@@ -91,7 +93,8 @@ class PostNormNames:
 class PostNormLayer:
     """BERT's: self-attention, then GeLU between two linear layers."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Tensors, names: PostNormNames, index: int) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Tensors, names: PostNormNames, index: int, input_norm: LayerNorm) -> None:
+        """`input_norm`: the one that the layer before ends with, or the embedding."""
         layer = names.layer.format(index)
         c, wide, eps = config.hidden_size, config.intermediate_size, config.norm_eps
         parts = [layer + part for part in (names.query, names.key, names.value)]
@@ -99,9 +102,10 @@ class PostNormLayer:
             checkpoint.layer(checkpoint.take_rows([f"{part}.weight" for part in parts], [c] * 3, c)),
             checkpoint.take_rows([f"{part}.bias" for part in parts], [c] * 3),
         )
-        out = Linear.load(checkpoint, layer + names.out, c, c)
+        scale = scale_values(qkv, input_norm, c)
+        out = Linear.load(checkpoint, layer + names.out, c, c, scale=scale)
         norm = LayerNorm.load(checkpoint, layer + names.attention_norm, c, eps)
-        self.attention = SelfAttention(qkv, out, norm, config.n_heads)
+        self.attention, self.in_e4m3 = SelfAttention(qkv, out, norm, config.n_heads), scale is not None
         self.up = Linear.load(checkpoint, layer + names.up, wide, c, gelu=True)
         self.down = Linear.load(checkpoint, layer + names.down, c, wide)
         self.output_norm = LayerNorm.load(checkpoint, layer + names.output_norm, c, eps)
@@ -109,3 +113,11 @@ class PostNormLayer:
     def forward(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool = False) -> Tensor:
         hidden = self.attention(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
         return add_norm(self.output_norm, self.down, self.up(hidden), hidden)
+
+
+def post_norm_layers(config: ModelConfig, checkpoint: Tensors, names: PostNormNames, norm: LayerNorm) -> list[PostNormLayer]:
+    """A model's layers, one behind the other, the first behind `norm`."""
+    layers: list[PostNormLayer] = []
+    for index in range(config.n_layers):
+        layers.append(PostNormLayer(config, checkpoint, names, index, layers[-1].output_norm if layers else norm))
+    return layers

@@ -9,7 +9,7 @@ from engine import kernels
 from engine.batch import PackedBatch
 from engine.layers.attention import Attention
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import PostNormLayer, PostNormNames, add_types, take_types
+from engine.layers.post_norm import PostNormNames, add_types, post_norm_layers, take_types
 from engine.layers.splade import MaskedLMNames
 from engine.model_config import HeadConfig, Keys, ModelConfig, encoder_shape
 from engine.models.base import Model
@@ -67,14 +67,14 @@ class Bert(Model):
         self.types = take_types(config, checkpoint)
         self.positions = _positions(config, checkpoint)
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
-        self.layers = [PostNormLayer(config, checkpoint, self.names, index) for index in range(config.n_layers)]
+        self.layers = post_norm_layers(config, checkpoint, self.names, self.norm)
         self.heads = (config.n_heads, config.n_heads)
         self.bias: Tensor | None = None  # of scores by distance, where a cousin has it
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         embedded = kernels.embed(batch.token_ids, batch.bounds, self.words, self.positions)
         hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
-        attention = Attention(batch, self.heads, causal=False, bias=self.bias)
+        attention = Attention(batch, self.heads, causal=False, bias=self.bias, in_e4m3=self.layers[0].in_e4m3)
         for layer in self.layers[:-1]:
             hidden = layer.forward(hidden, batch, attention)
         return self.layers[-1].forward(hidden, batch, attention, pooled_only)

@@ -14,7 +14,7 @@ from engine.batch import PackedBatch
 from engine.errors import ModelError
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm
-from engine.layers.post_norm import PostNormLayer, PostNormNames
+from engine.layers.post_norm import PostNormNames, post_norm_layers
 from engine.model_config import HeadConfig, Keys, ModelConfig, head_activation
 from engine.models.base import Model
 from engine.models.bert import Bert, read_encoder
@@ -95,7 +95,7 @@ class Deberta(Model):
         self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
         distances = checkpoint.take_table("encoder.rel_embeddings.weight", 2 * span, c)
         distances = LayerNorm.load(checkpoint, "encoder.LayerNorm", config.hidden_size, config.norm_eps)(distances)
-        self.layers = [PostNormLayer(config, checkpoint, self.names, index) for index in range(config.n_layers)]
+        self.layers = post_norm_layers(config, checkpoint, self.names, self.norm)
         self.relative = [_project(layer.attention.qkv, distances, config.n_heads) for layer in self.layers]
         self.buckets = _Buckets(config, checkpoint.device)
 
@@ -151,7 +151,7 @@ def _attention(lengths: tuple[int, ...], index: Tensor, keys: Tensor, queries: T
         index: [L, L], the row of `keys` and `queries` for a query and a key, L the longest sequence.
         keys, queries: [H, R, D], K and Q of the distances, scaled.
         qkv: [T, 3 H, D].
-    Returns: [T, H, D], contiguous.
+    Returns: [T, C].
     """
     heads = len(keys)
     out = torch.empty(len(qkv), heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
@@ -164,7 +164,7 @@ def _attention(lengths: tuple[int, ...], index: Tensor, keys: Tensor, queries: T
         bias += (k @ queries.transpose(1, 2)).gather(2, of.transpose(1, 2)).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias[None], scale=_scale(q))
         out[rows] = mixed[0].transpose(0, 1)
-    return out
+    return out.flatten(1)
 
 
 def _require(keys: Keys, key: str, value: Any, absent: Any) -> None:

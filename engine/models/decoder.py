@@ -9,8 +9,10 @@ from torch import Tensor
 from engine import kernels
 from engine.batch import PackedBatch
 from engine.errors import ModelError
+from engine.kernels import Matrix
 from engine.kernels.reference import rope_table
 from engine.layers.attention import Attention
+from engine.layers.e4m3_values import scale_values
 from engine.layers.linear import Linear, Sum
 from engine.layers.norm import RMSNorm
 from engine.layers.swiglu import SwiGLU
@@ -127,7 +129,8 @@ class Decoder(Model):
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         hidden, pending = kernels.embed(batch.token_ids, batch.bounds, self.embed_tokens), None  # [T, C]
-        attention = {window: Attention(batch, self.heads, self.causal, window) for window in self.windows}
+        in_e4m3 = self.layers[0].mix.in_e4m3
+        attention = {window: Attention(batch, self.heads, self.causal, window, in_e4m3=in_e4m3) for window in self.windows}
         for layer in self.layers[:-1]:
             hidden, pending = layer.forward(hidden, pending, batch, attention[layer.window])
         last = self.layers[-1]
@@ -136,7 +139,7 @@ class Decoder(Model):
 
 
 class Mixing:
-    """A layer's attention up to its output projection: Q, K and V of normalised tokens, rotated, mixed."""
+    """A layer's attention and its output projection, `out`: Q, K and V of normalised tokens, rotated, mixed."""
 
     def __init__(self, config: DecoderConfig, checkpoint: Tensors, name: str, norm: Norm, angles: Tensor) -> None:
         c, d, heads, kv_heads = config.hidden_size, config.head_dim, config.n_heads, config.n_kv_heads
@@ -150,10 +153,15 @@ class Mixing:
         if config.qk_norm:
             self.q_norm, self.k_norm = norm(f"{name}self_attn.q_norm", d), norm(f"{name}self_attn.k_norm", d)
         self.n_heads, self.head_dim, self.angles = heads, d, angles
+        scale = scale_values(self.qkv, self.input_norm, kv_heads * d)
+        self.in_e4m3 = scale is not None
+        if scale is not None:  # of a key head's values -> of those of the query heads that share it
+            scale = scale.view(kv_heads, 1, d).expand(-1, heads // kv_heads, -1).flatten()
+        self.out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, heads * d, biased=False, scale=scale)
 
     def __call__(
         self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool, pending: Tensor | None = None
-    ) -> Tensor:
+    ) -> Matrix:
         """[T, C] -> [T, H D]; what is `pending` is added to `hidden` first. On return, Q, K and V are given back."""
         qkv = self.qkv(hidden, norm=self.input_norm, pending=pending).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
         if self.qk_norm:
@@ -161,16 +169,15 @@ class Mixing:
             kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.bounds, q_norm.eps, self.n_heads)
         else:
             kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
-        return attention(qkv, pooled_only).flatten(1)
+        return attention(qkv, pooled_only)
 
 
 class _Layer:
     def __init__(self, config: DecoderConfig, checkpoint: Tensors, index: int, norm: Norm, angles: Tensor) -> None:
         name = f"layers.{index}."
-        c, wide, mixed = config.hidden_size, config.intermediate_size, config.n_heads * config.head_dim
+        c, wide = config.hidden_size, config.intermediate_size
         gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.mix = Mixing(config, checkpoint, name, norm, angles)
-        self.out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, mixed, biased=False)
         self.mlp_norm = norm(f"{name}post_attention_layernorm", c)
         self.swiglu = SwiGLU(checkpoint, checkpoint.take_rows(gate_up, [wide] * 2, c))
         self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
@@ -186,5 +193,5 @@ class _Layer:
     def _attend(self, hidden: Tensor, pending: Tensor | None, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Sum:
         mixed = self.mix(hidden, batch, attention, pooled_only, pending)  # [T, H D]
         if pooled_only:
-            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, ...]
-        return self.out.onto(hidden, mixed)
+            mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)
+        return self.mix.out.onto(hidden, mixed)

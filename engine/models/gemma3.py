@@ -91,10 +91,9 @@ class Gemma3(Decoder):
 class _Layer:
     def __init__(self, config: Gemma3Config, checkpoint: Tensors, index: int, norm: Norm, angles: Tensor) -> None:
         name = f"layers.{index}."
-        c, wide, mixed = config.hidden_size, config.intermediate_size, config.n_heads * config.head_dim
+        c, wide = config.hidden_size, config.intermediate_size
         gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.mix = Mixing(config, checkpoint, name, norm, angles)
-        self.out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, mixed, biased=False)
         self.mixed_norm = norm(f"{name}post_attention_layernorm", c)
         self.mlp_norm = norm(f"{name}pre_feedforward_layernorm", c)
         self.gate_up = Linear(checkpoint.layer(checkpoint.take_rows(gate_up, [wide] * 2, c)))
@@ -108,8 +107,8 @@ class _Layer:
         """Nothing is ever pending: a norm stands between each product and the sum."""
         mixed = self.mix(hidden, batch, attention, pooled_only)  # [T, H D]
         if pooled_only:
-            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, ...]
-        mixed = self.mixed_norm(self.out(mixed))  # [T, C]
+            mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)
+        mixed = self.mixed_norm(self.mix.out(mixed))  # [T, C]
         mixed = self.mlp_norm(mixed, residual=hidden)  # hidden is the sum from here on
         mixed = self.gate_up(mixed)
         return hidden.add_(self.output_norm(self.down(kernels.geglu(mixed, tanh=True)))), None

@@ -136,9 +136,9 @@ class _Layer:
         qkv = self.qkv(self.attention_norm(hidden) if self.attention_norm else hidden)
         qkv = qkv.view(len(hidden), -1, self.head_dim)  # [T, 3 H, D]
         kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
-        mixed = attention(qkv, pooled_only).flatten(1)  # [T, C]
+        mixed = attention(qkv, pooled_only)  # [T, C]
         if pooled_only:
-            mixed, hidden = (x.index_select(0, batch.pooled_rows) for x in (mixed, hidden))  # [B, C]
+            mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)
         return self.out(mixed, residual=hidden)
 
 

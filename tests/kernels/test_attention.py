@@ -1,5 +1,6 @@
 """Varlen attention against the reference in fp64: no worse than torch, whatever the shapes, tiles, masks and scores."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -8,6 +9,7 @@ from closeness import assert_as_close_as_torch
 from helpers import (
     DEVICE,
     DTYPES,
+    EIGHT_BITS,
     RAGGED,
     Prefixes,
     bounds_of,
@@ -56,6 +58,38 @@ def check(qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = N
     low = reference.attention(q, k, v, tuple(lengths), causal, window)
     exact = reference.attention(q.double(), k.double(), v.double(), tuple(lengths), causal, window)
     assert_as_close_as_torch(out, low, exact)
+
+
+in_e4m3 = pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this GPU has no e4m3")
+
+
+@in_e4m3
+@both_masks
+@pytest.mark.parametrize(("head_dim", "heads"), [*zip(HEAD_DIMS, HEADS, strict=True), (128, (8, 2)), (128, (7, 1))])
+@all_kinds
+def test_results_in_e4m3(kind: str, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
+    """Within half a step of what the same kernel gives in 16 bits, itself rounded; a step is an eighth of a power of two."""
+    q, k, v = random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16)
+    v.mul_(60.0)
+    shape, bounds = shape_of(head_dim, kind), bounds_of(RAGGED)
+    tiles = tiles_of(RAGGED, tile_depth(heads, head_dim, shape))
+    wide = kernels.attention(q, k, v, tiles, shape, bounds, causal).double()
+    with poisoned():
+        found = kernels.attention(q, k, v, tiles, shape, bounds, causal, dtype=torch.float8_e4m3fn)
+    assert (found.dtype, found.shape, found.is_contiguous()) == (torch.float8_e4m3fn, wide.shape, True)
+    step = torch.exp2(wide.abs().clamp(min=2**-6).log2().floor() - 3)
+    assert ((found.double() - wide).abs() <= 0.5 * step + 2**-8 * wide.abs()).all()
+
+
+@in_e4m3
+@all_kinds
+def test_what_is_not_finite_is_nan_in_e4m3(kind: str) -> None:
+    q, k, v = random_qkv(1, (4, 4), 128, torch.bfloat16)
+    v[0, 1, 3] = math.inf
+    shape = shape_of(128, kind)
+    tiles = tiles_of([1], tile_depth((4, 4), 128, shape))
+    found = kernels.attention(q, k, v, tiles, shape, bounds_of([1]), True, dtype=torch.float8_e4m3fn).float()
+    assert found.isnan().nonzero().tolist() == [[0, 1, 3]]
 
 
 def rows(qkv: QKV, first: int, end: int) -> QKV:

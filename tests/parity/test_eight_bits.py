@@ -1,12 +1,15 @@
 """Layers in 8 bits, in plain torch: what a real model's vectors lose, and where they are refused."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError, devices
 from engine.devices import CLOSENESS, DtypeName
@@ -14,6 +17,7 @@ from engine.hub import EMBEDDED_MODEL
 from loadtests.report import RESULTS
 from loadtests.traces import ragged_texts, short_texts
 
+_VALUES, _BEHIND_ATTENTION = r"(v_proj|value|value_proj|v_lin)\.weight$", r"(o_proj|attention\.output\.dense|out_lin)\.weight$"
 TEXTS = [*ragged_texts(40, seed=0, median_words=40), *short_texts(40, seed=1)]
 
 
@@ -26,6 +30,38 @@ def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: f
     assert cosines.mean() >= least
     assert abs(cosines.mean() - CLOSENESS[dtype].mean_cosine) < 0.5 * (1 - least)
     assert (np.abs(np.linalg.norm(found, axis=1) - 1) < 1e-5).all()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "gemma3", "bert", "distilbert", "deberta"])
+def test_values_of_any_size_fit_attentions_results(
+    kind: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that is larger by a power of two, with a column of the matrix behind attention smaller by it, is the same model;
+    in e4m3 without a scale of its own, each of them would be out of range or nothing."""
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    plain, uneven = tiny(kind), tmp_path / "model"
+    shutil.copytree(plain, uneven)
+    tensors = load_file(plain / "model.safetensors")
+    num_kv_heads = json.loads((plain / "config.json").read_text()).get("num_key_value_heads", 4)
+    for name in [each for each in tensors if re.search(_VALUES, each)]:
+        layer = name.split(".attention.")[0].split(".self_attn.")[0] + "."
+        (out,) = (each for each in tensors if each.startswith(layer) and re.search(_BEHIND_ATTENTION, each))
+        rows, columns = len(tensors[name]), tensors[out].shape[1]
+        factor = torch.exp2(torch.randint(-14, 15, (rows,), generator=torch.Generator().manual_seed(0)).float())
+        tensors[name] *= factor[:, None]
+        if (bias := name.removesuffix("weight") + "bias") in tensors:
+            tensors[bias] *= factor
+        tensors[out] /= factor.view(num_kv_heads, 1, -1).expand(-1, columns // rows, -1).flatten()
+    save_file(tensors, uneven / "model.safetensors", metadata={"format": "pt"})
+    exact = Engine.load(plain, dtype="float32", device="cpu").embed(TEXTS)
+    same, even, found = (
+        Engine.load(folder, dtype=dtype, device="cpu").embed(TEXTS)
+        for folder, dtype in ((uneven, "float32"), (plain, "float8"), (uneven, "float8"))
+    )
+    np.testing.assert_allclose(same, exact, atol=1e-4)
+    lost, lost_uneven = (1 - (exact * each).sum(axis=1).mean() for each in (even, found))
+    assert 0 < lost < 0.02
+    assert lost_uneven < 1.3 * lost
 
 
 def test_info_says_what_was_measured() -> None:

@@ -84,8 +84,9 @@ def test_encoder_attention(dtype: torch.dtype, lengths: list[int]) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(sum(lengths), 3, 4, 32).to(dtype)
     ours = Attention(batch_of(lengths), (4, 4), causal=False)(qkv.flatten(1, 2))
+    assert isinstance(ours, torch.Tensor)
     assert ours.is_contiguous()
-    low, exact = (dense(*x.unbind(1), lengths, causal=False) for x in (qkv, qkv.double()))
+    low, exact = (dense(*x.unbind(1), lengths, causal=False).flatten(1) for x in (qkv, qkv.double()))
     assert_as_close_as_torch(ours, low, exact)
 
 
@@ -100,7 +101,7 @@ def test_windows_and_biases_by_distance(
     bias = torch.randn(4, 2 * 30 + 1) if biased else None  # some distances lie beyond its reach
     qkv = torch.randn(sum(lengths), heads[0] + 2 * heads[1], 16)
     ours = Attention(batch_of(lengths), heads, causal, window, bias)(qkv)
-    exact = dense(*qkv.double().split((heads[0], heads[1], heads[1]), dim=1), lengths, causal, window, bias)
+    exact = dense(*qkv.double().split((heads[0], heads[1], heads[1]), dim=1), lengths, causal, window, bias).flatten(1)
     torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)
 
 

@@ -1,6 +1,6 @@
 // Varlen attention, forward: softmax(Q K^T / sqrt(D)) V inside each sequence of a packed batch.
 //   q [T, K * GROUP, D], k and v [T, K, D], out [T, K * GROUP, D]; 16-bit, rows strided, so that Q, K and V may be parts
-//   of one fused buffer.  tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
+//   of one fused buffer; with E4M3 `out` is e4m3, and what is not finite becomes NaN.  tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
 //   bounds int2 [T]: the sequence each token belongs to, [x, y).
 //   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
 //   smaller left, bidirectional neither.
@@ -30,6 +30,7 @@ constexpr int WARPS = BLOCK_M / (16 * M_TILES);
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE_TOKENS = BLOCK_M / GROUP;
 constexpr int CHUNKS = D / 8;  // 16-byte chunks of a row
+constexpr int OUT_CHUNKS = D * sizeof(Out) / 16;
 constexpr bool SWIZZLED = D % 64 == 0;
 constexpr int PITCH = SWIZZLED ? D : D + 8;
 constexpr int N_TILES = BLOCK_N / 8, D_TILES = D / 8;
@@ -79,7 +80,7 @@ typedef int2 Tile;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, u16* __restrict__ out,
+attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, Out* __restrict__ out,
           const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
           i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_) {
     overlap();
@@ -274,19 +275,25 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
             const float inverse = 1.f / lanes_sum<4>(row_sum[m][h]);
             const int row = warp_row + m * 16 + lane / 4 + h * 8;
 #pragma unroll
-            for (int d = 0; d < D_TILES; ++d)
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(q_tile + place(row, d) + lane % 4 * 4),
-                             "r"(pack(o[m][d][2 * h] * inverse, o[m][d][2 * h + 1] * inverse)));
+            for (int d = 0; d < D_TILES; ++d) {
+                const float a = o[m][d][2 * h] * inverse, b = o[m][d][2 * h + 1] * inverse;
+#if E4M3
+                const u32 to = q_tile + place(row, d / 2) + d % 2 * 8 + lane % 4 * 2;
+                asm volatile("{.reg .b16 p; cvt.u16.u32 p, %1; st.shared.b16 [%0], p;}" ::"r"(to), "r"(pack_e4m3(a, b)));
+#else
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(q_tile + place(row, d) + lane % 4 * 4), "r"(pack(a, b)));
+#endif
+            }
         }
     __syncwarp();
     out += kv_head * GROUP * D;
 #pragma unroll
-    for (int i = 0; i < 16 * M_TILES * CHUNKS; i += 32) {
-        const int r = warp_row + (i + lane) / CHUNKS, c = (i + lane) % CHUNKS;
+    for (int i = 0; i < 16 * M_TILES * OUT_CHUNKS; i += 32) {
+        const int r = warp_row + (i + lane) / OUT_CHUNKS, c = (i + lane) % OUT_CHUNKS;
         const int token = tile.x + r / GROUP;
         if (r < TILE_TOKENS * GROUP && token < tile.y) {
             const Vec8 chunk = *reinterpret_cast<const Vec8*>(shared + place(r, c));
-            store8(out + token * out_stride + (r % GROUP) * D, c, chunk);
+            reinterpret_cast<Vec8*>(out + token * out_stride + (r % GROUP) * D)[c] = chunk;
         }
     }
 }

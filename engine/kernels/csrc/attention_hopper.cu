@@ -1,5 +1,6 @@
 // Varlen attention, forward, for sm_90a: what attention.cu computes, on wgmma and TMA.
-//   q, k, v: tensor maps of [T, K * GROUP, D] and twice [T, K, D], 64 columns a box; the rest as in attention.cu, without BIAS.
+//   q, k, v: tensor maps of [T, K * GROUP, D] and twice [T, K, D], 64 columns a box; the rest as in attention.cu, E4M3 too,
+//   without BIAS.
 //
 // A block is three warpgroups and stays for many tiles. One thread of the first fetches: for each of its tiles Q, where the
 // tile's keys begin and end, and its blocks of keys and values, as far ahead as there is room. The two others compute 64 rows
@@ -158,7 +159,7 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
     arrive(control.q_full);
 }
 
-__device__ __forceinline__ void compute_all(const Work& work, u16* __restrict__ out, i64 out_stride, float scale_log2, u32 q_tile,
+__device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ out, i64 out_stride, float scale_log2, u32 q_tile,
                                             u32 k_tiles, u32 v_tiles, Control& control) {
     const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const bool leader = threadIdx.x % 128 == 0;
@@ -343,23 +344,39 @@ __device__ __forceinline__ void compute_all(const Work& work, u16* __restrict__ 
             const float inverse = 1.f / lanes_sum<4>(row_sum[h]);
             const int row = my_row + h * 8, token = span.x + row / GROUP;
             const bool valid = row < TILE_TOKENS * GROUP && token < span.y;
-            u16* to = out + token * out_stride + (kv_head * GROUP + row % GROUP) * D;
+            Out* to = out + token * out_stride + (kv_head * GROUP + row % GROUP) * D;
+            auto at = [&](int n, int e) { return o[4 * n + 2 * h + e] * inverse; };
+#if E4M3
+#pragma unroll
+            for (int n = 0; n < O_TILES; n += 8) {
+                u32 word[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int first = n + 2 * i;
+                    word[i] = pack_e4m3(at(first, 0), at(first, 1)) | pack_e4m3(at(first + 1, 0), at(first + 1, 1)) << 16;
+                }
+                transpose(word, lane);  // two columns of one tile, and of the next, from each of the four
+                const Vec8 chunk = {__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[2], word[3], 0x5410),
+                                    __byte_perm(word[0], word[1], 0x7632), __byte_perm(word[2], word[3], 0x7632)};
+                if (valid) reinterpret_cast<Vec8*>(to)[n / 2 + lane % 4] = chunk;
+            }
+#else
 #pragma unroll
             for (int n = 0; n < O_TILES; n += 4) {
                 Vec8 chunk;
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    chunk.word[i] = pack(o[4 * (n + i) + 2 * h] * inverse, o[4 * (n + i) + 2 * h + 1] * inverse);
+                for (int i = 0; i < 4; ++i) chunk.word[i] = pack(at(n + i, 0), at(n + i, 1));
                 transpose(chunk.word, lane);
                 if (valid) store8(to, n + lane % 4, chunk);
             }
+#endif
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-          u16* __restrict__ out, const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 num_tiles, i64 kv_heads,
+          Out* __restrict__ out, const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 num_tiles, i64 kv_heads,
           i64 out_stride, i64 left, i64 right, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 q_tile = address(shared), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + STAGES * KV_BYTES;

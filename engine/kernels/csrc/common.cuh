@@ -69,6 +69,25 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// What attention gives: 16 bits, or e4m3 (sm_89 and later).
+#ifndef E4M3
+#define E4M3 0
+#endif
+#if E4M3
+typedef unsigned char Out;
+#else
+typedef u16 Out;
+#endif
+
+// Two values in e4m3, a in the low half. Both are at most 448; what is not finite is NaN, as saturating would hide an infinity.
+__device__ __forceinline__ u32 pack_e4m3(float a, float b) {
+    u32 pair;
+    asm("{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %2, %1; cvt.u32.u16 %0, p;}"
+        : "=r"(pair)
+        : "f"(fmaf(a, 0.f, a)), "f"(fmaf(b, 0.f, b)));
+    return pair;
+}
+
 template <int WIDTH>
 __device__ __forceinline__ float lanes_sum(float x) {  // over aligned groups of WIDTH lanes
 #pragma unroll
