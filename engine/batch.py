@@ -38,6 +38,7 @@ class PackedBatch:
     normalize: Tensor  # [B], 0 or 1
     tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference; [n, 4] with prefixes
     pooled_tiles: Tensor  # [B, 2 or 4], the same for the pooled rows alone
+    queue: Tensor  # [2], zeros: what blocks draw their tiles from
     tile_shape: Shape | None  # None for the reference
     lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences; of pieces with prefixes
     prefixes: Sequence[tuple[int, int]]  # of each of them the rows that lie before it; empty where none are shared
@@ -72,6 +73,7 @@ class BatchShape:
             "pooled_rows": (self.num_seqs,),
             "dimensions": (self.num_seqs,),
             "normalize": (self.num_seqs,),
+            "queue": (2,),
         }
         return parts | {"token_types": (self.num_tokens,)} if self.typed else parts
 
@@ -219,6 +221,7 @@ class BatchPacker:
             if shape.shares_prefixes:
                 part["pooled_tiles"][:num_seqs, 2:] = prefixes[layout.last_pieces]
             part["pooled_tiles"][num_seqs:] = 0
+        part["queue"][:] = 0
         part["dimensions"][:] = self.embedding_size
         part["normalize"][:] = 1
         if options is not None:

@@ -25,6 +25,7 @@ def attention(
     window: int | None = None,
     bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    queue: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v within each sequence of a packed batch.
 
@@ -38,6 +39,8 @@ def attention(
         window: it sees no token further away than this; None for no limit.
         bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.
         dtype: of the result: q's, or torch.float8_e4m3fn, of which the largest is 448.
+        queue: [2] int32, zeros, and zeros again when the kernel has ended: what its blocks draw tiles from, where they do. None
+            makes one.
     Returns: [T, H, D], contiguous.
     """
     heads, head_dim = q.shape[1:]
@@ -49,7 +52,8 @@ def attention(
     scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     if isinstance(shape, HopperShape):
         assert bias is None, "its tiles are cut for the other kernel"
-        attention_hopper(q, k, v, out, tiles, shape, bounds, left, right, scale_log2)
+        queue = torch.zeros(2, dtype=torch.int32, device=q.device) if queue is None else queue
+        attention_hopper(q, k, v, out, tiles, shape, bounds, queue, left, right, scale_log2)
         return out
     kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device, out.itemsize == 1)
     kernel(

@@ -67,7 +67,8 @@ class Attention:
             self._unscaled_bias = self._bias * math.sqrt(qkv.shape[2])
         bias = self._unscaled_bias
         dtype = None if self._ones is None else E4M3
-        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, self._causal, self._window, bias, dtype)
+        how = (self._causal, self._window, bias, dtype, batch.queue)
+        return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, *how)
 
     def _encoder(self, qkv: Tensor) -> Tensor:
         heads = self._split[0]

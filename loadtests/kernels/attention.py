@@ -38,9 +38,13 @@ class Method:
 
 
 def ours(batch: AttentionBatch, causal: bool) -> Method:
-    tiles, shape, bounds = batch.packed.tiles, batch.packed.tile_shape, batch.packed.bounds
+    tiles, shape, bounds, queue = batch.packed.tiles, batch.packed.tile_shape, batch.packed.bounds, batch.packed.queue
     assert shape is not None, "ours runs here"
-    return Method(lambda: kernels.attention(batch.q, batch.k, batch.v, tiles, shape, bounds, causal), lambda out: out)
+
+    def run() -> Tensor:
+        return kernels.attention(batch.q, batch.k, batch.v, tiles, shape, bounds, causal, queue=queue)
+
+    return Method(run, lambda out: out)
 
 
 def flash_attention_2(batch: AttentionBatch, causal: bool) -> Method:

@@ -50,6 +50,7 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
     assert not batch.tiles[len(tiles) :].any()
     assert batch.pooled_tiles.tolist() == [[39, 40], [42, 43], [92, 93], [0, 0]]
     assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([8] * 4, [1] * 4)
+    assert batch.queue.tolist() == [0, 0]
 
 
 def test_the_types_of_tokens_leave_their_ids() -> None:

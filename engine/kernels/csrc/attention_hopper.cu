@@ -99,8 +99,15 @@ __device__ __forceinline__ u64 descriptor(u32 shared, u32 across) {
 
 // ---- the two roles ----
 
+// A tile's heads are dealt out as blocks become free: dealt out beforehand, to and fro, a mixed batch of 8,192 tokens took 16 %
+// longer, and causal texts of 2,048 a third. Zeros between two kernels.
+struct Queue {
+    int taken, done;  // items beyond each block's first; blocks that found none left
+};
+
 struct Work {
     const Tile* tiles;
+    Queue* queue;
     const int2* bounds;
     int num_items, kv_heads;
     int left, right;
@@ -110,10 +117,9 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
                                           u32 k_tiles, u32 v_tiles, Control& control) {
     Ring<STAGES> ring{0, 1};  // of empty barriers: the first wait on each is for a phase before the first
     u32 q_parity = 1;
-    for (int round = 0; round * gridDim.x < work.num_items; ++round) {
-        // To and fro: the most work comes first, so who had the least of a round has the most of the next.
-        const int item = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (item >= work.num_items) continue;
+    int next;
+    for (int item = blockIdx.x; item < work.num_items; item = next) {
+        next = gridDim.x + atomicAdd(&work.queue->taken, 1);  // early, as it takes as long as a fetch
         const Tile tile = work.tiles[item / work.kv_heads];
         if (tile.x == tile.y) continue;
         const int kv_head = item % work.kv_heads;
@@ -154,6 +160,8 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
             ring.advance();
         }
     }
+    // Who is last to find nothing left leaves the queue as the next kernel needs it.
+    if (atomicAdd(&work.queue->done, 1) == gridDim.x - 1) *work.queue = {0, 0};
     wait(control.q_empty, q_parity);
     control.span.x = -1;
     arrive(control.q_full);
@@ -376,8 +384,8 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
 
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-          Out* __restrict__ out, const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 num_tiles, i64 kv_heads,
-          i64 out_stride, i64 left, i64 right, float scale_log2) {
+          Out* __restrict__ out, const Tile* __restrict__ tiles, Queue* queue, const int2* __restrict__ bounds, i64 num_tiles,
+          i64 kv_heads, i64 out_stride, i64 left, i64 right, float scale_log2) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 q_tile = address(shared), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + STAGES * KV_BYTES;
     Control& control = *reinterpret_cast<Control*>(shared + Q_BYTES + 2 * STAGES * KV_BYTES);
@@ -395,16 +403,17 @@ attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
     __syncthreads();
     overlap();
     const Work work{tiles,
+                    queue,
                     bounds,
                     static_cast<int>(num_tiles * kv_heads),
                     static_cast<int>(kv_heads),
                     static_cast<int>(left),
                     static_cast<int>(right)};
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) fetch_all(q, k, v, work, q_tile, k_tiles, v_tiles, control);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         compute_all(work, out, out_stride, scale_log2, q_tile, k_tiles, v_tiles, control);
     }
 }
