@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.batch import BatchPacker, BatchShape, PackedBatch
 from engine.errors import BackendError, DeviceLost, OutOfMemory
 from engine.flight import Output, Vectors
+from engine.memory import MOST_GRAPH_TOKENS
 from engine.model_config import OutputName
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
@@ -26,7 +27,10 @@ from engine.tokenizer import TokenIds
 log = logging.getLogger(__name__)
 
 # Token counts that get a CUDA graph, padded to the next one: at most a fifth is wasted above 64 tokens.
-GRAPH_TOKENS = (*(16, 32), *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512))
+GRAPH_TOKENS = (
+    *(16, 32), *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
+    *range(5120, 8193, 1024), *range(10240, MOST_GRAPH_TOKENS + 1, 2048),
+)  # fmt: skip
 MAX_GRAPHS = 64
 _BUDGETS = (1024, 2048, 4096, 8192, 16384)
 # A budget that reaches this share of the best rate is enough: more only adds latency.
@@ -69,9 +73,19 @@ class CudaRunner:
     """Runs `forward` on one GPU. Not thread-safe, except that flights may be waited for anywhere."""
 
     def __init__(
-        self, forward: Forward, packer: BatchPacker, device: torch.device, wide_values: Callable[[BatchShape, Want], int]
+        self,
+        forward: Forward,
+        packer: BatchPacker,
+        device: torch.device,
+        wide_values: Callable[[BatchShape, Want], int],
+        most_graph_tokens: int,
     ) -> None:
-        """`wide_values`: how many numbers a pass gives besides vectors of a usual width."""
+        """
+        Args:
+            wide_values: how many numbers a pass gives besides vectors of a usual width.
+            most_graph_tokens: of the largest CUDA graph that there is memory for.
+        """
+        self._most_graph_tokens = most_graph_tokens
         self._forward, self._packer, self._device, self._wide_values = forward, packer, device, wide_values
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = _Graphs(forward, device)
@@ -113,12 +127,16 @@ class CudaRunner:
     def tune(
         self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None, max_batch_seqs: int | None = None
     ) -> int:
-        """Find the token budget and where graphs pay, by running; returns the budget, or the one given.
+        """Find where graphs pay and the token budget, by running; returns the budget, or the one given.
 
         The device's memory for the largest batch and the longest input is taken now and kept by torch's allocator, so
         that a later batch cannot fail for it, and a second engine on the card sees what is left.
         """
+        if self._packer.tiling is not None:  # the reference attention walks the lengths on the host
+            self.max_graph_tokens = self._find_graph_limit(vocab_size, max_input_length)
         budget = max_batch_tokens or self._find_budget(vocab_size, max_input_length)
+        self.max_graph_tokens = min(self.max_graph_tokens, budget)
+        self._graphs.clear()
         torch.cuda.empty_cache()  # what the trials left behind is of other sizes; the largest pass first, for the same reason
         self.longest_input = max_input_length
         while self.longest_input > budget and not self._try(vocab_size, [self.longest_input]):
@@ -126,8 +144,7 @@ class CudaRunner:
             self.longest_input = max(budget, self.longest_input // 2)
         self._try(vocab_size, _like(budget, max_input_length))
         self._try(vocab_size, [1] * min(budget, max_batch_seqs or 4096))
-        if self._packer.tiling is not None:  # the reference attention walks the lengths on the host
-            self._find_graph_limit(vocab_size, max_input_length)
+        if self.max_graph_tokens:
             self._try(vocab_size, _like(self.max_graph_tokens, max_input_length))  # the largest graph, so that there is room
             self._try(vocab_size, [min(16, max_input_length)])
         return budget
@@ -147,18 +164,20 @@ class CudaRunner:
         best = max(rates.values())
         return next(budget for budget, rate in rates.items() if rate >= _ENOUGH * best)
 
-    def _find_graph_limit(self, vocab_size: int, longest: int) -> None:
+    def _find_graph_limit(self, vocab_size: int, longest: int) -> int:
         """Graphs pay while launching the kernels one by one takes a third of their time or more; padding costs above that.
 
         A third, because a long launch leaves gaps at its start: the 8B's 512 tokens take 12.4 ms as a graph, 13.2 ms without.
+        And because a server's other threads want the interpreter too, which each launch lets go of and a graph's once.
         """
-        for tokens in (4096, 2048, 1024, 512, 256):
+        for tokens in (16384, 8192, 4096, 2048, 1024, 512):
+            if tokens > self._most_graph_tokens or not self._try(vocab_size, _like(tokens, longest)):
+                continue
             sequences = _texts(_like(tokens, longest), vocab_size)
-            self.launch(sequences).wait()
             seconds = [self._launch_seconds(sequences) for _ in range(3)]
-            if min(whole for _, whole in seconds) < 3 * min(queued for queued, _ in seconds) or tokens == 256:
-                self.max_graph_tokens = tokens
-                return
+            if min(whole for _, whole in seconds) < 3 * min(queued for queued, _ in seconds):
+                return tokens
+        return 256
 
     def _launch_seconds(self, sequences: list[TokenIds]) -> tuple[float, float]:
         """Seconds until one pass is queued, and until it is over."""
@@ -211,8 +230,7 @@ class _Graphs:
                 self._graphs[key] = self._capture(shape, want, staging)
             except torch.OutOfMemoryError:
                 log.warning("no memory for another CUDA graph beside %d; all are given up", len(self._graphs))
-                self._graphs.clear()
-                self._pool = torch.cuda.graph_pool_handle()  # torch takes no pool back whose last graph is gone
+                self.clear()
                 return None
             while len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
@@ -221,6 +239,10 @@ class _Graphs:
         buffer.copy_(staging, non_blocking=True)
         graph.replay()
         return results
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()  # torch takes no pool back whose last graph is gone
 
     def _capture(self, shape: BatchShape, want: Want, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Results]:
         buffer = staging.to(self._device, non_blocking=True)

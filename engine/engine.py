@@ -71,7 +71,10 @@ class Engine:
         if not model.walks_lengths:
             cut = tiling(heads, config.head_dim, compute_dtype(dtype), device, config.causal, model.biases_scores)
         self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments, model.shares_prefixes)
-        self._cuda = CudaRunner(self._vectors, self.packer, device, self._wide_values) if device.type == "cuda" else None
+        self._cuda = None
+        if device.type == "cuda":
+            most = memory.most_graph_tokens(config, dtype)
+            self._cuda = CudaRunner(self._vectors, self.packer, device, self._wide_values, most)
         self.max_batch_tokens = max_batch_tokens or default_batch_tokens(device)
 
     @classmethod

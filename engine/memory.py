@@ -28,9 +28,12 @@ _LEAST_WORKSPACE_BYTES = 256 << 20
 # Whose memory it is: a card's own, the host's lent to a GPU, or the host's.
 MemoryKind = Literal["gpu", "unified", "cpu"]
 
-# Budgets are found at warm-up up to this one; CUDA graphs are made up to that many tokens.
+# Budgets are found at warm-up up to this one. CUDA graphs are made up to as many tokens where that takes no more than so many
+# bytes, as the 0.6B's does: larger models take long enough to compute that the host keeps up without.
 MOST_BATCH_TOKENS = 16384
-MOST_GRAPH_TOKENS = 4096
+MOST_GRAPH_TOKENS = MOST_BATCH_TOKENS
+_GRAPH_BYTES = 384 << 20
+_SHORT_BATCH_TOKENS = 4096  # any model's
 # Measured on an H200 beside what torch reports, for engines of 0.2 to 17 GiB (docs/decisions/009).
 _CUBLAS_BYTES = 2 * (32 << 20)  # its workspace, in the thread that warms up and in the one that serves
 _ROUNDING_BYTES = 110 << 20  # torch takes memory in steps of 20 MiB, for each stream and for the graphs
@@ -78,10 +81,7 @@ def footprint(
         weight_bytes: what the checkpoint's headers say, in what the model computes in; None computes it.
     """
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
-    family, wide = family_of(config), compute_dtype(dtype)
-    per_token = wide.itemsize * max(family.peak_values(config), _pooling_values(config)) + _INDEX_BYTES
-    if dtype != wide:
-        per_token = int(per_token * _GAPS_IN_8_BITS)
+    family, wide, per_token = family_of(config), compute_dtype(dtype), _bytes_per_token(config, dtype)
     vectors = _splade_bytes(config, wide, longest)
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
@@ -91,8 +91,22 @@ def footprint(
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
     if kind == "unified":
         workspace = int(workspace * _FRAGMENTED)
-    graphs = min(longest, MOST_GRAPH_TOKENS) * per_token + min(vectors, _SPLADE_GRAPH_BYTES)
+    graphs = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype)) * per_token
+    graphs += min(vectors, _SPLADE_GRAPH_BYTES)
     return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
+
+
+def most_graph_tokens(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Tokens of the largest CUDA graph that a replica has memory for."""
+    per_token = _bytes_per_token(config, compute_dtype(dtype))
+    return max(_SHORT_BATCH_TOKENS, min(MOST_GRAPH_TOKENS, _GRAPH_BYTES // per_token))
+
+
+def _bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What a pass holds at its peak for each of its tokens."""
+    wide = compute_dtype(dtype)
+    per_token = wide.itemsize * max(family_of(config).peak_values(config), _pooling_values(config)) + _INDEX_BYTES
+    return per_token if dtype == wide else int(per_token * _GAPS_IN_8_BITS)
 
 
 def saved_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
