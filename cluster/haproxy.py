@@ -4,6 +4,10 @@ Without them a request that lies with a gateway whose node has gone silent waits
 `timeout server`, and a request may rightly take a minute. TCP itself tells a silent machine from a busy one in seconds,
 after which HAProxy sends the request to another gateway (`retry-on empty-response`, in `SERVE_ENV`).
 
+And an ingress process gets no more requests at a time than it is to have in flight. What it cannot keep up with would lie in its
+sockets, where nothing refuses it: the process is then late for Ray's health check too, and is taken for dead. HAProxy refuses
+more, in the API's own form, for less than a tenth of what it costs the process.
+
 For gRPC: a call that names no application goes where HTTP's `/` goes, as TEI's clients name none; and a call's deadline is told
 to the replica, where Serve would keep it to itself.
 """
@@ -11,6 +15,7 @@ to the replica, where Serve would keep it to itself.
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 _VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
@@ -20,15 +25,41 @@ _ADDED = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    
 # And for a request that was not even acknowledged; on each line, because HAProxy does not pass it on from `default-server`.
 _SERVER = re.compile(r"^( +server \S+ \S+:\S+) ", re.MULTILINE)
 
+_LIMIT_VARIABLE = "EMBERFORGE_MAX_CONCURRENT_REQUESTS"
+# An application's backend, and in it the servers that are its ingress processes; the one for want of them is a backup.
+_BACKEND = re.compile(r"^backend (http-\S+)\n(?:    .*\n)*", re.MULTILINE)
+_INGRESS = re.compile(r"^(    server (?!.* backup$).*)$", re.MULTILINE)
+# As `error_response(Overloaded(1), ...)` has them.
+_REFUSALS = {
+    "{ path_sub /v1/ } ": '{"error":{"message":"Model is overloaded","type":"Overloaded","code":429,"param":null},'
+    '"message":"Model is overloaded","type":"Overloaded","code":429}',
+    "": '{"error":"Model is overloaded","error_type":"Overloaded"}',
+}
+
 _GRPC = "frontend grpc_frontend\n"
 _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }\n"
 _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
 
-def environment() -> dict[str, str]:
-    """What leads Ray here; nothing where the command is not beside this Python."""
+def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
+    """What leads Ray here; nothing where the command is not beside this Python.
+
+    Args:
+        max_concurrent_requests: of an ingress process; None leaves it to the node's environment (`most_requests`).
+    """
     command = Path(sys.executable).with_name("emberforge-haproxy")
-    return {_VARIABLE: str(command)} if os.access(command, os.X_OK) else {}
+    if not os.access(command, os.X_OK):
+        return {}
+    limit = {} if max_concurrent_requests is None else {_LIMIT_VARIABLE: str(max_concurrent_requests)}
+    return {_VARIABLE: str(command)} | limit
+
+
+def most_requests(environ: Mapping[str, str]) -> int:
+    """That an ingress process of this node has in flight at a time. Raises: ValueError."""
+    value = environ.get(_LIMIT_VARIABLE, "512")
+    if not value.isdecimal() or int(value) == 0:
+        raise ValueError(f"{_LIMIT_VARIABLE} is {value!r}, not a number of requests, 1 or more")
+    return int(value)
 
 
 def with_ours(text: str) -> str:
@@ -36,7 +67,19 @@ def with_ours(text: str) -> str:
     if _AFTER not in text or _ADDED in text:
         return text
     text = text.replace(_AFTER, _AFTER + _ADDED, 1).replace(_GRPC, _GRPC + _DEADLINE + _default_application(text), 1)
-    return _SERVER.sub(r"\1 tcp-ut 5s ", text)
+    return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
+
+
+def _limited(backend: re.Match[str]) -> str:
+    """A backend that refuses what would have to wait for one of its servers; this request is among those it has."""
+    name, limit = backend[1], most_requests(os.environ)
+    ours = f"    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n" + "".join(
+        f"    http-request return status 429 content-type application/json hdr retry-after 1 string '{body}' "
+        f"if {condition}{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }}\n"
+        for condition, body in _REFUSALS.items()
+    )
+    head, rest = backend[0].split("\n", 1)
+    return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit}", rest)
 
 
 def _default_application(text: str) -> str:

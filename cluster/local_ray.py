@@ -124,13 +124,16 @@ def set_environment(values: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def local_ray(num_cpus: int) -> Iterator[None]:
+def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iterator[None]:
     """Start Ray in this process's session and connect to it; at the end stop every process that came of it.
+
+    Args:
+        max_concurrent_requests: of an ingress process, for its HAProxy.
 
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
     """
     with tempfile.TemporaryDirectory(prefix="ef-") as state, grpc_ports() as ports:
-        set_environment(serve_environment(Path(state)) | ports | haproxy.environment())
+        set_environment(serve_environment(Path(state)) | ports | haproxy.environment(max_concurrent_requests))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
 

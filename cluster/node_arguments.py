@@ -39,7 +39,12 @@ def object_store_bytes(node: Node, gib: float | None) -> int:
 
 
 def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of `ray start`: what the operator has set stays. Raises: ClusterError for a Ray without a token."""
+    """The environment of `ray start`: what the operator has set stays. Raises: ClusterError for a Ray without a token, or a limit
+    that is none."""
+    try:
+        haproxy.most_requests(environ)
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
     mode = environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise ClusterError(f"RAY_AUTH_MODE is {mode!r}, and a node without a token obeys anyone who reaches it: unset it")

@@ -147,7 +147,7 @@ def serve(settings: Settings) -> None:
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
-        with local_ray(num_cpus):
+        with local_ray(num_cpus, settings.max_concurrent_requests):
             _end_on_signal()  # Ray has put its own handlers in
             console.print("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)

