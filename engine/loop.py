@@ -11,6 +11,7 @@ of 0 times NaN is NaN). So whatever comes out not finite in company runs once mo
 import logging
 import math
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,6 +40,11 @@ _MARGIN_S = 0.0005
 # Around a pass on a GPU the engine's thread naps instead of sleeping: a core that has slept a millisecond runs the launch
 # half as fast, which made a single query of 1.3 ms one of 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
+
+# A thread that waits for the interpreter has it after so long, 5 ms if nobody says otherwise. The engine waits at each of the
+# hundreds of operations of a pass while a server's event loop is busy: beside one at its limit 300 of them took 10 s, and 21 ms
+# with this (docs/decisions/025).
+_SWITCH_INTERVAL_S = 0.0002
 
 # What one sequence asked for besides its vector.
 _Arrays = Mapping[OutputName, NDArray[Any]]
@@ -104,7 +110,10 @@ class _Launched:
 
 
 class EngineLoop:
-    """Owns the engine and the queue. `submit` may be called from any thread; only this class's thread launches passes."""
+    """Owns the engine and the queue. `submit` may be called from any thread; only this class's thread launches passes.
+
+    Making one lets this process's threads take turns at the interpreter more often.
+    """
 
     def __init__(
         self,
@@ -129,6 +138,7 @@ class EngineLoop:
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._deliverer = threading.Thread(target=self._deliver_all, name="engine-results", daemon=True)
+        sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
         self._thread.start()
         self._deliverer.start()
 

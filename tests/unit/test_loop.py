@@ -1,5 +1,6 @@
 """The engine loop: every caller hears the end, whatever happens to the others or to the engine."""
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from math import inf
@@ -81,6 +82,16 @@ def test_jobs_share_batches_and_keep_their_own_rows(gate: Gate, loop: EngineLoop
     assert jobs[0].future.result(5).ragged == {}
     assert gate.batches == [2, 2, 2, 1]
     assert loop.queued_tokens == loop.queued_jobs == 0
+
+
+def test_a_busy_thread_beside_it_gives_the_interpreter_up_soon(gate: Gate) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        EngineLoop(gate, max_batch_tokens=8).stop()
+        assert sys.getswitchinterval() == pytest.approx(0.0002)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_job_cancelled_while_queued_is_not_computed(gate: Gate, loop: EngineLoop) -> None:
