@@ -86,6 +86,7 @@ def main(model: str, tokenizer: Path, gateways: Sequence[int]) -> None:
                     for requests in wanted:
                         with _noting(failures, f"{site.name}: {requests}"):
                             _measure(site, requests, tables)
+                        _write(model, tables, failures)  # what is there, should a later one not end
                 _write(model, tables, failures)
 
 
