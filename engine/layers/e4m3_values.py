@@ -9,15 +9,11 @@ bound; e4m3 keeps all of its bits for a factor of 28,000.
 import torch
 from torch import Tensor
 
-from engine.kernels import Matrix, Quantized
+from engine.kernels import Quantized
 from engine.layers.linear import Linear
 from engine.layers.norm import LayerNorm, RMSNorm
 
 E4M3 = torch.float8_e4m3fn
-
-
-def in_e4m3(weight: Matrix) -> bool:
-    return isinstance(weight, Quantized) and weight.values.dtype == E4M3
 
 
 def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Tensor | None:
@@ -26,7 +22,7 @@ def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Te
     Returns: by what, [num_columns] fp32; None where `qkv` is not in e4m3, and nothing is changed.
     """
     weight = qkv.weight
-    if not isinstance(weight, Quantized) or not in_e4m3(weight):
+    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:
         return None
     scale, bias = weight.scale[-num_columns:], None if qkv.bias is None else qkv.bias[-num_columns:]
     rows = weight.values[-num_columns:].float() * scale[:, None]  # [num_columns, C]
