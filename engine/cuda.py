@@ -170,10 +170,11 @@ class CudaRunner:
         A third, because a long launch leaves gaps at its start: the 8B's 512 tokens take 12.4 ms as a graph, 13.2 ms without.
         And because a server's other threads want the interpreter too, which each launch lets go of and a graph's once.
         """
-        for tokens in (16384, 8192, 4096, 2048, 1024, 512):
-            if tokens > self._most_graph_tokens or not self._try(vocab_size, _like(tokens, longest)):
+        for tokens in (*reversed(_BUDGETS), 512):
+            lengths = _like(tokens, longest)
+            if tokens > self._most_graph_tokens or not self._try(vocab_size, lengths):
                 continue
-            sequences = _texts(_like(tokens, longest), vocab_size)
+            sequences = _texts(lengths, vocab_size)
             seconds = [self._launch_seconds(sequences) for _ in range(3)]
             if min(whole for _, whole in seconds) < 3 * min(queued for queued, _ in seconds):
                 return tokens

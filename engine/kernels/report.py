@@ -190,19 +190,11 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 
-def _attention(
-    head_dim: int,
-    group: int,
-    dtype: torch.dtype,
-    shape: TileShape,
-    bias: bool = False,
-    prefix: bool = False,
-    e4m3: bool = False,
-) -> Variant:
+def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, **flags: bool) -> Variant:
+    """`flags`: those of `attention_defines`."""
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
-    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3)
-    label += ", bias" * bias + ", prefix" * prefix + ", e4m3" * e4m3
-    return Variant("attention", label, defines, shape.shared_bytes(head_dim))
+    label += "".join(f", {name}" for name, is_set in flags.items() if is_set)
+    return Variant("attention", label, attention_defines(head_dim, group, dtype, shape, **flags), shape.shared_bytes(head_dim))
 
 
 def _attention_hopper(

@@ -1,6 +1,7 @@
 // Varlen attention, forward: softmax(Q K^T / sqrt(D)) V inside each sequence of a packed batch.
 //   q [T, K * GROUP, D], k and v [T, K, D], out [T, K * GROUP, D]; 16-bit, rows strided, so that Q, K and V may be parts
-//   of one fused buffer; with E4M3 `out` is e4m3, and what is not finite becomes NaN.  tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
+//   of one fused buffer; with E4M3 `out` is e4m3, and what is not finite becomes NaN.
+//   tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
 //   bounds int2 [T]: the sequence each token belongs to, [x, y).
 //   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
 //   smaller left, bidirectional neither.
