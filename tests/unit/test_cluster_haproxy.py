@@ -82,15 +82,21 @@ def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypat
     assert not any("maxconn" in line or "429" in line for line in lines[grpc_first:])
 
 
-class Slow(BaseHTTPRequestHandler):
-    """Answers once it may."""
+class SlowServer(ThreadingHTTPServer):
+    """Answers once it may, and tells of each request that has come."""
 
-    may = threading.Event()
-    asked = threading.Semaphore(0)
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Slow)
+        self.may = threading.Event()
+        self.asked = threading.Semaphore(0)
+
+
+class _Slow(BaseHTTPRequestHandler):
+    server: SlowServer
 
     def do_POST(self) -> None:
-        Slow.asked.release()
-        assert Slow.may.wait(10)
+        self.server.asked.release()
+        assert self.server.may.wait(10)
         self.send_response(200)
         self.send_header("content-length", "0")
         self.end_headers()
@@ -105,20 +111,19 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
 ) -> None:
     """By the HAProxy that comes with Ray. Two are in hand, the third is one too many."""
     monkeypatch.setenv("EMBERFORGE_MAX_CONCURRENT_REQUESTS", "2")
-    Slow.may.clear()
-    app = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    app = SlowServer()
     threading.Thread(target=app.serve_forever, daemon=True).start()
     with _in_front_of(f"127.0.0.1:{app.server_port}", path, tmp_path) as ask, ThreadPoolExecutor(2) as pool:
         try:
             in_hand = []
             for _ in range(2):
                 in_hand.append(pool.submit(ask))
-                assert Slow.asked.acquire(timeout=10)
+                assert app.asked.acquire(timeout=10)
             refused, expected = ask(), error_response(Overloaded(0.0), form)
             assert (refused.status_code, refused.content) == (429, expected.body)
             assert {name: refused.headers[name] for name in expected.headers} == dict(expected.headers)
         finally:
-            Slow.may.set()
+            app.may.set()
         assert [each.result().status_code for each in in_hand] == [200, 200]
         assert ask().status_code == 200
         app.shutdown()
