@@ -3,6 +3,7 @@
 KIND is one of
   stub           emberforge with a stub engine that gives a fixed vector: what serving costs
   stub-gateway   the same engine in a pool, behind a gateway
+  fast-gateways  an engine about as fast as an H200 in a pool, behind BENCH_GATEWAYS gateways
   stub-uvicorn   the same API and stub on plain uvicorn, no Ray: the floor of the API
   model          emberforge with the embedded model
   model-cut      the same, but `@serve.batch` cuts the batches instead of the packer
@@ -147,7 +148,7 @@ def _serve(kind: str, port: int) -> None:
         sys.stdin.read()
 
 
-def _serve_stub_behind_a_gateway(port: int) -> None:
+def _serve_stub_behind_gateways(port: int, is_fast: bool) -> None:
     """Until standard input closes."""
     from cluster.local_ray import local_ray
     from engine.hub import EMBEDDED_MODEL
@@ -155,19 +156,21 @@ def _serve_stub_behind_a_gateway(port: int) -> None:
     with local_ray(num_cpus=os.cpu_count() or 1):
         from ray import serve
 
-        from loadtests.stub_pool import FreePool
+        from loadtests.stub_pool import FastPool, FreePool
         from serve_app import gateway, pool
 
-        ref: dict[str, Any] = {"name": "stub", "tokens_per_s": 1e6}
+        ref: dict[str, Any] = {"name": "stub", "tokens_per_s": 6e5 if is_fast else 1e6}
         given = {"name": SERVED_NAME, "model": EMBEDDED_MODEL, "pools": [ref | {"node_class": "stub"}]}
         args = gateway.GatewayArgs.model_validate(
             {"models": [given], "default": SERVED_NAME, "settings": {"max_concurrent_requests": 4096}}
         )
         of_pool = pool.PoolArgs(pool="stub", model=EMBEDDED_MODEL, **(ref | {"name": SERVED_NAME}))
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        server, small = FastPool if is_fast else FreePool, {"ray_actor_options": {"num_cpus": 0.1}}
+        number = int(os.environ.get("BENCH_GATEWAYS", "1"))
         applications = [
-            serve.RunTarget(pool.bind(of_pool, FreePool, ray_actor_options={"num_cpus": 0.1}), "stub", None),
-            serve.RunTarget(gateway.build(args), "gateway", "/"),
+            serve.RunTarget(pool.bind(of_pool, server, **small), "stub", None),
+            serve.RunTarget(gateway.bind(args, num_replicas=number, **small), "gateway", "/"),
         ]
         serve.run_many(applications)
         sys.stdin.read()
@@ -304,8 +307,8 @@ if __name__ == "__main__":
         _uvicorn(on)
     elif chosen == "st":
         _sentence_transformers(on)
-    elif chosen == "stub-gateway":
-        _serve_stub_behind_a_gateway(on)
+    elif chosen in ("stub-gateway", "fast-gateways"):
+        _serve_stub_behind_gateways(on, is_fast=chosen == "fast-gateways")
     elif chosen == "serve":
         _serve_folder(on)
     elif chosen == "gateways":

@@ -48,6 +48,13 @@ class SleepingPool(pool.PoolServer):
         return SleepingEngine(*self.speeds[labels["emberforge-class"]])
 
 
+class FastPool(pool.PoolServer):
+    """About as fast as a 0.6B on an H200."""
+
+    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
+        return SleepingEngine(tokens_per_s=600e3, pass_s=0.002)
+
+
 class FreePool(pool.PoolServer):
     """Computing costs nothing."""
 

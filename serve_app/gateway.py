@@ -100,7 +100,7 @@ class Pool:
         self.ref = ref
         self.load = load_of(ref.name, ref.tokens_per_s, ref.max_replicas)
         self._handle: DeploymentHandle[Any] | None = None
-        self._outbox = Outbox(self._send, self._most_tokens)
+        self._outbox = Outbox(self._send, self._most_tokens, self._has_room)
         self._woken_at = 0.0
 
     async def connect(self) -> None:
@@ -131,6 +131,9 @@ class Pool:
     def _most_tokens(self) -> float:
         rates = [self.load.rate(each) for each in self.load.heard]
         return _TOGETHER_S * min(rates, default=self.ref.tokens_per_s)
+
+    def _has_room(self, on_the_way: int) -> bool:
+        return on_the_way < max(1, len(self.load.heard))
 
     async def _send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
         """Raises: one of LOST, or what went wrong for all of them."""
@@ -357,8 +360,13 @@ class Gateway(TeiServicer):
 
 def build(args: GatewayArgs) -> serve.Application:
     """The gateway's application. Ray Serve calls this with the `args` of the YAML."""
-    options = deployment_options(args.settings)
-    deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**options)
+    return bind(args)
+
+
+def bind(args: GatewayArgs, **options: Any) -> serve.Application:
+    """As `build`, with deployment options, for benchmarks."""
+    chosen = deployment_options(args.settings) | options
+    deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**chosen)
     application: serve.Application = deployment.bind(args)
     return application
 

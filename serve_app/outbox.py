@@ -1,4 +1,5 @@
-"""Requests that arrive in one turn of the event loop leave as one call, where that delays none of them by much.
+"""Requests leave as one call where that delays none of them by much: those that arrive in one turn of the event loop, and while
+every replica has a call in hand, those that arrive before one comes back (Nagle's algorithm, RFC 896, one level up).
 
 A call through Serve costs either side a millisecond or more, whatever it carries: with one short text each, a replica would spend
 more on being called than on computing (docs/decisions/024).
@@ -15,6 +16,10 @@ from engine.loop import Embeddings
 from serve_app.parcel import Answer, Call
 
 _MOST_CALLS = 256
+# So many are worth a call of their own: they wait for no other to come back.
+_WORTH_A_CALL = 16
+# That a request waits at most.
+_MOST_WAIT_S = 0.02
 
 _tickets = itertools.count()
 
@@ -41,6 +46,9 @@ class _Waiting:
 class _Group:
     """Requests of one priority that leave together."""
 
+    batch: bool
+    due: float  # on the loop's clock: when it leaves whatever is on the way
+    leaving: asyncio.Handle  # the next look at whether it leaves
     members: list[_Waiting] = field(default_factory=list)
     num_tokens: int = 0
     sending: "asyncio.Task[None] | None" = None
@@ -50,15 +58,20 @@ class Outbox:
     """Of one pool."""
 
     def __init__(
-        self, send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]], most_tokens: Callable[[], float]
+        self,
+        send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]],
+        most_tokens: Callable[[], float],
+        has_room: Callable[[int], bool],
     ) -> None:
         """
         Args:
             send: makes one call of several, each with its ticket; an error among the answers is its own caller's alone.
             most_tokens: that may go together: what does is answered together, when the last of it is done.
+            has_room: whether a small call leaves beside so many that are on the way.
         """
-        self._send, self._most_tokens = send, most_tokens
+        self._send, self._most_tokens, self._has_room = send, most_tokens, has_room
         self._groups: dict[bool, _Group] = {}  # that have not left, by whether they are of batch priority
+        self._on_the_way = {False: 0, True: 0}  # calls, likewise
 
     async def put(self, call: Call, ticket: Ticket) -> Embeddings:
         """Raises: what the call gave, or what `send` raises. Cancelling it cancels what was sent once nobody waits for it."""
@@ -66,6 +79,8 @@ class Outbox:
         waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())
         group.members.append(waiting)
         group.num_tokens += ticket.num_tokens
+        if len(group.members) == _WORTH_A_CALL:
+            self._look_soon(group)
         try:
             return await waiting.answer
         finally:
@@ -73,19 +88,45 @@ class Outbox:
                 group.sending.cancel()  # nothing, once it has ended
 
     def _group_for(self, ticket: Ticket) -> _Group:
-        group = self._groups.get(ticket.batch)
-        if group is None or group.num_tokens + ticket.num_tokens > self._most_tokens() or len(group.members) == _MOST_CALLS:
-            group = self._groups[ticket.batch] = _Group()
-            # In a context of its own: one request's identity is not to travel with the others.
-            asyncio.get_running_loop().call_soon(self._leave, group, ticket.batch, context=Context())
+        loop, group = asyncio.get_running_loop(), self._groups.get(ticket.batch)
+        if group is not None and (
+            group.num_tokens + ticket.num_tokens > self._most_tokens() or len(group.members) == _MOST_CALLS
+        ):
+            self._leave(group)
+            group = None
+        if group is None:
+            group = _Group(ticket.batch, loop.time() + _MOST_WAIT_S, loop.call_soon(self._look, ticket.batch))
+            self._groups[ticket.batch] = group
         return group
 
-    def _leave(self, group: _Group, batch: bool) -> None:
-        if self._groups.get(batch) is group:
-            del self._groups[batch]
+    def _look_soon(self, group: _Group) -> None:
+        """At the end of this turn, not at a time that was set before."""
+        group.leaving.cancel()
+        group.leaving = asyncio.get_running_loop().call_soon(self._look, group.batch)
+
+    def _look(self, batch: bool) -> None:
+        """Whether what is there leaves now."""
+        group = self._groups[batch]
+        is_much = len(group.members) >= _WORTH_A_CALL or group.num_tokens >= self._most_tokens()
+        if is_much or self._has_room(self._on_the_way[batch]):
+            self._leave(group)
+        else:
+            group.leaving = asyncio.get_running_loop().call_at(group.due, self._leave, group)
+
+    def _leave(self, group: _Group) -> None:
+        group.leaving.cancel()
+        del self._groups[group.batch]
         group.members = [each for each in group.members if not each.answer.done()]
         if group.members:
-            group.sending = asyncio.ensure_future(self._deliver(group))
+            self._on_the_way[group.batch] += 1
+            # In a context of its own: one request's identity is not to travel with the others.
+            group.sending = asyncio.get_running_loop().create_task(self._deliver(group), context=Context())
+            group.sending.add_done_callback(lambda _: self._came_back(group.batch))
+
+    def _came_back(self, batch: bool) -> None:
+        self._on_the_way[batch] -= 1
+        if (group := self._groups.get(batch)) is not None:
+            self._look_soon(group)
 
     async def _deliver(self, group: _Group) -> None:
         answers: Sequence[Embeddings | BaseException]

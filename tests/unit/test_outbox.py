@@ -47,12 +47,22 @@ class Replica:
         return [self.wrong.get(int(each[0][0][0])) or answer_of(each) for each in calls]
 
 
-def outbox_to(send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]]) -> Outbox:
-    return Outbox(send, lambda: MOST_TOKENS)
+def outbox_to(send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]], most_calls: int = 99) -> Outbox:
+    return Outbox(send, lambda: MOST_TOKENS, lambda on_the_way: on_the_way < most_calls)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())  # type: ignore[arg-type]
+    async def within_a_while() -> None:
+        async with asyncio.timeout(10):
+            await test()
+
+    asyncio.run(within_a_while())
+
+
+@pytest.fixture
+def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits leaves for another reason than that it has waited enough."""
+    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 1e6)
 
 
 def test_what_arrives_in_one_turn_leaves_as_one_call() -> None:
@@ -121,6 +131,109 @@ def test_when_the_call_is_lost_all_of_them_hear() -> None:
         outbox = outbox_to(send)
         answers = await asyncio.gather(*(outbox.put(*call(name)) for name in range(3)), return_exceptions=True)
         assert all(isinstance(each, EngineStopped) for each in answers)
+
+    run(test)
+
+
+def test_while_enough_calls_are_on_the_way_what_arrives_waits_for_one_to_come_back(endless_wait: None) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = outbox_to(replica.send, most_calls=1)
+        first = asyncio.ensure_future(outbox.put(*call(0)))
+        await _turns()
+        later = []
+        for name in range(1, 4):
+            later.append(asyncio.ensure_future(outbox.put(*call(name))))
+            await _turns()
+        urgent = asyncio.ensure_future(outbox.put(*call(9, batch=True)))  # of the other priority, of which none is on the way
+        await _turns()
+        assert [(count, ticket.batch) for count, ticket in replica.sent] == [(1, False), (1, True)]
+        replica.go.set()
+        answers = await asyncio.gather(first, *later, urgent)
+        assert [each.vectors[0, 0] for each in answers] == [0, 1, 2, 3, 9]  # type: ignore[index]
+        assert [count for count, _ in replica.sent] == [1, 1, 3]
+
+    run(test)
+
+
+@pytest.mark.parametrize("wrong", [EngineStopped("gone"), None], ids=["lost", "cancelled"])
+def test_a_call_that_is_lost_or_cancelled_makes_room_too(wrong: Exception | None, endless_wait: None) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+
+        async def send(calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
+            answers = await replica.send(calls, tickets)
+            if wrong is not None and len(replica.sent) == 1:
+                raise wrong
+            return answers
+
+        outbox = outbox_to(send, most_calls=1)
+        first = asyncio.ensure_future(outbox.put(*call(0)))
+        await _turns()
+        second = asyncio.ensure_future(outbox.put(*call(1)))
+        await _turns()
+        if wrong is None:
+            first.cancel()
+            await _turns()
+        replica.go.set()
+        assert (await second).vectors[0, 0] == 1  # type: ignore[index]
+        with pytest.raises(asyncio.CancelledError if wrong is None else EngineStopped):
+            await first
+        assert (await outbox.put(*call(2))).vectors[0, 0] == 2  # type: ignore[index]
+
+    run(test)
+
+
+def test_what_waits_leaves_when_it_has_waited_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = outbox_to(replica.send, most_calls=1)
+        tasks = [asyncio.ensure_future(outbox.put(*call(0)))]
+        await _turns()
+        tasks += [asyncio.ensure_future(outbox.put(*call(name))) for name in (1, 2)]
+        await asyncio.sleep(0.01)
+        assert [count for count, _ in replica.sent] == [1]
+        while len(replica.sent) == 1:
+            await asyncio.sleep(0.01)
+        replica.go.set()
+        await asyncio.gather(*tasks)
+        assert [count for count, _ in replica.sent] == [1, 2]
+
+    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 0.5)
+    run(test)
+
+
+def test_what_is_worth_a_call_does_not_wait(endless_wait: None) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = outbox_to(replica.send, most_calls=1)
+        tasks = [asyncio.ensure_future(outbox.put(*call(0)))]
+        for name in range(1, 20):
+            await _turns()
+            tasks.append(asyncio.ensure_future(outbox.put(*call(name))))
+        await _turns()
+        assert [count for count, _ in replica.sent] == [1, 16]
+        replica.go.set()
+        await asyncio.gather(*tasks)
+        assert [count for count, _ in replica.sent] == [1, 16, 3]
+
+    run(test)
+
+
+def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = outbox_to(replica.send, most_calls=1)
+        tasks = [asyncio.ensure_future(outbox.put(*call(0)))]
+        await _turns()
+        for name in range(1, 7):
+            tasks.append(asyncio.ensure_future(outbox.put(*call(name, 100))))  # the sixth of them is too much
+            await _turns()
+        tasks.append(asyncio.ensure_future(outbox.put(*call(7, MOST_TOKENS))))
+        await _turns()
+        assert [(count, ticket.num_tokens) for count, ticket in replica.sent] == [(1, 8), (5, 500), (1, 100), (1, 512)]
+        replica.go.set()
+        await asyncio.gather(*tasks)
 
     run(test)
 

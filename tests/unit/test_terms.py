@@ -353,6 +353,7 @@ class Handle:
     def __init__(self, answer: Callable[[Terms], Embeddings | Exception]) -> None:
         self.calls: list[tuple[Terms, Ticket]] = []
         self.woken = 0
+        self.may_answer: asyncio.Event | None = None
         self._answer = answer
         self.embed_all, self.wake = self, self._Wake(self)
 
@@ -368,6 +369,8 @@ class Handle:
         self.calls += [(each.terms, ticket) for each in parcels]
 
         async def answer() -> list[Answered]:
+            if self.may_answer is not None:
+                await self.may_answer.wait()
             return [self._answer(each.terms) for each in parcels]
 
         return asyncio.ensure_future(answer())
@@ -418,6 +421,30 @@ def test_a_pool_is_told_the_priority_and_the_time_left(pooled: Any) -> None:
     asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
     assert handle.calls[1][0] is USUAL
     assert not handle.calls[1][1].batch
+
+
+@pytest.mark.parametrize(("replicas", "tokens_of_calls"), [(1, [1, 2]), (2, [1, 1, 1]), (2, [1, 1, 2])])
+def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every_replica(
+    replicas: int, tokens_of_calls: list[int], pooled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 1e6)
+    model, (handle,) = pooled(vectors)
+    model.pools[0].load.update({str(number): Report(1.0, 0, 100.0) for number in range(replicas)}, monotonic())
+
+    async def scenario() -> None:
+        short = [np.arange(1, dtype=np.int32)]
+        handle.may_answer = asyncio.Event()
+        answers = []
+        for _ in range(sum(tokens_of_calls)):
+            answers.append(asyncio.ensure_future(model.embed(short, EmbedOptions(), USUAL)))
+            for _ in range(10):  # turns
+                await asyncio.sleep(0)
+        handle.may_answer.set()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*answers)
+
+    asyncio.run(scenario())
+    assert [ticket.num_tokens for _, ticket in handle.calls] == tokens_of_calls
 
 
 def test_a_second_attempt_has_less_time(pooled: Any) -> None:
