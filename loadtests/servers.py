@@ -148,7 +148,7 @@ def _serve(kind: str, port: int) -> None:
         sys.stdin.read()
 
 
-def _serve_stub_behind_gateways(port: int, is_fast: bool) -> None:
+def _serve_stub_behind_gateways(kind: str, port: int) -> None:
     """Until standard input closes."""
     from cluster.local_ray import local_ray
     from engine.hub import EMBEDDED_MODEL
@@ -159,14 +159,15 @@ def _serve_stub_behind_gateways(port: int, is_fast: bool) -> None:
         from loadtests.stub_pool import FastPool, FreePool
         from serve_app import gateway, pool
 
-        ref: dict[str, Any] = {"name": "stub", "tokens_per_s": 6e5 if is_fast else 1e6}
+        server = FastPool if kind == "fast-gateways" else FreePool
+        ref: dict[str, Any] = {"name": "stub", "tokens_per_s": server.planned_tokens_per_s}
         given = {"name": SERVED_NAME, "model": EMBEDDED_MODEL, "pools": [ref | {"node_class": "stub"}]}
         args = gateway.GatewayArgs.model_validate(
             {"models": [given], "default": SERVED_NAME, "settings": {"max_concurrent_requests": 4096}}
         )
         of_pool = pool.PoolArgs(pool="stub", model=EMBEDDED_MODEL, **(ref | {"name": SERVED_NAME}))
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        server, small = FastPool if is_fast else FreePool, {"ray_actor_options": {"num_cpus": 0.1}}
+        small = {"ray_actor_options": {"num_cpus": 0.1}}
         number = int(os.environ.get("BENCH_GATEWAYS", "1"))
         applications = [
             serve.RunTarget(pool.bind(of_pool, server, **small), "stub", None),
@@ -308,7 +309,7 @@ if __name__ == "__main__":
     elif chosen == "st":
         _sentence_transformers(on)
     elif chosen in ("stub-gateway", "fast-gateways"):
-        _serve_stub_behind_gateways(on, is_fast=chosen == "fast-gateways")
+        _serve_stub_behind_gateways(chosen, on)
     elif chosen == "serve":
         _serve_folder(on)
     elif chosen == "gateways":

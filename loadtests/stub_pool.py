@@ -51,12 +51,16 @@ class SleepingPool(pool.PoolServer):
 class FastPool(pool.PoolServer):
     """About as fast as a 0.6B on an H200."""
 
+    planned_tokens_per_s = 6e5
+
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
-        return SleepingEngine(tokens_per_s=600e3, pass_s=0.002)
+        return SleepingEngine(self.planned_tokens_per_s, pass_s=0.002)
 
 
 class FreePool(pool.PoolServer):
     """Computing costs nothing."""
+
+    planned_tokens_per_s = 1e6
 
     def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
         return SleepingEngine(math.inf, 0.0)

@@ -133,6 +133,7 @@ class Pool:
         return _TOGETHER_S * min(rates, default=self.ref.tokens_per_s)
 
     def _has_room(self, on_the_way: int) -> bool:
+        """Whether a replica may be without a call of ours; before any is there, one call is what starts it."""
         return on_the_way < max(1, len(self.load.heard))
 
     async def _send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:

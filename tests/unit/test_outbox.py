@@ -137,19 +137,15 @@ def test_when_the_call_is_lost_all_of_them_hear() -> None:
 
 def test_while_enough_calls_are_on_the_way_what_arrives_waits_for_one_to_come_back(endless_wait: None) -> None:
     async def test() -> None:
-        replica = Replica(hold=True)
-        outbox = outbox_to(replica.send, most_calls=1)
-        first = asyncio.ensure_future(outbox.put(*call(0)))
-        await _turns()
-        later = []
+        replica, outbox, tasks = await _one_on_the_way()
         for name in range(1, 4):
-            later.append(asyncio.ensure_future(outbox.put(*call(name))))
+            tasks.append(asyncio.ensure_future(outbox.put(*call(name))))
             await _turns()
         urgent = asyncio.ensure_future(outbox.put(*call(9, batch=True)))  # of the other priority, of which none is on the way
         await _turns()
         assert [(count, ticket.batch) for count, ticket in replica.sent] == [(1, False), (1, True)]
         replica.go.set()
-        answers = await asyncio.gather(first, *later, urgent)
+        answers = await asyncio.gather(*tasks, urgent)
         assert [each.vectors[0, 0] for each in answers] == [0, 1, 2, 3, 9]  # type: ignore[index]
         assert [count for count, _ in replica.sent] == [1, 1, 3]
 
@@ -186,10 +182,7 @@ def test_a_call_that_is_lost_or_cancelled_makes_room_too(wrong: Exception | None
 
 def test_what_waits_leaves_when_it_has_waited_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        replica = Replica(hold=True)
-        outbox = outbox_to(replica.send, most_calls=1)
-        tasks = [asyncio.ensure_future(outbox.put(*call(0)))]
-        await _turns()
+        replica, outbox, tasks = await _one_on_the_way()
         start = asyncio.get_running_loop().time()
         tasks += [asyncio.ensure_future(outbox.put(*call(name))) for name in (1, 2)]
         while len(replica.sent) == 1:
@@ -206,13 +199,10 @@ def test_what_waits_leaves_when_it_has_waited_enough(monkeypatch: pytest.MonkeyP
 
 def test_what_is_worth_a_call_does_not_wait(endless_wait: None) -> None:
     async def test() -> None:
-        replica = Replica(hold=True)
-        outbox = outbox_to(replica.send, most_calls=1)
-        tasks = [asyncio.ensure_future(outbox.put(*call(0)))]
+        replica, outbox, tasks = await _one_on_the_way()
         for name in range(1, 20):
-            await _turns()
             tasks.append(asyncio.ensure_future(outbox.put(*call(name))))
-        await _turns()
+            await _turns()
         assert [count for count, _ in replica.sent] == [1, 16]
         replica.go.set()
         await asyncio.gather(*tasks)
@@ -223,10 +213,7 @@ def test_what_is_worth_a_call_does_not_wait(endless_wait: None) -> None:
 
 def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> None:
     async def test() -> None:
-        replica = Replica(hold=True)
-        outbox = outbox_to(replica.send, most_calls=1)
-        tasks = [asyncio.ensure_future(outbox.put(*call(0)))]
-        await _turns()
+        replica, outbox, tasks = await _one_on_the_way()
         for name in range(1, 7):
             tasks.append(asyncio.ensure_future(outbox.put(*call(name, 100))))  # the sixth of them is too much
             await _turns()
@@ -237,6 +224,15 @@ def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> N
         await asyncio.gather(*tasks)
 
     run(test)
+
+
+async def _one_on_the_way() -> tuple[Replica, Outbox, list[asyncio.Future[Embeddings]]]:
+    """A replica that has a call and may not answer, its outbox of one call at a time, and who waits."""
+    replica = Replica(hold=True)
+    outbox = outbox_to(replica.send, most_calls=1)
+    tasks: list[asyncio.Future[Embeddings]] = [asyncio.ensure_future(outbox.put(*call(0)))]
+    await _turns()
+    return replica, outbox, tasks
 
 
 async def _turns(count: int = 4) -> None:
