@@ -4,6 +4,7 @@ Everything runs in order on one stream. `launch` packs into pinned memory and re
 host prepares batch n + 1 while the GPU computes batch n.
 """
 
+import gc
 import logging
 import warnings
 from collections import OrderedDict, deque
@@ -250,16 +251,29 @@ class _Graphs:
         batch = shape.view(buffer)
         self._forward(batch, want)  # kernels are compiled and libraries set up outside of the capture
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            results = self._forward(batch, want)
-        except BaseException:
-            with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # of a graph that is broken or empty
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with _no_collection():
+            # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = self._forward(batch, want)
+            except BaseException:
+                with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # of a graph that is broken or empty
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph, buffer, results
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While a graph is captured: one that the collector frees meanwhile, of an engine that is gone, would end the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The whole engine on a GPU in 16 bits, on our kernels: right in every company, graphed or not, and after every fault."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ import transformers
 from parity.bge_m3_reference import save_layers
 
 from engine import BackendError, Engine, devices
+from engine.batch import PackedBatch
 from engine.devices import DtypeName
+from engine.kernels.embed import _kernel as embed_kernel
 from engine.layers import splade
 from engine.loop import EngineLoop
 from engine.model_config import OutputName, Pooling
@@ -379,6 +382,42 @@ def test_without_memory_for_a_graph_the_pass_runs_all_the_same(
     monkeypatch.undo()
     for _ in range(2):  # captured after all, and replayed
         assert (engine.launch(batch).wait().vectors * expected).sum(axis=1).min() > 0.999
+
+
+def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, engine = (Engine.load(tiny("qwen3"), device="cuda") for _ in range(2))
+    gone.itself = gone  # type: ignore[attr-defined]  # only the collector frees it, and its graphs
+    del gone
+    forward = engine.model.forward
+
+    def collecting(*arguments: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing() and gc.isenabled():  # as Python may wherever a list is made
+            gc.collect()
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine.model, "forward", collecting)
+    batch = sequences([100, 100, 100])  # a size that no graph was made for yet
+    assert engine.launch(batch).wait().finite.all()
+
+
+def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine.load(tiny("qwen3"), device="cuda")
+    batch = sequences([7, 20])
+    expected = engine.launch(batch).wait().vectors
+    forward = engine.model.forward
+
+    def too_large(batch: PackedBatch, *arguments: Any) -> torch.Tensor:
+        hidden = forward(batch, *arguments)
+        embed_kernel(64, False, torch.bfloat16, hidden.device)((1, 1 << 20), batch.token_ids)  # blocks in y: 65,535 at most
+        return hidden
+
+    monkeypatch.setattr(engine.model, "forward", too_large)
+    with pytest.raises(BackendError, match="launching embed"):
+        engine.launch(batch, want=("tokens",))
+    monkeypatch.undo()
+    np.testing.assert_array_equal(engine.launch(batch).wait().vectors, expected)
 
 
 def test_fp16_is_as_exact_as_bf16_or_better(tiny: Callable[..., Path]) -> None:

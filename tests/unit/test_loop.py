@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,30 @@ def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate:
     for each in (bad, mixed):
         with pytest.raises(BackendError, match="not finite"):
             each.future.result(5)
+
+
+def test_those_computed_again_need_no_arrival_to_wake_the_engine() -> None:
+    """Passes so long that the engine sleeps until one lands, and nothing left but single sequences."""
+
+    class Late(Landed):
+        def wait(self) -> Output:
+            sleep(0.02)
+            return self.output
+
+    class Spoilt(Gate):
+        passes_in_flight = 2
+
+        def launch(self, sequences: Sequence[TokenIds], *arguments: Any) -> Late:  # type: ignore[override]
+            output = super().launch(sequences, *arguments).output
+            return Late(output if len(sequences) == 1 else Output(np.full_like(output.vectors, np.nan)), landed=False)
+
+    gate = Spoilt()
+    gate.open.set()
+    loop = EngineLoop(gate, max_batch_tokens=64)
+    jobs = [job(first) for first in range(1, 8)]
+    loop.submit(jobs)
+    assert [each.future.result(5).vectors[0, 0] for each in jobs] == list(range(1, 8))
+    loop.stop()
 
 
 def test_an_error_while_results_are_handed_out_reaches_their_jobs_and_no_other(gate: Gate) -> None:
