@@ -98,6 +98,27 @@ def _slices(shape: BatchShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
     return found
 
 
+def _parts(buffer: NDArray[np.int32], shape: BatchShape) -> dict[str, NDArray[np.int32]]:
+    return {name: buffer[where].reshape(part) for name, (where, part) in _slices(shape).items()}
+
+
+# A query waits for its packing, and but for its ids that follows from its length: so it is kept, for inputs up to so long.
+_MOST_KEPT_TOKENS = 512
+_PLAIN = EmbedOptions()
+
+
+@lru_cache(1024)
+def _kept(
+    packer: "BatchPacker", shape: BatchShape, num_tokens: int, dimensions: int | None, normalize: bool
+) -> NDArray[np.int32]:
+    """The filled buffer of a batch of one sequence, but for its ids."""
+    buffer = np.empty(shape.size, dtype=np.int32)
+    layout = Layout([np.zeros(num_tokens, dtype=np.int32)])
+    options = [EmbedOptions(normalize, dimensions)]
+    packer._fill_around(_parts(buffer, shape), shape, layout, packer.shape(layout, shape.num_tokens)[1], options)
+    return buffer
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPacker:
     """What packing needs to know of a model: made once, used for every batch."""
@@ -188,7 +209,28 @@ class BatchPacker:
 
         Padding tokens are sequences of their own, of token 0; padding tiles are empty; padding sequences pool row 0.
         """
-        part = {name: buffer[where].reshape(parts) for name, (where, parts) in _slices(shape).items()}
+        part, num_tokens = _parts(buffer, shape), sum(layout.lengths)
+        if layout.num_seqs == 1 and shape.num_tokens <= _MOST_KEPT_TOKENS:
+            its = options[0] if options is not None else _PLAIN
+            buffer[:] = _kept(self, shape, num_tokens, its.dimensions, its.normalize)
+        else:
+            self._fill_around(part, shape, layout, tiles, options)
+        ids = part["token_ids"]
+        np.concatenate(layout.pieces, out=ids[:num_tokens])
+        ids[num_tokens:] = 0
+        if shape.typed:
+            np.right_shift(ids, SECOND_SEGMENT.bit_length() - 1, out=part["token_types"])
+            ids &= ~SECOND_SEGMENT
+
+    def _fill_around(
+        self,
+        part: dict[str, NDArray[np.int32]],
+        shape: BatchShape,
+        layout: Layout,
+        tiles: NDArray[np.int32],
+        options: Sequence[EmbedOptions] | None,
+    ) -> None:
+        """All but the tokens' ids."""
         num_seqs = layout.num_seqs
         ends = np.cumsum(np.fromiter(layout.lengths, dtype=np.int32, count=len(layout.pieces)), dtype=np.int32)
         num_tokens = int(ends[-1])
@@ -199,11 +241,6 @@ class BatchPacker:
             prefixes, rows = np.array(layout.prefixes, dtype=np.int32), rows[layout.last_pieces]
             firsts = starts - (prefixes[:, 1] - prefixes[:, 0])
 
-        np.concatenate(layout.pieces, out=part["token_ids"][:num_tokens])
-        part["token_ids"][num_tokens:] = 0
-        if shape.typed:
-            np.right_shift(part["token_ids"], SECOND_SEGMENT.bit_length() - 1, out=part["token_types"])
-            part["token_ids"] &= ~SECOND_SEGMENT
         first, end = part["bounds"].T  # by columns: np.stack would take longer than a short batch's all else
         first[:num_tokens], end[:num_tokens] = np.repeat(firsts, ends - starts), np.repeat(ends, ends - starts)
         first[num_tokens:] = np.arange(num_tokens, shape.num_tokens, dtype=np.int32)

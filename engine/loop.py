@@ -358,9 +358,7 @@ class EngineLoop:
                 self._in_flight -= 1
                 self._running_tokens -= launched.num_tokens
                 seconds = self._clock.landed(launched.num_tokens, launched.started_at)
-                if (
-                    len(self._packer) or self._again
-                ):  # else there is nothing to wake the engine for: it would only hold up what follows
+                if len(self._packer) or self._again:  # else waking the engine would only hold up what follows
                     self._wake.notify()
         return output, seconds
 

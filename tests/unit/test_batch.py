@@ -53,6 +53,29 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
     assert batch.queue.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("options", [EmbedOptions(), EmbedOptions(normalize=False, dimensions=3)])
+@pytest.mark.parametrize(("length", "room"), [(1, 16), (40, 64), (40, None), (600, 640)])
+def test_a_query_is_packed_by_length_and_options(typed: bool, options: EmbedOptions, length: int, room: int | None) -> None:
+    """What follows from its length alone is kept: of each length, and with each option."""
+    packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132, causal=True), typed)
+    for first in (5, 100):
+        one = np.arange(first, first + length, dtype=np.int32) | (typed << 30)
+        shape, tiles = packer.shape(Layout([one]), room)
+        buffer = np.full(shape.size, 99, dtype=np.int32)
+        packer.fill(buffer, shape, Layout([one]), tiles, [options])
+        batch, padding = shape.view(torch.from_numpy(buffer)), (room or length) - length
+        assert batch.token_ids.tolist() == [*range(first, first + length), *[0] * padding]
+        assert batch.token_types is None or batch.token_types.tolist() == [1] * length + [0] * padding
+        assert batch.bounds.tolist() == [[0, length]] * length + [[i, i + 1] for i in range(length, length + padding)]
+        assert batch.cu_seqlens.tolist() == [0, length]
+        assert batch.pooled_rows.tolist() == [length - 1]
+        assert batch.tiles.tolist() == tiles.tolist() + [[0, 0]] * (shape.num_tiles - len(tiles))
+        assert batch.pooled_tiles.tolist() == [[length - 1, length]]
+        assert (batch.dimensions.tolist(), batch.normalize.tolist()) == ([options.dimensions or 8], [int(options.normalize)])
+        assert batch.queue.tolist() == [0, 0]
+
+
 def test_the_types_of_tokens_leave_their_ids() -> None:
     second = 1 << 30
     sequences = [np.array([5, 6 | second, 0 | second], dtype=np.int32), np.array([7], dtype=np.int32)]
