@@ -224,6 +224,9 @@ class _Graphs:
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
+        # Of captures alone. Whoever lets go of a pass's results, in any thread, has an event recorded on the stream that wrote
+        # them; were that stream being captured, asking for the event would fail a later pass.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: OrderedDict[tuple[BatchShape, Want], tuple[torch.cuda.CUDAGraph, Tensor, Results]] = OrderedDict()
 
     def replay(self, shape: BatchShape, want: Want, staging: Tensor) -> Results | None:
@@ -253,7 +256,7 @@ class _Graphs:
         batch = shape.view(buffer)
         self._forward(batch, want)  # kernels are compiled and libraries set up outside of the capture
         graph = torch.cuda.CUDAGraph()
-        with _no_collection():
+        with _no_collection(), self._stream:
             # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -402,6 +402,26 @@ def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
     assert engine.launch(batch).wait().finite.all()
 
 
+def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.load(tiny("qwen3"), device="cuda")
+    held = [engine.launch(sequences([9])).wait() for _ in range(3)]  # in pinned memory
+    forward = engine.model.forward
+
+    def forgetting(*arguments: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():  # as another thread may
+            held.clear()
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine.model, "forward", forgetting)
+    batch = sequences([100, 100, 100])  # a size that no graph was made for yet
+    expected = engine.launch(batch).wait().vectors
+    assert not held
+    for _ in range(5):  # each takes pinned memory, and looks which is free
+        np.testing.assert_array_equal(engine.launch(batch).wait().vectors, expected)
+
+
 def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(tiny("qwen3"), device="cuda")
     batch = sequences([7, 20])
