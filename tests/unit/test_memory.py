@@ -323,8 +323,8 @@ def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:
 
 
 def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
-    """Of the budgets that an engine chooses; one far above costs up to 7 %. Measured when graphs ended at 4,096 tokens: they
-    are counted as they were then."""
+    """Of the budgets that an engine chooses; one far above costs up to 7 %. Measured when graphs ended at 4,096 tokens and were
+    captured on the stream that passes run on: they are counted as they were then."""
     (rows,) = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"].values()
     rows = [row for row in rows if row["model"].startswith("Qwen3") and row["token budget"] <= MOST_BATCH_TOKENS]
     assert len(rows) == 6
@@ -332,9 +332,9 @@ def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
         config = known_model(row["model"])
         assert config is not None
         estimate = footprint(config, torch.bfloat16, "gpu", row["token budget"])
-        longer_graphs = estimate.graphs / MIB - row["graphs"]
-        assert 1.0 <= (estimate.reserved / MIB - longer_graphs) / row["reserved"] <= 1.05, row
-        assert 1.0 <= (estimate.total / MIB - longer_graphs) / row["on the card"] <= 1.05, row
+        since = estimate.graphs / MIB - row["graphs"] + 2 * 32  # cuBLAS's workspaces on that stream
+        assert 1.0 <= (estimate.reserved / MIB - since) / row["reserved"] <= 1.05, row
+        assert 1.0 <= (estimate.total / MIB - since) / row["on the card"] <= 1.05, row
 
 
 def test_graphs_of_whole_batches_are_for_models_that_a_host_may_not_keep_up_with() -> None:
