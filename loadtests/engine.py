@@ -18,6 +18,7 @@ from engine import Engine
 from engine.devices import DtypeName
 from engine.kernels.tiles import hopper_shape
 from engine.loop import EngineLoop
+from engine.memory import MOST_BATCH_TOKENS
 from engine.packer import Job
 from engine.pooling import EmbedOptions
 from loadtests import peers
@@ -66,10 +67,10 @@ def sequences(lengths: Sequence[int], seed: int) -> list[Ids]:
     return [rng.integers(1000, 30000, size=length).astype(np.int32) for length in lengths]
 
 
-def through_the_loop(engine: Engine, texts: list[Ids]) -> None:
-    """Requests of 64 texts, all queued at once; returns when the last vector is on the host."""
+def through_the_loop(engine: Engine, texts: list[Ids], budget: int | None = None) -> None:
+    """Requests of 64 texts, all queued at once; returns when the last vector is on the host. `budget`: None for the engine's."""
     jobs = [Job(texts[start : start + REQUEST], EmbedOptions()) for start in range(0, len(texts), REQUEST)]
-    loop = EngineLoop(engine, engine.max_batch_tokens)
+    loop = EngineLoop(engine, budget or engine.max_batch_tokens)
     loop.submit(jobs)
     for job in jobs:
         job.future.result()
@@ -99,32 +100,40 @@ def padded_peers(model: Any, lengths: list[int]) -> dict[str, Encode]:
 
 
 def throughput_rows(name: str, engine: Engine, gemm: float) -> list[dict[str, Any]]:
-    published = PUBLISHED[name]
     rows = []
-    for workload, lengths in workloads(name, published).items():
-        if engine.dtype.itemsize == 1 and workload not in IN_8_BITS:
-            continue
-        rate = tokens_per_s(lambda texts: through_the_loop(engine, texts), lengths)
-        part = sequences(lengths[: max(1, len(lengths) // 4)], 9)
-        through_the_loop(engine, part)  # its last, smaller batch may be the first of its graph's size
-        seen = trace(lambda part=part: through_the_loop(engine, part))  # type: ignore[misc]
-        flops = published.flops(lengths) / sum(lengths) * rate
-        row = {
-            "model": name,
-            "dtype": engine.dtype_name,
-            "texts": workload,
-            "token budget": engine.max_batch_tokens,
-            "k tokens/s": rate / 1e3,
-            "TFLOP/s": flops / 1e12,
-            "% of GEMM": 100 * flops / gemm,
-        }
-        row |= {"GPU busy %": 100 * seen.busy, "waiting %": 100 * seen.waits} | {
-            f"{kind} %": 100 * seen.shares.get(kind, 0.0) for kind in ("GEMM", "attention", "elementwise")
-        }
-        row["attention on"] = "wgmma" if hopper_shape(engine.config.head_dim, torch.cuda.get_device_capability()) else "mma.sync"
-        rows.append(row)
-        print(row, seen, flush=True)
+    for workload, lengths in workloads(name, PUBLISHED[name]).items():
+        if engine.dtype.itemsize > 1 or workload in IN_8_BITS:
+            rows.append(throughput_row(name, engine, gemm, workload, lengths, engine.max_batch_tokens))
     return rows
+
+
+def throughput_row(name: str, engine: Engine, gemm: float, workload: str, lengths: list[int], budget: int) -> dict[str, Any]:
+    rate = tokens_per_s(lambda texts: through_the_loop(engine, texts, budget), lengths)
+    part = sequences(lengths[: max(1, len(lengths) // 4)], 9)
+    through_the_loop(engine, part, budget)  # its last, smaller batch may be the first of its graph's size
+    seen = trace(lambda: through_the_loop(engine, part, budget))
+    flops = PUBLISHED[name].flops(lengths) / sum(lengths) * rate
+    row = {
+        "model": name,
+        "dtype": engine.dtype_name,
+        "texts": workload,
+        "token budget": budget,
+        "k tokens/s": rate / 1e3,
+        "TFLOP/s": flops / 1e12,
+        "% of GEMM": 100 * flops / gemm,
+    }
+    row |= {"GPU busy %": 100 * seen.busy, "waiting %": 100 * seen.waits} | {
+        f"{kind} %": 100 * seen.shares.get(kind, 0.0) for kind in ("GEMM", "attention", "elementwise")
+    }
+    row["attention on"] = "wgmma" if hopper_shape(engine.config.head_dim, torch.cuda.get_device_capability()) else "mma.sync"
+    print(row, seen, flush=True)
+    return row
+
+
+def largest_budget_row(name: str, engine: Engine, gemm: float) -> dict[str, Any]:
+    """Mixed texts with `--max-batch-tokens` as large as any budget that an engine chooses: what its latency buys."""
+    lengths = workloads(name, PUBLISHED[name])["mixed"]
+    return throughput_row(name, engine, gemm, f"mixed, {MOST_BATCH_TOKENS:,} tokens a pass", lengths, MOST_BATCH_TOKENS)
 
 
 def add_peers(name: str, folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -214,6 +223,8 @@ def main(names: Sequence[str]) -> None:
                 if dtype == "bfloat16":
                     add_peers(name, folder, rows)
                     peer = peers.padded(peers.load(folder, "sdpa").eval(), 1)
+                if not published.is_encoder and engine.max_batch_tokens < MOST_BATCH_TOKENS:
+                    rows.append(largest_budget_row(name, engine, gemm))
                 throughput += rows
                 latency += latency_rows(name, engine, gemm, peer)
                 del engine, peer
@@ -225,6 +236,7 @@ def _write(gemm: float, throughput: list[dict[str, Any]], latency: list[dict[str
         "random weights at the real shapes; token ids in, pooled and normalised vectors out on the host, through the "
         f"engine's own loop; requests of {REQUEST} texts, all queued at the start; median of {ROUNDS} rounds",
         "mixed: lognormal, median 150 tokens, sigma 0.8, 8 to 2,048 tokens (512 for BERT); else all texts of that many tokens",
+        f"token budget: as measured at load; mixed texts once more with {MOST_BATCH_TOKENS:,} where that is less",
         f"GEMM: {gemm / 1e12:,.0f} TFLOP/s, torch.mm of 8192 x 8192 bf16 matrices on random values, in this run",
         "GPU busy: from a profiler's trace, between the first kernel and the last; waiting: in gaps of over 5 us; "
         "the other shares are of the GPU's working time",
