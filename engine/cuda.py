@@ -39,6 +39,9 @@ _ENOUGH = 0.98
 _TRIAL_S = 0.15  # at least
 _TEXT_TOKENS = 200  # of a typical text
 
+# Who waits for a pass of so few tokens spins, for a few microseconds' sake; who waits for a longer one sleeps.
+_SPIN_TOKENS = 512
+
 # Wide results of a pass that runs as a graph: each graph keeps its own, and there may be MAX_GRAPHS of them.
 MOST_GRAPH_VALUES = 2 << 20
 
@@ -120,8 +123,7 @@ class CudaRunner:
             vectors, rows = results
             host_vectors = _to_host(vectors[:num_seqs])
             host_rows = {name: _to_host(each if name == "chunks" else each[:num_tokens]) for name, each in rows.items()}
-            # Who waits for a short pass spins, for the few microseconds' sake; who waits for a long one sleeps.
-            done = torch.cuda.Event(blocking=not graphed)  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event(blocking=num_tokens > _SPIN_TOKENS)  # type: ignore[no-untyped-call]
             done.record()
         return CudaFlight(host_vectors, host_rows, land, done)
 
@@ -224,8 +226,10 @@ class _Graphs:
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
-        # Of captures alone. Whoever lets go of a pass's results, in any thread, has an event recorded on the stream that wrote
-        # them; were that stream being captured, asking for the event would fail a later pass.
+        # Of captures alone, for two reasons. Whoever lets go of a pass's results, in any thread, has an event recorded on the
+        # stream that wrote them; were that stream being captured, asking for the event would fail a later pass. And in torch
+        # 2.13 the end of one graph frees cuBLAS's workspace of the stream it was captured on, which the other graphs go on
+        # writing to (pytorch#193402): taken during a capture it is of their own pool, and nothing in that outlives a pass.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: OrderedDict[tuple[BatchShape, Want], tuple[torch.cuda.CUDAGraph, Tensor, Results]] = OrderedDict()
 

@@ -1,6 +1,6 @@
 """The whole server beside its engine alone: the highest open-loop rate through HTTP, and where the time goes.
 
-python -m loadtests.whole_server [MODEL] [--tokenizer FOLDER] [--gateways 1,2,4,8]
+python -m loadtests.whole_server [MODEL] [--tokenizer FOLDER] [--gateways 0,1,2,4,8]
 
 MODEL is one of `checkpoints.PUBLISHED`, of random weights, or whatever the server itself would load.
 """
@@ -40,7 +40,7 @@ REQUESTS = (
     Requests("short", 1, connections=384, seconds=4.0),
 )
 AS_FLOATS = Requests("mixed", BATCH, connections=48, seconds=6.0, path="/embed")
-GATEWAYS = (1, 2, 4, 8)
+GATEWAYS = (0, 1, 2, 4, 8)  # 0: `emberforge serve`, whose replica answers itself
 CLOSED_S = 3.0
 MOST_REQUESTS_PER_S = 20_000  # more than any server here has answered
 # Shares of the closed loop's rate that are offered: upwards while they are sustained, downwards where none was.
@@ -80,7 +80,7 @@ def main(model: str, tokenizer: Path, gateways: Sequence[int]) -> None:
         print(*tables.engine, sep="\n", flush=True)
         engine = {row["texts"]: row for row in tables.engine if row["a request"] == BATCH}
         with Clients(_num_clients(), folder, SERVED_NAME) as clients:
-            for number in (0, *gateways):
+            for number in gateways:
                 wanted = [each for each in REQUESTS if not _enough(each, tables)] if number else [*REQUESTS, AS_FLOATS]
                 with _noting(failures, f"{number} gateways"), _site(folder, number, clients, engine) as site:
                     for requests in wanted:

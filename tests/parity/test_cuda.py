@@ -15,7 +15,7 @@ import torch
 import transformers
 from parity.bge_m3_reference import save_layers
 
-from engine import BackendError, Engine, devices
+from engine import BackendError, Engine, cuda, devices
 from engine.batch import PackedBatch
 from engine.devices import DtypeName
 from engine.kernels.embed import _kernel as embed_kernel
@@ -420,6 +420,25 @@ def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
     assert not held
     for _ in range(5):  # each takes pinned memory, and looks which is free
         np.testing.assert_array_equal(engine.launch(batch).wait().vectors, expected)
+
+
+def test_graphs_that_are_given_up_leave_the_others_and_all_memory_alone(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "MAX_GRAPHS", 3)
+    engine = Engine.load(tiny("qwen3", hidden_size=512, intermediate_size=8192), device="cuda")
+    runner = engine._cuda
+    assert runner is not None
+    batches = [sequences([length] * 3) for length in (40, 80, 120, 160)]
+    runner.max_graph_tokens = 0
+    expected = [engine.launch(batch).wait().vectors for batch in batches]
+    runner.max_graph_tokens = 512
+    others = []
+    for index in [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1]:
+        assert (engine.launch(batches[index]).wait().vectors * expected[index]).sum(axis=1).min() > 0.999
+        with runner._stream:  # 32 MiB, what cuBLAS writes its partial sums to
+            others.append(torch.ones(8 << 20, device="cuda"))
+    assert all((each == 1).all() for each in others)
 
 
 def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
