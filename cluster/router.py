@@ -221,8 +221,10 @@ def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float, batch: 
     Longest first, each to the replica that would then be done first.
     """
     whole = [list(range(len(lengths)))]
+    if len(lengths) < 2:
+        return whole
     ready = [start for pool in pools for start in pool.starts(max(lengths), now, batch)]
-    if len(ready) < 2 or len(lengths) < 2:
+    if len(ready) < 2:
         return whole
     alone = min(start + sum(lengths) / rate for start, rate in ready)
     if alone < _SPLIT_FROM_S:

@@ -205,7 +205,7 @@ class _Sender:
             self._idle.append(connection)
             good = True
         except Exception as error:
-            self.errors[f"{type(error).__name__}: {error}"[:120]] += 1
+            self.errors[f"{type(error).__name__}: {error}"[:400]] += 1
             connection.close()
         self.results.append((due, sent, self._now(), tokens, good))
 
