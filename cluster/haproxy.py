@@ -12,11 +12,14 @@ For gRPC: a call that names no application goes where HTTP's `/` goes, as TEI's 
 to the replica, where Serve would keep it to itself.
 """
 
+import logging
 import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 _VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Asked while a request is being computed.
@@ -49,6 +52,11 @@ def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
     """
     command = Path(sys.executable).with_name("emberforge-haproxy")
     if not os.access(command, os.X_OK):
+        log.warning(
+            "%s is not there: HAProxy will neither refuse requests beyond a limit nor notice a node that went silent; "
+            "install emberforge with pip, as a package",
+            command,
+        )
         return {}
     limit = {} if max_concurrent_requests is None else {_LIMIT_VARIABLE: str(max_concurrent_requests)}
     return {_VARIABLE: str(command)} | limit

@@ -169,15 +169,20 @@ def test_the_command_becomes_haproxy_with_the_file_changed(tmp_path: Path, monke
     assert said[0] == said[1]
 
 
-def test_ray_is_led_here_only_where_the_command_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_led_here_only_where_the_command_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert haproxy.environment() == {}
+    (warning,) = caplog.messages
+    assert f"{tmp_path}/emberforge-haproxy is not there" in warning
     command = tmp_path / "emberforge-haproxy"
     command.write_text("")
     command.chmod(0o755)
     led = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}
     assert haproxy.environment() == led
     assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9"}
+    assert caplog.messages == [warning]
 
 
 @contextmanager
