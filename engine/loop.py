@@ -270,9 +270,14 @@ class EngineLoop:
                 return [part]
         return self._packer.take(perf_counter())
 
+    @property
+    def _has_work(self) -> bool:
+        """Whether anything is left to cut."""
+        return bool(self._packer or self._again)
+
     def _wait_s(self) -> float | None:
         """Seconds until the next cut if nothing happens; None where only an arrival or a landing changes anything."""
-        if not (len(self._packer) or self._again) or self._in_flight >= self._engine.passes_in_flight:
+        if not self._has_work or self._in_flight >= self._engine.passes_in_flight:
             return None
         interactive_tokens = self._packer.queued_tokens - self._packer.batch_tokens
         if not self._in_flight or self._again or interactive_tokens >= self._packer.max_batch_tokens:
@@ -358,7 +363,7 @@ class EngineLoop:
                 self._in_flight -= 1
                 self._running_tokens -= launched.num_tokens
                 seconds = self._clock.landed(launched.num_tokens, launched.started_at)
-                if len(self._packer) or self._again:  # else waking the engine would only hold up what follows
+                if self._has_work:  # else waking the engine would only hold up what follows
                     self._wake.notify()
         return output, seconds
 
