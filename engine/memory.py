@@ -34,7 +34,8 @@ MOST_BATCH_TOKENS = 16384
 MOST_GRAPH_TOKENS = MOST_BATCH_TOKENS
 _GRAPH_BYTES = 384 << 20
 _SHORT_BATCH_TOKENS = 4096  # any model's
-# Measured on an H200 beside what torch reports, for engines of 0.2 to 17 GiB (docs/decisions/009).
+# Measured on an H200 beside what torch reports, for engines of 0.2 to 17 GiB (docs/decisions/009); but captures' workspaces,
+# half of cuBLAS's, are by torch's rule.
 _CUBLAS_BYTES = 4 * (32 << 20)  # its workspaces: for passes and captures, in the threads that warm up and serve
 _ROUNDING_BYTES = 110 << 20  # torch takes memory in steps of 20 MiB, for each stream and for the graphs
 _CONTEXT_BYTES = 850 << 20  # CUDA's context, the libraries' kernels and ours; smaller chips take less
