@@ -56,12 +56,35 @@ Forward = Callable[[PackedBatch, Want], Results]
 Land = Callable[[Vectors, Mapping[OutputName, Vectors]], Output]
 
 
+class _Pinned:
+    """Pinned memory of one pass: what goes to the device, and what comes back. Once it has landed, it serves another pass.
+
+    It is copied from, and kept: torch ends the process that lets go of such memory on a lost device, and whoever asked still
+    holds results of the pass before then.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.dtype, Tensor] = {}
+
+    def take(self, num_values: int, dtype: torch.dtype) -> Tensor:
+        """So many values, not initialised; to be taken once a pass for each dtype."""
+        block = self._blocks.get(dtype)
+        if block is None or block.numel() < num_values:
+            room = 1 << (num_values - 1).bit_length()  # as much as torch would take in any case
+            block = self._blocks[dtype] = torch.empty(room, dtype=dtype, pin_memory=True)
+        return block[:num_values]
+
+
 @dataclass(frozen=True, slots=True)
 class CudaFlight:
-    vectors: Tensor  # pinned
-    rows: dict[OutputName, Tensor]  # pinned
+    """A pass that was launched; `wait` may be called once."""
+
+    vectors: Tensor  # in pinned memory, as the rows
+    rows: dict[OutputName, Tensor]
     land: Land
     done: torch.cuda.Event
+    pinned: _Pinned
+    idle: deque[_Pinned]  # where it goes afterwards
 
     @property
     def landed(self) -> bool:
@@ -70,7 +93,9 @@ class CudaFlight:
     def wait(self) -> Output:
         with cuda_errors("a forward pass"):
             self.done.synchronize()
-        return self.land(self.vectors.numpy(), {name: each.numpy() for name, each in self.rows.items()})
+        vectors, rows = self.vectors.numpy().copy(), {name: each.numpy().copy() for name, each in self.rows.items()}
+        self.idle.append(self.pinned)
+        return self.land(vectors, rows)
 
 
 class CudaRunner:
@@ -93,6 +118,7 @@ class CudaRunner:
         self._forward, self._packer, self._device, self._wide_values = forward, packer, device, wide_values
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs = _Graphs(forward, device)
+        self._idle = deque[_Pinned]()
         self.max_graph_tokens = 0  # until `tune` has found where graphs pay
         self.longest_input: int | None = None  # tokens of the longest that fits beside the rest, once `tune` has tried
 
@@ -112,7 +138,8 @@ class CudaRunner:
         if graphed and self._wide_values(shape, want) > MOST_GRAPH_VALUES:
             graphed, (shape, tiles) = False, self._packer.shape(layout)
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens"), self._stream:
-            staging = torch.empty(shape.size, dtype=torch.int32, pin_memory=True)
+            pinned = self._idle.pop() if self._idle else _Pinned()
+            staging = pinned.take(shape.size, torch.int32)
             self._packer.fill(staging.numpy(), shape, layout, tiles, options)
             results = self._graphs.replay(shape, want, staging) if graphed else None
             if results is None:
@@ -121,11 +148,11 @@ class CudaRunner:
                     batch = replace(batch, spans=self._packer.pack_spans(layout.lengths, options, self._device))
                 results = self._forward(batch, want)
             vectors, rows = results
-            host_vectors = _to_host(vectors[:num_seqs])
-            host_rows = {name: _to_host(each if name == "chunks" else each[:num_tokens]) for name, each in rows.items()}
+            wanted = [vectors[:num_seqs], *(each if name == "chunks" else each[:num_tokens] for name, each in rows.items())]
+            host_vectors, *host_rows = _to_host(wanted, pinned)
             done = torch.cuda.Event(blocking=num_tokens > _SPIN_TOKENS)  # type: ignore[no-untyped-call]
             done.record()
-        return CudaFlight(host_vectors, host_rows, land, done)
+        return CudaFlight(host_vectors, dict(zip(rows, host_rows, strict=True)), land, done, pinned, self._idle)
 
     def tune(
         self, vocab_size: int, max_input_length: int, max_batch_tokens: int | None, max_batch_seqs: int | None = None
@@ -226,10 +253,9 @@ class _Graphs:
     def __init__(self, forward: Forward, device: torch.device) -> None:
         self._forward, self._device = forward, device
         self._pool = torch.cuda.graph_pool_handle()
-        # Of captures alone, for two reasons. Whoever lets go of a pass's results, in any thread, has an event recorded on the
-        # stream that wrote them; were that stream being captured, asking for the event would fail a later pass. And in torch
-        # 2.13 the end of one graph frees cuBLAS's workspace of the stream it was captured on, which the other graphs go on
-        # writing to (pytorch#193402): taken during a capture it is of their own pool, and nothing in that outlives a pass.
+        # Of captures alone: in torch 2.13 the end of one graph frees cuBLAS's workspace of the stream it was captured on, which
+        # the other graphs go on writing to (pytorch#193402). Taken during a capture it is of their own pool, and nothing in that
+        # outlives a pass. And pinned memory that is freed meanwhile has an event recorded on the passes' stream, not in a graph.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: OrderedDict[tuple[BatchShape, Want], tuple[torch.cuda.CUDAGraph, Tensor, Results]] = OrderedDict()
 
@@ -305,9 +331,11 @@ def cuda_errors(what: str) -> Iterator[None]:
         raise BackendError(f"{what} failed: {error}") from error
 
 
-def _to_host(x: Tensor) -> Tensor:
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)
+def _to_host(results: Sequence[Tensor], pinned: _Pinned) -> list[Tensor]:
+    """Copies of these, fp32 all, once the stream has come so far."""
+    block = pinned.take(sum(each.numel() for each in results), torch.float32)
+    parts = torch.split(block, [each.numel() for each in results])
+    return [part.view(each.shape).copy_(each, non_blocking=True) for part, each in zip(parts, results, strict=True)]
 
 
 def _like(num_tokens: int, longest: int) -> list[int]:
