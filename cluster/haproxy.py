@@ -8,6 +8,9 @@ And an ingress process gets no more requests at a time than it is to have in fli
 sockets, where nothing refuses it: the process is then late for Ray's health check too, and is taken for dead. HAProxy refuses
 more, in the API's own form, for less than a tenth of what it costs the process.
 
+And it has room for the connections of whoever is refused, and of clients that keep theirs: with as many as it may have open it
+takes no more in, and those beyond hear nothing at all. Ray lets it have 4,096, which eight gateways' requests are.
+
 For gRPC: a call that names no application goes where HTTP's `/` goes, as TEI's clients name none; and a call's deadline is told
 to the replica, where Serve would keep it to itself.
 """
@@ -15,6 +18,7 @@ to the replica, where Serve would keep it to itself.
 import logging
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +31,14 @@ _AFTER = "defaults\n    mode http\n"
 _ADDED = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n"
 # And for a request that was not even acknowledged; on each line, because HAProxy does not pass it on from `default-server`.
 _SERVER = re.compile(r"^( +server \S+ \S+:\S+) ", re.MULTILINE)
+
+# In HAProxy's own section. One that is open and idle takes a few KiB, its buffers come with a request.
+_CONNECTIONS = re.compile(r"(?<=^    maxconn )\d+$", re.MULTILINE)
+_CONNECTIONS_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
+_MOST_CONNECTIONS = 32768
+# Of the files that a process may open: both sides of each connection, pipes for a quarter of them, listeners and the like. Ray's
+# HAProxy does not start where it may not open as many.
+_FILES_A_CONNECTION, _OTHER_FILES = 2.5, 500
 
 _LIMIT_VARIABLE = "EMBERFORGE_MAX_CONCURRENT_REQUESTS"
 # An application's backend, and in it the servers that are its ingress processes; the one for want of them is a backup.
@@ -70,11 +82,21 @@ def most_requests(environ: Mapping[str, str]) -> int:
     return int(value)
 
 
+def most_connections() -> int:
+    """That HAProxy may have open at a time, with as many files as this process may open."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most_files == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return max(1, min(_MOST_CONNECTIONS, int((most_files - _OTHER_FILES) / _FILES_A_CONNECTION)))
+
+
 def with_ours(text: str) -> str:
     """A configuration of Ray's with our lines; another one as it is."""
     if _AFTER not in text or _ADDED in text:
         return text
     text = text.replace(_AFTER, _AFTER + _ADDED, 1).replace(_GRPC, _GRPC + _DEADLINE + _default_application(text), 1)
+    if _CONNECTIONS_VARIABLE not in os.environ:
+        text = _CONNECTIONS.sub(str(most_connections()), text, count=1)
     return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
 
 

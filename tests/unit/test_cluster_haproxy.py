@@ -1,12 +1,14 @@
 """What we add to the configuration that Ray writes for its HAProxy."""
 
 import re
+import resource
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic, sleep
@@ -130,6 +132,34 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
         app.server_close()
 
 
+def test_clients_that_keep_their_connections_shut_nobody_out(tmp_path: Path) -> None:
+    """More of them than Ray lets HAProxy have; they send nothing, or nothing more."""
+    assert "maxconn 7\n" in CONFIG
+    app = SlowServer()
+    app.may.set()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path) as ask, ExitStack() as kept:
+        assert ask().status_code == 200
+        port = int(re.findall(r"bind 127.0.0.1:(\d+)", (tmp_path / "haproxy.cfg").read_text())[0])
+        for _ in range(50):
+            kept.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        assert ask().status_code == 200
+        app.shutdown()
+        app.server_close()
+
+
+@pytest.mark.parametrize(
+    ("files", "connections"), [(resource.RLIM_INFINITY, 32768), (1 << 20, 32768), (20000, 7800), (4096, 1438), (256, 1)]
+)
+def test_haproxy_has_as_many_connections_as_there_may_be_files_for(
+    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, files))
+    assert f"    maxconn {connections}\n" in with_ours(CONFIG)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # whoever says how many has his way
+    assert "    maxconn 7\n" in with_ours(CONFIG)
+
+
 def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(tmp_path: Path) -> None:
     with _in_front_of("127.0.0.1:9 disabled", "/embed", tmp_path) as ask:
         assert ask().status_code == 503
@@ -189,7 +219,7 @@ def test_ray_is_led_here_only_where_the_command_is(
 def _in_front_of(server: str, path: str, folder: Path) -> Iterator[Callable[[], httpx.Response]]:
     """HAProxy with our lines before one server; gives what asks it."""
     port = free_port()
-    config = CONFIG.replace("backend gateways", "backend http-app").replace("timeout server 1s", "timeout server 10s")
+    config = re.sub("timeout (client|server) 1s", r"timeout \1 20s", CONFIG).replace("backend gateways", "backend http-app")
     config = config.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}").replace("127.0.0.1:9 check", server)
     file = folder / "haproxy.cfg"
     file.write_text(with_ours(config))
