@@ -32,10 +32,10 @@ _ADDED = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    
 # And for a request that was not even acknowledged; on each line, because HAProxy does not pass it on from `default-server`.
 _SERVER = re.compile(r"^( +server \S+ \S+:\S+) ", re.MULTILINE)
 
-# In HAProxy's own section. One that is open and idle takes a few KiB, its buffers come with a request.
+# In HAProxy's own section. An idle one takes a KiB; a request under way has buffers of 64 KiB.
 _CONNECTIONS = re.compile(r"(?<=^    maxconn )\d+$", re.MULTILINE)
 _CONNECTIONS_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
-_MOST_CONNECTIONS = 32768
+_MOST_CONNECTIONS = 16384
 # Of the files that a process may open: both sides of each connection, pipes for a quarter of them, listeners and the like. Ray's
 # HAProxy does not start where it may not open as many.
 _FILES_A_CONNECTION, _OTHER_FILES = 2.5, 500

@@ -44,6 +44,7 @@ def main(names: list[str]) -> None:
     notes = [
         "random weights at the real shapes; each engine in a process of its own, after texts of every length up to the "
         "model's longest",
+        "graphs up to: where they were found to pay in that process; the estimate has them as large as they may be",
         "reserved: torch.cuda.memory_reserved(); on the card: by NVML, the context included; MiB",
     ]
     write("footprint", "python -m loadtests.footprint", {"Estimated and reported": rows}, notes)
@@ -70,6 +71,7 @@ def measure(folder: Path, pooling: Any, dtype: Any, budget: int, longest_input: 
     assert engine.longest_input == longest, "a shorter input is all that fits"
     estimate = footprint(engine.config, engine.dtype, "gpu", budget)
     return {
+        "graphs up to, tokens": engine.max_graph_tokens,
         "weights": estimate.weights / MIB,
         "workspace": estimate.workspace / MIB,
         "graphs": estimate.graphs / MIB,

@@ -149,7 +149,7 @@ def test_clients_that_keep_their_connections_shut_nobody_out(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("files", "connections"), [(resource.RLIM_INFINITY, 32768), (1 << 20, 32768), (20000, 7800), (4096, 1438), (256, 1)]
+    ("files", "connections"), [(resource.RLIM_INFINITY, 16384), (1 << 20, 16384), (20000, 7800), (4096, 1438), (256, 1)]
 )
 def test_haproxy_has_as_many_connections_as_there_may_be_files_for(
     files: int, connections: int, monkeypatch: pytest.MonkeyPatch
