@@ -29,6 +29,7 @@ from serve_app.api import Api
 from serve_app.app import deployment_options
 from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
+from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
 from serve_app.outbox import Outbox, joint_ticket, next_ticket
@@ -344,6 +345,7 @@ class Gateway(TeiServicer):
     """The gateway's deployment: HTTP and gRPC in, handles out."""
 
     def __init__(self, args: GatewayArgs) -> None:
+        collect_seldom()
         self._pools = PooledBackend(args)
         metrics = Metrics("gateway")
         self._pools.show_in(metrics)

@@ -3,7 +3,6 @@ gateway it is `pool.py`'s."""
 
 import asyncio
 import logging
-import sys
 from collections.abc import Mapping
 
 import ray
@@ -18,6 +17,7 @@ from engine.tokenizer import EncodeOptions
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import CachedModel
+from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.health import Health
 from serve_app.metrics import Metrics
@@ -30,9 +30,7 @@ class EngineServer:
     """Loads a model and computes with it. Requests meet in `_collect`; the packer cuts them into batches."""
 
     def __init__(self, model: str, name: str, settings: Settings) -> None:
-        # The engine thread and the event loop share the interpreter lock; at Python's default of 5 ms a busy loop
-        # would hold the engine up between two operations for longer than a whole short query takes.
-        sys.setswitchinterval(0.0005)
+        collect_seldom()
         self._settings = settings
         num_threads = settings.num_threads or _assigned_cpus()
         self._engine = self.load_engine(model, settings, num_threads)
