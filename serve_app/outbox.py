@@ -51,6 +51,7 @@ class _Group:
     leaving: asyncio.Handle  # the next look at whether it leaves
     members: list[_Waiting] = field(default_factory=list)
     num_tokens: int = 0
+    num_waiting: int = 0
     sending: "asyncio.Task[None] | None" = None
 
 
@@ -79,12 +80,14 @@ class Outbox:
         waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())
         group.members.append(waiting)
         group.num_tokens += ticket.num_tokens
+        group.num_waiting += 1
         if len(group.members) == _WORTH_A_CALL:
             self._look_soon(group)
         try:
             return await waiting.answer
         finally:
-            if group.sending is not None and all(each.answer.done() for each in group.members):
+            group.num_waiting -= 1
+            if group.sending is not None and not group.num_waiting:
                 group.sending.cancel()  # nothing, once it has ended
 
     def _group_for(self, ticket: Ticket) -> _Group:
