@@ -75,7 +75,7 @@ class _Pinned:
         return block[:num_values]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CudaFlight:
     """A pass that was launched; `wait` may be called once."""
 
@@ -83,8 +83,8 @@ class CudaFlight:
     rows: dict[OutputName, Tensor]
     land: Land
     done: torch.cuda.Event
-    pinned: _Pinned
-    idle: deque[_Pinned]  # where it goes afterwards
+    pinned: _Pinned | None  # None once it has gone back
+    idle: deque[_Pinned]
 
     @property
     def landed(self) -> bool:
@@ -93,8 +93,10 @@ class CudaFlight:
     def wait(self) -> Output:
         with cuda_errors("a forward pass"):
             self.done.synchronize()
+        pinned, self.pinned = self.pinned, None
+        assert pinned is not None, "results are another pass's once they were taken"
         vectors, rows = self.vectors.numpy().copy(), {name: each.numpy().copy() for name, each in self.rows.items()}
-        self.idle.append(self.pinned)
+        self.idle.append(pinned)
         return self.land(vectors, rows)
 
 
