@@ -335,8 +335,8 @@ def cuda_errors(what: str) -> Iterator[None]:
 
 def _to_host(results: Sequence[Tensor], pinned: _Pinned) -> list[Tensor]:
     """Copies of these, fp32 all, once the stream has come so far."""
-    block = pinned.take(sum(each.numel() for each in results), torch.float32)
-    parts = torch.split(block, [each.numel() for each in results])
+    sizes = [each.numel() for each in results]
+    parts = torch.split(pinned.take(sum(sizes), torch.float32), sizes)
     return [part.view(each.shape).copy_(each, non_blocking=True) for part, each in zip(parts, results, strict=True)]
 
 

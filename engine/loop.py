@@ -240,6 +240,7 @@ class EngineLoop:
         try:
             while (batch := self._next_batch()) is not None:
                 self._launch(batch)
+                del batch  # with its inputs and its futures; the next may be long in coming
         except BaseException:
             log.exception("the engine thread ended")
         finally:
@@ -328,7 +329,7 @@ class EngineLoop:
     def _deliver_all(self) -> None:
         while (launched := self._launched.get()) is not None:
             self._deliver(launched)
-            del launched  # with its inputs and its futures; the next may be long in coming
+            del launched  # likewise
 
     def _deliver(self, launched: _Launched) -> None:
         """Wait for a pass and hand out its results; its jobs hear of whatever goes wrong on the way."""
