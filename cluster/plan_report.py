@@ -1,5 +1,6 @@
 """A `Plan` for people, as rich tables, and for programs, as plain data."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +25,8 @@ _BASES: dict[Basis, str] = {
     "predicted": "from what was measured on another card, by the speeds of both",
     "estimated": "from FLOPs and bytes, for short texts on a card of one's own",
 }
+# A second, of one text of so many tokens: 760 to 870 beside an H200, up to 1,800 elsewhere (whole_server, gateways in results).
+_REQUESTS_PER_GATEWAY, _TEXT_TOKENS = 800, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +104,22 @@ def notes(plan: Plan) -> tuple[str, ...]:
                 found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
     bases = {each.basis for each in plan.assigned}
     found += [f"{basis}: {meaning}" for basis, meaning in _BASES.items() if basis in bases]
-    return (*found, _placement_note(plan))
+    return (*found, *_gateways_note(plan), _placement_note(plan))
 
 
 def failure(plan: Plan) -> str:
     """One sentence on what is unplaced."""
     return "; ".join(_lacking(each) for each in plan.unplaced)
+
+
+def _gateways_note(plan: Plan) -> Iterator[str]:
+    """Where requests of one text each would be the gateways' limit, not the cards'."""
+    texts = sum(each.tokens_per_s for each in plan.assigned) / _TEXT_TOKENS
+    needed = math.ceil(texts / _REQUESTS_PER_GATEWAY)
+    if needed > plan.file.gateways:
+        most = plan.file.gateways * _REQUESTS_PER_GATEWAY
+        rate = f"the replicas do {_rounded(texts):,} texts/s of {_TEXT_TOKENS} tokens"
+        yield f"gateways: {plan.file.gateways}, good for some {most:,} requests/s of one text; {rate}, which takes {needed}"
 
 
 def _placement_note(plan: Plan) -> str:

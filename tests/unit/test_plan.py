@@ -405,6 +405,20 @@ def test_the_table_says_what_is_where_and_why(example: Plan) -> None:
     assert "Does not fit" not in text
 
 
+def test_how_many_gateways_requests_of_one_text_would_take_is_said() -> None:
+    def said(texts_per_s: int, **more: object) -> list[str]:
+        plan = planned([rtx_5080()], entry(tokens_per_s={PC_CLASS: 100 * texts_per_s}), **more)
+        return [note for note in plan_report.notes(plan) if note.startswith("gateways")]
+
+    (note,) = said(801)
+    assert note.endswith("of 100 tokens, which takes 2")
+    (note,) = said(5600, gateways=6)
+    assert note == (
+        "gateways: 6, good for some 4,800 requests/s of one text; the replicas do 5,600 texts/s of 100 tokens, which takes 7"
+    )
+    assert said(800) == said(5600, gateways=7) == []
+
+
 def test_what_does_not_fit_and_what_is_guessed_is_said() -> None:
     plan = planned(
         [UNKNOWN, CPU], entry("pro", "Qwen/Qwen3-Embedding-8B", dtype="bf16", min_replicas=3),
