@@ -44,7 +44,7 @@ GATEWAYS = (0, 1, 2, 4, 8)  # 0: `emberforge serve`, whose replica answers itsel
 CLOSED_S = 3.0
 MOST_REQUESTS_PER_S = 15_000  # more than any server here has answered
 # Shares of the closed loop's rate that are offered: upwards while they are sustained, downwards where none was.
-UP, DOWN = (0.97, 1.04, 1.12), (0.9, 0.82, 0.7, 0.5)
+UP, DOWN = (0.97, 1.04, 1.12), (0.94, 0.9, 0.82, 0.7, 0.5)
 SUSTAINED = 0.97  # of what is offered, and no errors
 # More gateways are not tried where they reached this share of the engine alone, or the last step gained no more than that.
 ENOUGH, GAIN = 0.97, 1.05
