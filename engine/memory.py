@@ -74,7 +74,7 @@ def footprint(
     max_batch_tokens: int | None = None,
     weight_bytes: int | None = None,
 ) -> Footprint:
-    """What a replica of this model will take, from its shape alone: an upper bound, 1 to 4 % above what torch reports.
+    """What a replica of this model will take, from its shape alone: mostly an upper bound (docs/decisions/009).
 
     Args:
         dtype: one of 8 bits is that of the layers' matrices.
