@@ -25,7 +25,7 @@ _BASES: dict[Basis, str] = {
     "predicted": "from what was measured on another card, by the speeds of both",
     "estimated": "from FLOPs and bytes, for short texts on a card of one's own",
 }
-# A second, of one text of so many tokens: 760 to 870 beside an H200, up to 1,800 elsewhere (whole_server, gateways in results).
+# A second, of one text of so many tokens: 760 beside an H200, up to 1,800 elsewhere (whole_server, gateways in results).
 _REQUESTS_PER_GATEWAY, _TEXT_TOKENS = 800, 100
 
 
