@@ -6,9 +6,10 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from time import monotonic
 
 import psutil
 
@@ -48,8 +49,9 @@ SERVE_ENV = {
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 _PORTS_OF_A_RAY = 50
 
-# The end of a local server takes at most their sum and 2 s: requests in flight, then Ray's own processes.
-_DRAIN_S = 5.0
+# The end of a local server takes at most their sum and 2 s.
+_DRAIN_S = 65.0  # requests in flight, for which a replica takes 60 s at most
+_SERVE_STOP_S = 5.0
 _RAY_STOP_S = 2.0
 
 
@@ -132,7 +134,7 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iter
 
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
     """
-    with tempfile.TemporaryDirectory(prefix="ef-") as state, grpc_ports() as ports:
+    with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
         set_environment(serve_environment(Path(state)) | ports | haproxy.environment(max_concurrent_requests))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
@@ -153,20 +155,23 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iter
 
 
 def _stop(me: psutil.Process) -> None:
-    """Drain Serve, stop Ray, then end by pid whatever is left of our descendants (HAProxy outlives a killed Ray).
+    """Finish the requests in flight, stop Serve and Ray, then end by pid whatever is left of our descendants.
 
-    Each step is bounded: where a signal has reached Ray's own processes too, nobody is left to answer the first two.
+    HAProxy outlives a killed Ray. A step that does not end is the last of Ray's: it goes on in its thread, and a Ray that is
+    stopped under it would end this process, with its work undone.
     """
     import ray
     from ray import serve
 
     ours = set(me.children(recursive=True))
     if ray.is_initialized():
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve has put it back
+        own = me.children()  # some of them end at once where a signal has reached them too, and then nobody answers
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             # Ray prints the controller's orderly end as an error.
-            _within(_DRAIN_S, serve.shutdown)
-            ours |= set(me.children(recursive=True))
-            _within(_RAY_STOP_S, ray.shutdown)
+            if _within(_DRAIN_S, _finish_requests, own) and _within(_SERVE_STOP_S, serve.shutdown, own):
+                ours |= set(me.children(recursive=True))
+                _within(_RAY_STOP_S, ray.shutdown)
     ours |= set(me.children(recursive=True))
     for signal_name in ("terminate", "kill"):
         for process in ours:
@@ -176,8 +181,26 @@ def _stop(me: psutil.Process) -> None:
         ours = set(alive)
 
 
-def _within(seconds: float, step: Callable[[], None]) -> None:
-    """Run `step` for at most so long; then leave it behind."""
+def _finish_requests() -> None:
+    """Stop the replicas while HAProxy is there to carry their last answers: `serve.shutdown` ends HAProxy first.
+
+    Of a model that is still being loaded nobody waits for an answer.
+    """
+    from ray import serve
+
+    states = serve.status().applications.items()
+    serving = [name for name, state in states if state.status in ("RUNNING", "UNHEALTHY")]
+    for name in serving:
+        serve.delete(name, _blocking=False)
+    for name in serving:
+        serve.delete(name)  # waits
+
+
+def _within(seconds: float, step: Callable[[], None], needed: Sequence[psutil.Process] = ()) -> bool:
+    """Run `step` for at most so long, and while the processes that it needs run; then leave it. Returns: whether it ended."""
     thread = threading.Thread(target=step, daemon=True)
     thread.start()
-    thread.join(seconds)
+    deadline = monotonic() + seconds
+    while thread.is_alive() and monotonic() < deadline and not psutil.wait_procs(needed, timeout=0)[0]:
+        thread.join(0.1)
+    return not thread.is_alive()

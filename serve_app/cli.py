@@ -157,6 +157,7 @@ def serve(settings: Settings) -> None:
                 sleep(3600)
     except KeyboardInterrupt:
         console.print("stopped")
+        os._exit(0)  # Ray has ended; to end it at exit once more, under a thread that still asks it, gives status 1
 
 
 def config(settings: Settings, output: Path | None) -> None:
@@ -358,7 +359,7 @@ def _end_on_signal() -> None:
     def end(_number: int, _frame: FrameType | None) -> None:
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, signal.SIG_IGN)
-        console.print("stopping: requests in flight are finished first")
+        console.print("stopping: requests in flight are finished first, which takes a minute at most")
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -11,12 +11,15 @@ import sys
 import termios
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import grpc
+import httpx
 import psutil
 import pytest
+from test_behaviour import metric, wait_for
 
 from cluster.local_ray import free_port
 from engine.hub import EMBEDDED_MODEL
@@ -101,17 +104,21 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
         with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
             embed, metadata = tei_pb2_grpc.EmbedStub(channel).Embed, [("authorization", f"Bearer {key}")]
             assert len(embed(tei.EmbedRequest(inputs="x"), metadata=metadata, wait_for_ready=True).embeddings) == 384
-        start = time.monotonic()
-        os.write(terminal.master, b"\x03")
-        assert terminal.process.wait(timeout=20) == 0
-        assert time.monotonic() - start < 10
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        with client, ThreadPoolExecutor(1) as pool:
+            last = pool.submit(client.post, "/embed", json={"inputs": ["It takes its time. " * 50] * 1000})
+            wait_for(lambda: metric(client, "requests_in_flight") == 1)
+            os.write(terminal.master, b"\x03")
+            assert len(last.result().json()) == 1000
+        assert terminal.process.wait(timeout=30) == 0, terminal.text
         assert "stopped" in terminal.text
         assert [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
     finally:
         if terminal.process.poll() is None:
             process = psutil.Process(terminal.process.pid)
             for each in [*process.children(recursive=True), process]:
-                each.kill()
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,16 @@
-"""What keeps two Rays of one machine apart."""
+"""What keeps two Rays of one machine apart, and the end of one."""
 
 import socket
+import subprocess
+import threading
+from time import monotonic
 
+import psutil
 import pytest
+import ray
+from ray import serve
 
+from cluster import local_ray
 from cluster.local_ray import SERVE_ENV, grpc_ports
 
 LOW, HIGH = (int(SERVE_ENV[f"RAY_SERVE_DIRECT_INGRESS_{end}_GRPC_PORT"]) for end in ("MIN", "MAX"))
@@ -37,3 +44,51 @@ def test_ports_that_somebody_shares_are_not_taken() -> None:
 def test_an_error_of_what_runs_meanwhile_is_its_own() -> None:
     with pytest.raises(OSError, match="theirs"), grpc_ports():
         raise OSError("theirs")
+
+
+def end(patch: pytest.MonkeyPatch, hanging: str) -> tuple[list[str], bool]:
+    """End a process with a child as if it were Ray's driver. Returns: the steps taken, and whether the child is left."""
+    steps: list[str] = []
+    hang = threading.Event()
+
+    def step(name: str) -> None:
+        steps.append(name)
+        if name == hanging:
+            hang.wait(60)
+
+    patch.setattr(ray, "is_initialized", lambda: True)
+    patch.setattr(local_ray, "_finish_requests", lambda: step("finish"))
+    patch.setattr(serve, "shutdown", lambda: step("serve"))
+    patch.setattr(ray, "shutdown", lambda: step("ray"))
+    for name in ("_DRAIN_S", "_SERVE_STOP_S", "_RAY_STOP_S"):
+        patch.setattr(local_ray, name, 0.3)
+    with subprocess.Popen(["bash", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        driver.stdout.readline()
+        (child,) = psutil.Process(driver.pid).children()
+        local_ray._stop(psutil.Process(driver.pid))
+        left = child.is_running()
+    hang.set()
+    return steps, left
+
+
+@pytest.mark.parametrize(
+    ("hanging", "steps"),
+    [
+        ("", ["finish", "serve", "ray"]),
+        ("finish", ["finish"]),
+        ("serve", ["finish", "serve"]),
+        ("ray", ["finish", "serve", "ray"]),
+    ],
+)
+def test_ray_is_not_stopped_under_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch, hanging: str, steps: list[str]) -> None:
+    """Two threads of one process in Ray's hands: Ray ends it, and what it had to end is left."""
+    assert end(monkeypatch, hanging) == (steps, False)
+
+
+def test_nobody_waits_for_a_ray_whose_processes_have_ended() -> None:
+    hang, start = threading.Event(), monotonic()
+    with subprocess.Popen(["sleep", "0.2"]) as process:
+        assert not local_ray._within(60, lambda: hang.wait(60), [psutil.Process(process.pid)])
+    hang.set()
+    assert monotonic() - start < 30
