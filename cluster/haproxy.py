@@ -11,10 +11,14 @@ more, in the API's own form, for less than a tenth of what it costs the process.
 And it has room for the connections of whoever is refused, and of clients that keep theirs: with as many as it may have open it
 takes no more in, and those beyond hear nothing at all. Ray lets it have 4,096, which eight gateways' requests are.
 
+Where no application is up, because the server starts or ends, it says so with a 503, which clients try again elsewhere or later.
+Ray says 404, which they do not: first by the proxy that stands in for the application's processes, then by HAProxy itself.
+
 For gRPC: a call that names no application goes where HTTP's `/` goes, as TEI's clients name none; and a call's deadline is told
 to the replica, where Serve would keep it to itself.
 """
 
+import json
 import logging
 import os
 import re
@@ -22,6 +26,7 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +49,11 @@ _LIMIT_VARIABLE = "EMBERFORGE_MAX_CONCURRENT_REQUESTS"
 # An application's backend, and in it the servers that are its ingress processes; the one for want of them is a backup.
 _BACKEND = re.compile(r"^backend (http-\S+)\n(?:    .*\n)*", re.MULTILINE)
 _INGRESS = re.compile(r"^(    server (?!.* backup$).*)$", re.MULTILINE)
-# As `error_response(Overloaded(1), ...)` has them.
-_REFUSALS = {
-    "{ path_sub /v1/ } ": '{"error":{"message":"Model is overloaded","type":"Overloaded","code":429,"param":null},'
-    '"message":"Model is overloaded","type":"Overloaded","code":429}',
-    "": '{"error":"Model is overloaded","error_type":"Overloaded"}',
-}
+_STAND_IN = re.compile(r"^    server (\S+) .* backup$", re.MULTILINE)
+# Of requests for which there is no application.
+_NOWHERE = re.compile(r"(?<=^backend default_backend\n)    http-request return status 404 .*\n", re.MULTILINE)
+_NO_MODEL = 503, "Unhealthy", "No model is up: the server starts or ends"
+_PATH = "    http-request set-var(txn.path) path\n"  # for `_refusals`
 
 _GRPC = "frontend grpc_frontend\n"
 _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }\n"
@@ -97,19 +101,37 @@ def with_ours(text: str) -> str:
     text = text.replace(_AFTER, _AFTER + _ADDED, 1).replace(_GRPC, _GRPC + _DEADLINE + _default_application(text), 1)
     if _CONNECTIONS_VARIABLE not in os.environ:
         text = _CONNECTIONS.sub(str(most_connections()), text, count=1)
+    if not _BACKEND.search(text):
+        text = _NOWHERE.sub(_PATH + _refusals("request", *_NO_MODEL), text)
     return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
 
 
 def _limited(backend: re.Match[str]) -> str:
     """A backend that refuses what would have to wait for one of its servers; this request is among those it has."""
     name, limit = backend[1], most_requests(os.environ)
-    ours = f"    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n" + "".join(
-        f"    http-request return status 429 content-type application/json hdr retry-after 1 string '{body}' "
-        f"if {condition}{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }}\n"
-        for condition, body in _REFUSALS.items()
-    )
+    full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }}"
+    ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
+    ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full)
+    if stand_in := _STAND_IN.search(backend[0]):
+        ours += _refusals("response", *_NO_MODEL, f"{{ status 404 }} {{ srv_name {stand_in[1]} }}")
     head, rest = backend[0].split("\n", 1)
     return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit}", rest)
+
+
+def _refusals(instead_of: str, status: int, error_type: str, message: str, condition: str = "") -> str:
+    """The lines that answer with an error as `error_response` does: on OpenAI's routes, and on the others.
+
+    Args:
+        instead_of: sending on the "request", or the "response".
+    """
+    flat: dict[str, Any] = {"message": message, "type": error_type, "code": status}
+    openai, native = {"error": flat | {"param": None}} | flat, {"error": message, "error_type": error_type}
+    lines = ""
+    for route, body in (("{ var(txn.path) -m sub /v1/ } ", openai), ("", native)):
+        text, where = json.dumps(body, separators=(",", ":")), (route + condition).strip()
+        lines += f"    http-{instead_of} return status {status} content-type application/json hdr retry-after 1 string '{text}'"
+        lines += f" if {where}\n" if where else "\n"
+    return lines
 
 
 def _default_application(text: str) -> str:

