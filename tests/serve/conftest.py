@@ -70,6 +70,7 @@ def clustered(address: str) -> Clustered:
         replicas: dict[str, tuple[int, int]] | None = None,
         folders: dict[str, str] | None = None,
         env: dict[str, str] | None = None,
+        tokens_per_s: float = 3000,
         **args: Any,
     ) -> Iterator[httpx.Client]:
         given, targets = [], []
@@ -79,7 +80,7 @@ def clustered(address: str) -> Clustered:
                 refs = []
                 for name, server in servers.items():
                     least, most = (replicas or {}).get(name, (1, 1))
-                    ref = {"name": name, "tokens_per_s": 3000, "min_replicas": least, "max_replicas": most}
+                    ref = {"name": name, "tokens_per_s": tokens_per_s, "min_replicas": least, "max_replicas": most}
                     pool_args = pool.PoolArgs(
                         pool=name,
                         model=folder,

@@ -91,9 +91,10 @@ def test_the_headers_reach_the_pools(two_models: httpx.Client) -> None:
 
 
 def test_a_large_request_is_split_and_put_together_again(clustered: Clustered, client: httpx.Client) -> None:
-    # One a pass of 64 tokens. Enough of them that it is worth splitting even where a busy machine takes a second for a pass.
-    texts = [f"text number {i} " + "and more of it " * 11 for i in range(40)]
-    with clustered("/split", {"mini": {"split.a": SlowPool, "split.b": SlowPool}}) as gate, ThreadPoolExecutor(1) as threads:
+    texts = [f"text number {i} " + "and more of it " * 11 for i in range(24)]
+    pools = {"split.a": SlowPool, "split.b": SlowPool}
+    # One text of the 64 tokens of a pass in 0.25 s. By 3,000 tokens/s it would not be worth it where a first pass took long.
+    with clustered("/split", {"mini": pools}, tokens_per_s=200) as gate, ThreadPoolExecutor(1) as threads:
         wait_for(lambda: all(each["replicas"] for each in gate.get("v1/models").json()["data"][0]["pools"]))
         answer = threads.submit(gate.post, "embed", json={"inputs": texts})
         wait_for(lambda: all(each["queued_tokens"] for each in gate.get("v1/models").json()["data"][0]["pools"]))
