@@ -49,8 +49,9 @@ SERVE_ENV = {
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 _PORTS_OF_A_RAY = 50
 
-# The end of a local server takes at most their sum and 2 s.
-_DRAIN_S = 65.0  # requests in flight, for which a replica takes 60 s at most
+# Seconds a replica that is told to stop may take for the requests it has accepted.
+DRAIN_S = 60.0
+# What Serve and Ray may take for their own part in the end of a local server.
 _SERVE_STOP_S = 5.0
 _RAY_STOP_S = 2.0
 
@@ -138,8 +139,9 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iter
         set_environment(serve_environment(Path(state)) | ports | haproxy.environment(max_concurrent_requests))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
+        import ray.serve
 
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its import sets it to INFO
         try:
             ray.init(
                 address="local",  # else a Ray that already runs on this machine would be joined
@@ -165,11 +167,10 @@ def _stop(me: psutil.Process) -> None:
 
     ours = set(me.children(recursive=True))
     if ray.is_initialized():
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve has put it back
         own = me.children()  # some of them end at once where a signal has reached them too, and then nobody answers
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             # Ray prints the controller's orderly end as an error.
-            if _within(_DRAIN_S, _finish_requests, own) and _within(_SERVE_STOP_S, serve.shutdown, own):
+            if _within(DRAIN_S + _SERVE_STOP_S, _finish_requests, own) and _within(_SERVE_STOP_S, serve.shutdown, own):
                 ours |= set(me.children(recursive=True))
                 _within(_RAY_STOP_S, ray.shutdown)
     ours |= set(me.children(recursive=True))

@@ -10,11 +10,9 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.config import HTTPOptions
 
+from cluster.local_ray import DRAIN_S
 from serve_app.model_server import ModelServer
 from serve_app.settings import Settings, pool_name
-
-# Seconds a replica that is told to stop may take for the requests it has accepted.
-_DRAIN_S = 60.0
 
 
 class PoolArgs(BaseModel):
@@ -54,7 +52,7 @@ def deployment_options(settings: Settings) -> dict[str, Any]:
     return {
         # The API answers 429 itself, in its own form; Ray's limit only has to be out of the way.
         "max_ongoing_requests": 2 * settings.max_concurrent_requests + 1024,
-        "graceful_shutdown_timeout_s": _DRAIN_S,
+        "graceful_shutdown_timeout_s": DRAIN_S,
         "graceful_shutdown_wait_loop_s": 0.2,
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,

@@ -1,6 +1,5 @@
 """One Ray for the whole session; applications are deployed on it and removed again."""
 
-import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,6 @@ def address(grpc_port: int) -> Iterator[str]:
     port = free_port()
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # Ray's workers import servers.py
     with local_ray(num_cpus=8):
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         http, grpc = {"host": "127.0.0.1", "port": port}, Settings(grpc_port=grpc_port).grpc_options
         serve.start(proxy_location="HeadOnly", http_options=http, **grpc)
         yield f"http://127.0.0.1:{port}"

@@ -60,7 +60,7 @@ def end(patch: pytest.MonkeyPatch, hanging: str) -> tuple[list[str], bool]:
     patch.setattr(local_ray, "_finish_requests", lambda: step("finish"))
     patch.setattr(serve, "shutdown", lambda: step("serve"))
     patch.setattr(ray, "shutdown", lambda: step("ray"))
-    for name in ("_DRAIN_S", "_SERVE_STOP_S", "_RAY_STOP_S"):
+    for name in ("DRAIN_S", "_SERVE_STOP_S", "_RAY_STOP_S"):
         patch.setattr(local_ray, name, 0.3)
     with subprocess.Popen(["bash", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE) as driver:
         assert driver.stdout is not None
