@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.batch import BatchPacker, BatchShape, PackedBatch
 from engine.errors import BackendError, DeviceLost, OutOfMemory
 from engine.flight import Output, Vectors
-from engine.memory import MOST_GRAPH_TOKENS
+from engine.memory import MOST_GRAPH_SEQS, MOST_GRAPH_TOKENS, MOST_GRAPH_VALUES
 from engine.model_config import OutputName
 from engine.pooling import EmbedOptions
 from engine.tokenizer import TokenIds
@@ -41,9 +41,6 @@ _TEXT_TOKENS = 200  # of a typical text
 
 # Who waits for a pass of so few tokens spins, for a few microseconds' sake; who waits for a longer one sleeps.
 _SPIN_TOKENS = 512
-
-# Wide results of a pass that runs as a graph: each graph keeps its own, and there may be MAX_GRAPHS of them.
-MOST_GRAPH_VALUES = 2 << 20
 
 # Errors of a lost device, kept for the tensors that their tracebacks hold: torch ends the process when one is freed.
 _wreckage: list[RuntimeError] = []
@@ -134,7 +131,7 @@ class CudaRunner:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost."""
         layout = self._packer.layout(sequences, whole=bool(want))
         num_tokens, num_seqs = sum(layout.lengths), len(sequences)
-        graphed = num_tokens <= self.max_graph_tokens and "chunks" not in want
+        graphed = num_tokens <= self.max_graph_tokens and num_seqs <= MOST_GRAPH_SEQS and "chunks" not in want
         room = next(size for size in GRAPH_TOKENS if size >= num_tokens) if graphed else None
         shape, tiles = self._packer.shape(layout, room)
         if graphed and self._wide_values(shape, want) > MOST_GRAPH_VALUES:
@@ -248,8 +245,8 @@ class _Graphs:
     """Forward passes captured as CUDA graphs, by shape and by what is wanted; made when first needed, the longest unused one
     given up first.
 
-    All share one memory pool: they run one after the other on one stream, and what a pass leaves behind is copied out
-    before the next begins.
+    All share one memory pool, and one place for results: they run one after the other on one stream, and what a pass leaves
+    behind is copied out before the next begins.
     """
 
     def __init__(self, forward: Forward, device: torch.device) -> None:
@@ -260,6 +257,7 @@ class _Graphs:
         # outlives a pass. And pinned memory that is freed meanwhile has an event recorded on the passes' stream, not in a graph.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graphs: OrderedDict[tuple[BatchShape, Want], tuple[torch.cuda.CUDAGraph, Tensor, Results]] = OrderedDict()
+        self._results = torch.empty(0, device=device)
 
     def replay(self, shape: BatchShape, want: Want, staging: Tensor) -> Results | None:
         """Run the pass over a filled buffer: its results, valid until the next replay. None without memory for it."""
@@ -282,23 +280,40 @@ class _Graphs:
     def clear(self) -> None:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()  # torch takes no pool back whose last graph is gone
+        self._results = self._results.new_empty(0)
 
     def _capture(self, shape: BatchShape, want: Want, staging: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Results]:
         buffer = staging.to(self._device, non_blocking=True)
         batch = shape.view(buffer)
-        self._forward(batch, want)  # kernels are compiled and libraries set up outside of the capture
+        # Kernels are compiled and libraries set up outside of the capture, too.
+        vectors, rows = self._place(self._forward(batch, want))
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), self._stream:
             # Not torch.cuda.graph: it empties the allocator's cache, and with it what `tune` has set aside.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                results = self._forward(batch, want)
+                its_vectors, its_rows = self._forward(batch, want)
+                vectors.copy_(its_vectors)
+                for name, each in rows.items():
+                    each.copy_(its_rows[name])
+                del its_vectors, its_rows  # kept, they would lie between what the next graph needs in one piece
             except BaseException:
                 with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # of a graph that is broken or empty
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return graph, buffer, results
+        return graph, buffer, (vectors, rows)
+
+    def _place(self, results: Results) -> Results:
+        """Where a graph with results like these puts them; graphs made before a larger one keep the smaller place."""
+        vectors, rows = results
+        wanted = [vectors, *rows.values()]
+        sizes = [each.numel() for each in wanted]
+        if self._results.numel() < sum(sizes):
+            self._results = self._results.new_empty(sum(sizes))
+        parts = torch.split(self._results[: sum(sizes)], sizes)
+        its_vectors, *its_rows = (part.view(each.shape) for part, each in zip(parts, wanted, strict=True))
+        return its_vectors, dict(zip(rows, its_rows, strict=True))
 
 
 @contextmanager

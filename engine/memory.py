@@ -32,6 +32,9 @@ MemoryKind = Literal["gpu", "unified", "cpu"]
 # bytes, as the 0.6B's does: larger models take long enough to compute that the host keeps up without.
 MOST_BATCH_TOKENS = 16384
 MOST_GRAPH_TOKENS = MOST_BATCH_TOKENS
+# What a graph gives is kept beside their memory: vectors of so many sequences, and so many values besides.
+MOST_GRAPH_SEQS = 4096
+MOST_GRAPH_VALUES = 2 << 20
 _GRAPH_BYTES = 384 << 20
 _SHORT_BATCH_TOKENS = 4096  # any model's
 # Measured on an H200 beside what torch reports, for engines of 0.2 to 17 GiB (docs/decisions/009); but captures' workspaces,
@@ -92,8 +95,10 @@ def footprint(
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
     if kind == "unified":
         workspace = int(workspace * _FRAGMENTED)
-    graphs = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype)) * per_token
-    graphs += min(vectors, _SPLADE_GRAPH_BYTES)
+    graph_tokens = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype))
+    graphs = graph_tokens * per_token + 4 * MOST_GRAPH_VALUES
+    # SPLADE's vectors are among the values, so that they are few: the pool holds logits, and those vectors in both dtypes.
+    graphs += _SPLADE_GRAPH_BYTES if vectors else 4 * min(graph_tokens, MOST_GRAPH_SEQS) * config.embedding_size
     return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
 
 
@@ -140,8 +145,7 @@ def _splade_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> i
     return CHUNK_BYTES + num_seqs * splade_width(config.vocab_size) * (dtype.itemsize + 4)
 
 
-# In CUDA graphs vectors are few: what their pool holds is the logits, and those of the largest.
-_SPLADE_GRAPH_BYTES = CHUNK_BYTES + (24 << 20)
+_SPLADE_GRAPH_BYTES = CHUNK_BYTES + 6 * MOST_GRAPH_VALUES
 
 # Of a packed batch: ids, bounds, attention tiles and options, int32; at most this much for each token.
 _INDEX_BYTES = 40

@@ -14,7 +14,9 @@ from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import Quantized, quantize
 
-_FEW_TILES = 128  # rows of x: of so few, `gemm_hopper` has too few tiles to fill the chip
+# Rows of x of which `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. A wide W has more of them, and
+# cuBLAS's sums in 32 bits are as wide.
+_FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
 _INT32_BYTES = 64 << 20  # of the sums there are at a time
 _LEAST_ROWS = 32  # of an int8 product of cuBLAS's
 
@@ -47,7 +49,8 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
     """The result of a product of our own; None where there is none, or cuBLAS's is faster."""
     if (shape := few_rows_cut(x.values, weight.values)) is not None:
         return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
-    if x.values.dtype == torch.int8 and len(x) > _FEW_TILES and is_hopper(x.values.device):
+    few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
+    if x.values.dtype == torch.int8 and len(x) > few and is_hopper(x.values.device):
         return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)
     return None
 

@@ -13,7 +13,7 @@ from engine.kernels.reference import hadamard
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 in_8_bits = pytest.mark.parametrize("dtype", EIGHT_BITS)
-row_counts = pytest.mark.parametrize("m", [1, 9, 16, 32, 33, 64, 65, 700, 4096])
+row_counts = pytest.mark.parametrize("m", [1, 9, 16, 32, 33, 64, 65, 193, 700, 4096])
 # The last two are no multiples of what our own products cut them into.
 shapes = pytest.mark.parametrize(("n", "k"), [(1024, 1024), (4096, 3072), (512, 9728), (2048, 768), (272, 96)])
 

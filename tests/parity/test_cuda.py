@@ -459,6 +459,21 @@ def test_graphs_that_are_given_up_leave_the_others_and_all_memory_alone(
     assert all((each == 1).all() for each in others)
 
 
+def test_graphs_keep_their_results_in_one_place(tiny: Callable[..., Path]) -> None:
+    """A text of four tokens has a vector of 4 KiB here, more than all else that a graph keeps of it."""
+    engine = Engine.load(tiny("qwen3", hidden_size=1024), device="cuda", max_batch_tokens=4096)
+    assert engine._cuda is not None
+    engine._cuda.max_graph_tokens = 4096
+    engine.launch(sequences([4] * 1024)).wait()
+    before = torch.cuda.memory_allocated()
+    batches = [sequences([4] * (tokens // 4)) for tokens in cuda.GRAPH_TOKENS if 1024 < tokens < 4096]
+    vectors = [engine.launch(batch).wait().vectors for batch in batches]
+    assert len(batches) == 7
+    assert torch.cuda.memory_allocated() - before < 0.1 * sum(each.nbytes for each in vectors)
+    for batch, each in zip(reversed(batches), reversed(vectors), strict=True):  # none has written over another's since
+        np.testing.assert_array_equal(engine.launch(batch).wait().vectors, each)
+
+
 def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(tiny("qwen3"), device="cuda")
     batch = sequences([7, 20])

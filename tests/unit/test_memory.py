@@ -349,8 +349,10 @@ def test_graphs_of_whole_batches_are_for_models_that_a_host_may_not_keep_up_with
         config = known_model(f"Qwen3-Embedding-{name}")
         assert config is not None
         each = footprint(config, dtype, "gpu", MOST_BATCH_TOKENS)
-        assert each.graphs == most * each.workspace_per_token
-        assert footprint(config, dtype, "gpu", 1024).graphs == 1024 * each.workspace_per_token, "no batch is longer"
+        results = 4 * (4096 * config.embedding_size + (2 << 20))  # of 4,096 texts, and 2 Mi values besides
+        assert each.graphs == most * each.workspace_per_token + results
+        short = footprint(config, dtype, "gpu", 1024).graphs
+        assert short == 1024 * (each.workspace_per_token + 4 * config.embedding_size) + (8 << 20), "no batch is longer"
 
 
 def test_models_are_known_by_their_last_part_in_any_case() -> None:
