@@ -1,5 +1,6 @@
 """A Ray of our own on this machine: its environment, its start, and an end that leaves no process behind."""
 
+import errno
 import logging
 import os
 import secrets
@@ -48,6 +49,9 @@ SERVE_ENV = {
 
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 _PORTS_OF_A_RAY = 50
+# Between those of Ray's workers and those of replicas. The kernel would offer one of those that connections get, of which a Ray
+# opens hundreds while it starts.
+_FREE_PORTS = range(20000, 30000)
 
 # Seconds a replica that is told to stop may take for the requests it has accepted.
 DRAIN_S = 60.0
@@ -114,10 +118,11 @@ def _is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody uses at this moment, for who will listen on it in some seconds. Raises: OSError: all are taken."""
+    for port in secrets.SystemRandom().sample(_FREE_PORTS, len(_FREE_PORTS)):
+        if _is_free(port):
+            return port
+    raise OSError(errno.EADDRINUSE, f"ports {_FREE_PORTS[0]} to {_FREE_PORTS[-1]} are all in use")
 
 
 def set_environment(values: Mapping[str, str]) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,12 @@ def plain_server(prepared: Path) -> Iterator[Server]:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """None that a connection may get before the server listens on it."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("a hundred ports are all in use")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import threading
+from pathlib import Path
 from time import monotonic
 
 import psutil
@@ -11,9 +12,11 @@ import ray
 from ray import serve
 
 from cluster import local_ray
-from cluster.local_ray import SERVE_ENV, grpc_ports
+from cluster.local_ray import SERVE_ENV, free_port, grpc_ports
 
 LOW, HIGH = (int(SERVE_ENV[f"RAY_SERVE_DIRECT_INGRESS_{end}_GRPC_PORT"]) for end in ("MIN", "MAX"))
+
+CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the ports that the kernel gives to connections
 
 
 def span(ports: dict[str, str]) -> set[int]:
@@ -39,6 +42,23 @@ def test_ports_that_somebody_shares_are_not_taken() -> None:
         grpc_ports() as others,
     ):
         assert not span(others) & taken
+
+
+def test_a_free_port_is_none_that_a_connection_or_a_replica_may_get_meanwhile() -> None:
+    first_of_connections = int(CONNECTIONS.read_text().split()[0])
+    if first_of_connections <= 30000:
+        pytest.skip(f"connections have ports from {first_of_connections} on here")
+    assert max(free_port() for _ in range(100)) < 30000, "where replicas' ports begin"
+
+
+def test_a_free_port_is_none_that_somebody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(local_ray, "_FREE_PORTS", range(port, port + 2))
+        assert {free_port() for _ in range(10)} == {port + 1}
+        monkeypatch.setattr(local_ray, "_FREE_PORTS", range(port, port + 1))
+        with pytest.raises(OSError, match=f"{port} to {port} are all in use"):
+            free_port()
 
 
 def test_an_error_of_what_runs_meanwhile_is_its_own() -> None:
