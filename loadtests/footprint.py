@@ -47,7 +47,7 @@ def main(names: list[str]) -> None:
         "graphs up to: where they were found to pay in that process; the estimate has them as large as they may be",
         "reserved: torch.cuda.memory_reserved(); on the card: by NVML, the context included; MiB",
     ]
-    write("footprint", "python -m loadtests.footprint", {"Estimated and reported": rows}, notes)
+    write("footprint", " ".join(["python -m loadtests.footprint", *names]), {"Estimated and reported": rows}, notes)
 
 
 def in_a_process(folder: Path, pooling: str, dtype: DtypeName, budget: int, longest: int | None) -> dict[str, Any]:

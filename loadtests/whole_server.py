@@ -101,7 +101,8 @@ def _noting(failures: list[str], what: str) -> Iterator[None]:
         yield
     except Exception as error:
         traceback.print_exc()
-        failures.append(f"FAILED, {what}: {error}"[:500])
+        *_, last = str(error).strip().splitlines() or [type(error).__name__]
+        failures.append(f"FAILED, {what}: {last}")
 
 
 @contextmanager
