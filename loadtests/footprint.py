@@ -47,7 +47,9 @@ def main(names: list[str]) -> None:
         "graphs up to: where they were found to pay in that process; the estimate has them as large as they may be",
         "reserved: torch.cuda.memory_reserved(); on the card: by NVML, the context included; MiB",
     ]
-    write("footprint", " ".join(["python -m loadtests.footprint", *names]), {"Estimated and reported": rows}, notes)
+    whole = set(names) == set(PUBLISHED)
+    command = " ".join(["python -m loadtests.footprint", *([] if whole else names)])
+    write("footprint" if whole else "footprint_part", command, {"Estimated and reported": rows}, notes)
 
 
 def in_a_process(folder: Path, pooling: str, dtype: DtypeName, budget: int, longest: int | None) -> dict[str, Any]:

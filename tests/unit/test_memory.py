@@ -37,6 +37,7 @@ from loadtests.report import RESULTS
 KINDS = get_args(MemoryKind)
 MIB = 1 << 20
 MEASURED = Path(__file__).parents[2] / "loadtests" / "results" / "footprint.json"
+MEASURED_PART = MEASURED.with_name("footprint_part.json")
 
 
 @pytest.mark.parametrize(
@@ -323,19 +324,34 @@ def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:
     assert gpu.total == gpu.reserved + gpu.context == sum((gpu.weights, gpu.workspace, gpu.graphs, gpu.overhead, gpu.context))
 
 
-def test_estimates_are_what_an_h200_reported_or_more() -> None:
-    """Where they are less, by under half of what plans leave free of a card."""
+def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
+    """Of the budgets that an engine chooses; one far above costs up to 7 %. Measured when graphs ended at 4,096 tokens and were
+    captured on the stream that passes run on: they are counted as they were then."""
     (rows,) = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"].values()
-    rows = [row for row in rows if row["model"].startswith("Qwen3") or row["token budget"] <= MOST_BATCH_TOKENS]
+    rows = [row for row in rows if row["model"].startswith("Qwen3") and row["token budget"] <= MOST_BATCH_TOKENS]
+    assert len(rows) == 6
+    for row in rows:
+        config = known_model(row["model"])
+        assert config is not None
+        estimate = footprint(config, torch.bfloat16, "gpu", row["token budget"])
+        since = estimate.graphs / MIB - row["graphs"] + 2 * 32  # cuBLAS's workspaces on that stream
+        assert 1.0 <= (estimate.reserved / MIB - since) / row["reserved"] <= 1.05, row
+        assert 1.0 <= (estimate.total / MIB - since) / row["on the card"] <= 1.05, row
+
+
+def test_with_graphs_of_whole_batches_and_in_8_bits_what_is_missing_stays_free_in_every_plan() -> None:
+    """By under half of what plans leave free of a card, and that only for BERT-base in float8."""
+    (rows,) = json.loads(MEASURED_PART.read_text(encoding="utf-8"))["tables"].values()
+    rows = [row for row in rows if row["token budget"] <= MOST_BATCH_TOKENS]
     assert {(row["model"], row["dtype"]) for row in rows} == {
         (model, dtype) for model in ("Qwen3-Embedding-0.6B", "BERT-base") for dtype in ("bfloat16", "float8", "int8")
     }
     for row in rows:
         config = known_model({"BERT-base": "bge-base-en-v1.5"}.get(row["model"], row["model"]))
         assert config is not None
-        estimate = footprint(config, DTYPES[row["dtype"]], "gpu", row["token budget"])
-        assert (estimate.total / MIB - row["on the card"]) > -CARD_RESERVE / MIB / 2, row
-        assert estimate.total / MIB / row["on the card"] < 1.3, row
+        total = footprint(config, DTYPES[row["dtype"]], "gpu", row["token budget"]).total / MIB
+        missing = CARD_RESERVE / MIB / 2 if (row["model"], row["dtype"]) == ("BERT-base", "float8") else 0
+        assert row["on the card"] - missing < total < 1.3 * row["on the card"], row
 
 
 def test_graphs_of_whole_batches_are_for_models_that_a_host_may_not_keep_up_with() -> None:
