@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from engine.model_config import DenseConfig, HeadConfig, ModelConfig, Pooling, SpladeConfig
-from engine.models import MODELS
-from engine.models.bert import BertConfig
-from engine.models.decoder import DecoderConfig
-from engine.models.gemma3 import Gemma3Config
-from engine.models.gte import GteConfig
-from engine.models.jina_bert import JinaBertConfig
-from engine.models.modernbert import ModernBertConfig
-from engine.models.nomic_bert import NomicBertConfig
-from engine.pairs import DEFAULT_INSTRUCTION
+from engine.model.config import DenseConfig, HeadConfig, ModelConfig, Pooling, SpladeConfig
+from engine.model.families import MODELS
+from engine.model.families.bert import BertConfig
+from engine.model.families.decoder import DecoderConfig
+from engine.model.families.gemma3 import Gemma3Config
+from engine.model.families.gte import GteConfig
+from engine.model.families.jina_bert import JinaBertConfig
+from engine.model.families.modernbert import ModernBertConfig
+from engine.model.families.nomic_bert import NomicBertConfig
+from engine.text.pairs import DEFAULT_INSTRUCTION
 
 _CLS: Pooling = "cls"
 _MEAN: Pooling = "mean"

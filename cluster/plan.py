@@ -20,10 +20,10 @@ from cluster.placement import Demand, Placement, Slot, place
 from cluster.throughput import Basis, Rate, capability_of, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
 from engine.hub import EMBEDDED_MODEL, resolve_model
-from engine.memory import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
-from engine.model_config import Backend, ModelConfig, Pooling
-from engine.model_folder import load_model_config
-from engine.models import family_of
+from engine.model.config import Backend, ModelConfig, Pooling
+from engine.model.families import family_of
+from engine.model.folder import load_model_config
+from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
 from serve_app.settings import Dtype, Settings, check_remote_code, pool_name
 
 # A CPU replica computes with this many cores or more.

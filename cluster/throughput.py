@@ -12,9 +12,9 @@ import torch
 from cluster.catalogue import CATALOGUE
 from cluster.nodes import Node
 from engine.devices import DTYPES, DtypeName, compute_dtype
-from engine.memory import body_parameters
-from engine.model_config import ModelConfig
-from engine.models import family_of
+from engine.model.config import ModelConfig
+from engine.model.families import family_of
+from engine.model.footprint import body_parameters
 
 # Written by `python -m loadtests.predict` from loadtests/results/engine.json.
 TABLE_FILE = Path(__file__).parent / "throughput.json"

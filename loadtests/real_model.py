@@ -11,9 +11,8 @@ from cluster.local_ray import free_port
 from engine import Engine
 from engine.hub import EMBEDDED_MODEL
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions
+from engine.options import EmbedOptions, EncodeOptions
+from engine.schedule.request import Request
 from loadtests.client import bodies, closed_loop
 from loadtests.report import write
 from loadtests.servers import running
@@ -58,7 +57,7 @@ def through_loop(engine: Engine, tokens: list[int]) -> list[dict[str, Any]]:
     rows = []
     for number in range(ROUNDS):
         sequences = engine.tokenizer.encode(ragged_texts(TEXTS, seed=number), EncodeOptions())
-        jobs = [Job([ids], EmbedOptions()) for ids in sequences]
+        jobs = [Request([ids], EmbedOptions()) for ids in sequences]
         start = perf_counter()
         loop.submit(jobs)
         for job in jobs:

@@ -5,7 +5,7 @@ from typing import Any
 
 from ray import serve
 
-from engine.packer import Job, Slice
+from engine.schedule.request import Request, Slice
 from loadtests.servers import StubEngine
 from serve_app.model_server import ModelServer
 from serve_app.settings import Settings
@@ -20,7 +20,7 @@ class CutByServeBatch(ModelServer):
     """What `@serve.batch` alone makes of the same arrivals: a group is frozen 5 ms after its first request."""
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
-    async def _collect(self, jobs: list[Job]) -> list[None]:
+    async def _collect(self, jobs: list[Request]) -> list[None]:
         await asyncio.to_thread(self._loop._launch, [Slice(job, 0, len(job.sequences)) for job in jobs])
         return [None] * len(jobs)
 

@@ -17,8 +17,8 @@ import transformers
 
 from engine import Engine
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
+from engine.options import EmbedOptions
+from engine.schedule.request import Request
 from loadtests import peers
 from loadtests.checkpoints import save_random
 from loadtests.peers import Ids, padded_batches
@@ -43,7 +43,7 @@ def requests(seed: int, queries: int) -> list[list[Ids]]:
 def ours(engine: Engine) -> Callable[[list[list[Ids]]], None]:
     def run(asked: list[list[Ids]]) -> None:
         loop = EngineLoop(engine, engine.max_batch_tokens)
-        jobs = [Job(texts, SCORES) for texts in asked]
+        jobs = [Request(texts, SCORES) for texts in asked]
         loop.submit(jobs)
         for job in jobs:
             job.future.result()

@@ -115,8 +115,8 @@ class StubEngine:
 
     def __init__(self) -> None:
         from engine.hub import EMBEDDED_MODEL, resolve_model
-        from engine.model_folder import load_model_config
-        from engine.tokenizer import Tokenizer
+        from engine.model.folder import load_model_config
+        from engine.text.tokenizer import Tokenizer
 
         folder = resolve_model(EMBEDDED_MODEL)
         self.config = load_model_config(folder)
@@ -126,7 +126,7 @@ class StubEngine:
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
     def launch(self, sequences: Sequence[Any], options: Any = None, want: Any = ()) -> Any:
-        from engine.flight import Landed, Output
+        from engine.run.flight import Landed, Output
 
         return Landed(Output(self._vector.repeat(len(sequences), 0)))
 
@@ -222,8 +222,8 @@ def _uvicorn(port: int) -> None:
     import uvicorn
 
     from engine.loop import EngineLoop
-    from engine.packer import Job
-    from engine.tokenizer import EncodeOptions
+    from engine.options import EncodeOptions
+    from engine.schedule.request import Request
     from serve_app.api import Api
     from serve_app.backend import LocalBackend, LocalModel, ModelInfo
     from serve_app.health import Health
@@ -234,7 +234,7 @@ def _uvicorn(port: int) -> None:
     loop = EngineLoop(engine, engine.max_batch_tokens)
     info = ModelInfo("stub", "stub", "float32", "stub", "mean", 384, 256, 16384, 0)
 
-    async def collect(job: Job) -> None:
+    async def collect(job: Request) -> None:
         loop.submit([job])
 
     health = Health(loop, engine.tokenizer.encode(["health"], EncodeOptions())[0])

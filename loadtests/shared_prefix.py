@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from engine import Engine
-from engine.batch import BatchPacker
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.options import EmbedOptions, TokenIds
+from engine.run.batch import BatchPacker
+from engine.schedule.request import Request
 from loadtests.checkpoints import save_random
 from loadtests.report import write
 
@@ -62,7 +61,7 @@ def workloads(seed: int) -> dict[str, list[TokenIds]]:
 def seconds_of(engine: Engine, texts: list[TokenIds]) -> float:
     """Through the loop, from the submission to the last vector."""
     loop = EngineLoop(engine, engine.max_batch_tokens)
-    job = Job(texts, EmbedOptions())
+    job = Request(texts, EmbedOptions())
     start = perf_counter()
     loop.submit([job])
     job.future.result()

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from engine import Engine
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions, TokenIds
+from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.schedule.request import Request
 from loadtests.report import write
 from loadtests.traces import ragged_texts, short_texts
 
@@ -63,7 +62,7 @@ def in_batches(texts: Sequence[Any], run: Callable[[list[Any]], Any]) -> None:
 def engines(folder: Path, encode: Callable[[Engine, list[str]], list[TokenIds]], options: EmbedOptions) -> dict[str, System]:
     def system(engine: Engine) -> System:
         def run(texts: list[str]) -> None:
-            job = Job(encode(engine, texts), options)
+            job = Request(encode(engine, texts), options)
             loop = EngineLoop(engine, engine.max_batch_tokens, THREADS)
             loop.submit([job])
             job.future.result()
@@ -187,7 +186,7 @@ def late(folder: Path) -> dict[str, System]:
     def ours(engine: Engine) -> System:
         def run(texts: list[str]) -> None:
             cut = [engine.tokenizer.chunk(index, text, CHUNK, 0, 10_000, PLAIN) for index, text in enumerate(texts)]
-            jobs = [Job([each.token_ids], EmbedOptions(pooled=False, outputs=("chunks",), spans=each.spans)) for each in cut]
+            jobs = [Request([each.token_ids], EmbedOptions(pooled=False, outputs=("chunks",), spans=each.spans)) for each in cut]
             loop = EngineLoop(engine, engine.max_batch_tokens, THREADS)
             loop.submit(jobs)
             for job in jobs:

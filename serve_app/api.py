@@ -24,8 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.devices import CLOSENESS, DtypeName
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, split_revision
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions
+from engine.options import EmbedOptions, EncodeOptions
 from serve_app import encode, openapi
 from serve_app.backend import Backend, ModelInfo, ServedModel
 from serve_app.errors import (

@@ -9,10 +9,10 @@ from time import perf_counter, time
 from typing import Any, Protocol
 
 from engine.loop import Embeddings, EngineLoop
-from engine.model_config import ModelConfig, OutputName, Task
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds, Tokenizer
+from engine.model.config import ModelConfig, OutputName, Task
+from engine.options import EmbedOptions, TokenIds
+from engine.schedule.request import Request
+from engine.text.tokenizer import Tokenizer
 from serve_app.errors import UnknownModel
 from serve_app.health import Health
 from serve_app.quantize import Ranges, read_ranges
@@ -97,13 +97,13 @@ class Backend(Protocol):
 class LocalModel:
     """The model of this replica. `collect` hands a job to the engine's queue (through `@serve.batch`)."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Job], Awaitable[None]]) -> None:
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Request], Awaitable[None]]) -> None:
         self.info, self.tokenizer = info, tokenizer
         self._collect = collect
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
         deadline = inf if terms.deadline_s is None else perf_counter() + terms.deadline_s
-        job = Job(sequences, options, terms.priority, deadline)
+        job = Request(sequences, options, terms.priority, deadline)
         try:
             await self._collect(job)
             result: Embeddings = await asyncio.wrap_future(job.future)

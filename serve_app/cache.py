@@ -7,10 +7,9 @@ from hashlib import blake2b
 import numpy as np
 from cachetools import LRUCache
 
-from engine.flight import Vectors
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.options import EmbedOptions, TokenIds
+from engine.run.flight import Vectors
 from serve_app.backend import ServedModel
 from serve_app.metrics import Metrics
 from serve_app.terms import Terms

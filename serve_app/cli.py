@@ -36,8 +36,8 @@ from cluster.plan import Plan, load_models
 from engine.errors import EmberError, ModelError
 from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
-from engine.model_config import ModelConfig
-from engine.model_folder import load_model_config
+from engine.model.config import ModelConfig
+from engine.model.folder import load_model_config
 from serve_app import keys, tei
 from serve_app.settings import IDLE_PROMPTS, Settings, SettingsError, load_settings
 

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from engine.tokenizer import Token
+from engine.text.tokenizer import Token
 
 # float32, or what `quantize` made of it
 Vectors = NDArray[np.float32] | NDArray[np.int8] | NDArray[np.uint8]

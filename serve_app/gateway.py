@@ -20,11 +20,11 @@ from cluster.router import COLD_START_S, Ticket, choose, load_of, split
 from engine.errors import BackendError, DeadlineOutOfReach, DeviceLost, EmberError, EngineStopped, InvalidInput
 from engine.hub import resolve_model
 from engine.loop import Embeddings
-from engine.memory import MOST_BATCH_TOKENS, num_parameters
-from engine.model_config import Backend, Pooling
-from engine.model_folder import load_model_config
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds, Tokenizer
+from engine.model.config import Backend, Pooling
+from engine.model.folder import load_model_config
+from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
 from serve_app.api import Api
 from serve_app.app import deployment_options
 from serve_app.backend import ModelInfo

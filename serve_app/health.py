@@ -11,9 +11,8 @@ from time import monotonic
 
 from engine.errors import EngineStopped
 from engine.loop import Embeddings, EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.options import EmbedOptions, TokenIds
+from engine.schedule.request import Request
 from serve_app.errors import Unhealthy
 
 # A pass within this is proof enough.
@@ -33,7 +32,7 @@ class Health:
         canary: the tokens of a short input.
         """
         self._loop, self._tokens, self._clock = loop, canary, clock
-        self._canary: Job | None = None
+        self._canary: Request | None = None
         self._sent_at = 0.0
 
     async def check(self) -> None:
@@ -55,8 +54,8 @@ class Health:
         elif self._clock() - max(self._sent_at, self._loop.computed_at) > DEADLINE_S + _SLOWEST * self._loop.running_s:
             raise Unhealthy("unhealthy")  # the canary stays: there is never a second one, and the engine may come back
 
-    def _send(self) -> Job:
-        canary = Job([self._tokens], EmbedOptions())
+    def _send(self) -> Request:
+        canary = Request([self._tokens], EmbedOptions())
         self._canary, self._sent_at = canary, self._clock()
         try:
             self._loop.submit([canary])

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp
 from engine.engine import Engine
 from engine.hub import resolve_model
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.tokenizer import EncodeOptions
+from engine.options import EncodeOptions
+from engine.schedule.request import Request
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import CachedModel
@@ -76,7 +76,7 @@ class EngineServer:
         )
 
     @serve.batch(max_batch_size=1024, batch_wait_timeout_s=0.0)
-    async def _collect(self, jobs: list[Job]) -> list[None]:
+    async def _collect(self, jobs: list[Request]) -> list[None]:
         """Hand everything that has arrived to the engine's queue, at once; callers then wait on their own futures.
 
         Only collecting happens here, so this call never takes long and never mixes one caller's error with another's.

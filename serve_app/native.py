@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from engine.errors import InvalidInput
-from engine.flight import Vectors
 from engine.loop import Embeddings
-from engine.model_config import OutputName
-from engine.pooling import EmbedOptions
+from engine.model.config import OutputName
+from engine.options import EmbedOptions
+from engine.run.flight import Vectors
 from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import EmptyBatch
 from serve_app.quantize import OutputDtype, quantize

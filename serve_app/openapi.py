@@ -7,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from engine.packer import Priority
+from engine.options import Priority
 from serve_app import schemas
 from serve_app.version import VERSION
 

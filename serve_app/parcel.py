@@ -11,8 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.options import EmbedOptions, TokenIds
 from serve_app.terms import Terms
 
 Call: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]

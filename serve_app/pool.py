@@ -16,9 +16,8 @@ from cluster.ray_router import routing_options
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, EmberError
 from engine.loop import Embeddings, EngineLoop
-from engine.memory import footprint
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.model.footprint import footprint
+from engine.options import EmbedOptions, TokenIds
 from serve_app.app import deployment_options
 from serve_app.model_server import EngineServer
 from serve_app.parcel import Answer, Answered, Call, Parcel

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import InvalidInput, ModelError
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 
 Quantized = Literal["int8", "uint8", "binary", "ubinary"]
 OutputDtype = Literal["float", Quantized]

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from engine.tokenizer import EncodeOptions, InputType, TextOrIds
+from engine.options import EncodeOptions, InputType, TextOrIds
 from serve_app.errors import BadBody, BadInstance
 from serve_app.quantize import OutputDtype
 

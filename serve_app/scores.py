@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.flight import Vectors
+from engine.run.flight import Vectors
 
 
 def probabilities(logits: Vectors, multi_label: bool = False) -> Vectors:

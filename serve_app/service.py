@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, NotFinite
-from engine.flight import Vectors
 from engine.loop import Embeddings
-from engine.model_config import OutputName
-from engine.pooling import EmbedOptions, check_dimensions, check_outputs
-from engine.tokenizer import ChunkedText, EncodeOptions, TextOrIds, TokenIds, Tokenizer
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions, check_outputs
+from engine.run.flight import Vectors
+from engine.text.tokenizer import ChunkedText, Tokenizer
 from serve_app.backend import Backend, ServedModel
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded, ScoreNotFinite
 from serve_app.metrics import Metrics

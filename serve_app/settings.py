@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from engine.devices import DtypeName
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, split_revision
-from engine.model_config import Backend, Pooling
+from engine.model.config import Backend, Pooling
 
 ENV_PREFIX = "EMBERFORGE_"
 _NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_KERNEL_CACHE")  # read elsewhere, and for all commands

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, cast, get_args
 
-from engine.packer import Priority
+from engine.options import Priority
 from serve_app.errors import BadHeader
 
 _PRIORITY, _DEADLINE, _CACHE = b"x-priority", b"x-request-deadline-ms", b"cache-control"

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import BatchPacker, PackedBatch
-from engine.kernels.tiles import Tiling, tiling
+from engine.run.batch import BatchPacker, PackedBatch
+from engine.run.tiles import Tiling, tiling
 
 DEVICE = torch.device("cuda", 0)
 

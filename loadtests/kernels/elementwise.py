@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
-from engine.batch import PackedBatch
 from engine.kernels import reference
+from engine.run.batch import PackedBatch
 from loadtests.checkpoints import PUBLISHED
 from loadtests.kernels.batches import DEVICE, packed
 from loadtests.kernels.timing import CALLS, copy_bandwidth, seconds_of

@@ -18,8 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from engine.errors import EmberError
 from engine.hub import split_revision
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions
+from engine.options import EmbedOptions, EncodeOptions
 from serve_app import encode
 from serve_app.backend import Backend, ModelInfo, ServedModel
 from serve_app.errors import BadMessage, EmptyBatch, Unauthorized, Unhealthy, UnknownRoute, WrongTask, grpc_status

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 
 from engine import BackendError, Engine, InvalidInput, ModelError
 from engine.loop import EngineLoop
-from engine.memory import num_parameters
-from engine.model_config import OutputName
-from engine.model_folder import load_model_config
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.ragged import SPARSE
+from engine.model.config import OutputName
+from engine.model.folder import load_model_config
+from engine.model.footprint import num_parameters
+from engine.options import EmbedOptions
+from engine.results import SPARSE
+from engine.schedule.request import Request
 
 LENGTHS = [1, 7, 64, 2, 33, 7, 128, 15]
 NAMES: tuple[OutputName, ...] = ("colbert", "sparse", "tokens")
@@ -72,7 +72,7 @@ def test_jobs_of_one_pass_get_what_each_asked_for(folder: Path) -> None:
         EmbedOptions(pooled=False, outputs=("sparse", "colbert")),
         EmbedOptions(outputs=("sparse",)),
     ]
-    jobs = [Job(batch, options) for options in wants]
+    jobs = [Request(batch, options) for options in wants]
     loop.submit(jobs)
     results = [job.future.result(10) for job in jobs]
     loop.stop()
@@ -95,7 +95,7 @@ def test_weights_that_are_not_finite_fail_who_asked_for_them(folder: Path) -> No
     with torch.inference_mode():
         engine.token_outputs.lexical.bias[:] = torch.nan
     loop = EngineLoop(engine, 4096)
-    bad, good = Job(batch[1:2], EmbedOptions(outputs=("sparse",))), Job(batch[1:2], EmbedOptions())
+    bad, good = Request(batch[1:2], EmbedOptions(outputs=("sparse",))), Request(batch[1:2], EmbedOptions())
     loop.submit([bad, good])
     with pytest.raises(BackendError, match="not finite"):
         bad.future.result(10)

@@ -11,9 +11,8 @@ import torch
 import transformers
 
 from engine import Engine
-from engine.pairs import SECOND_SEGMENT
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions
+from engine.options import EmbedOptions, EncodeOptions
+from engine.text.pairs import SECOND_SEGMENT
 
 ONE = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
 THREE = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}

@@ -15,18 +15,18 @@ import torch
 import transformers
 from parity.bge_m3_reference import save_layers
 
-from engine import BackendError, Engine, cuda, devices
-from engine.batch import PackedBatch
+from engine import BackendError, Engine, devices
 from engine.devices import DtypeName
 from engine.kernels.embed import _kernel as embed_kernel
-from engine.layers import splade
 from engine.loop import EngineLoop
-from engine.model_config import OutputName, Pooling
-from engine.model_folder import load_model_config
-from engine.packer import Job
-from engine.pairs import SECOND_SEGMENT
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions
+from engine.model.config import OutputName, Pooling
+from engine.model.folder import load_model_config
+from engine.model.layers import splade
+from engine.options import EmbedOptions, EncodeOptions
+from engine.run import cuda
+from engine.run.batch import PackedBatch
+from engine.schedule.request import Request
+from engine.text.pairs import SECOND_SEGMENT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -335,7 +335,7 @@ def test_a_text_gone_to_nan_fails_alone(tiny: Callable[..., Path]) -> None:
     texts = [ids for ids in texts if 7 not in ids]
     bad = np.array([9, 7, 9], dtype=np.int32)
     loop = EngineLoop(engine, engine.max_batch_tokens)
-    good_jobs, bad_job = [Job([ids], EmbedOptions()) for ids in texts], Job([bad], EmbedOptions())
+    good_jobs, bad_job = [Request([ids], EmbedOptions()) for ids in texts], Request([bad], EmbedOptions())
     loop.submit([*good_jobs[:20], bad_job, *good_jobs[20:]])
     with pytest.raises(BackendError, match="not finite"):
         bad_job.future.result(20)
@@ -352,7 +352,7 @@ def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> 
     torch.cuda.empty_cache()
     splits: list[int] = []
     loop = EngineLoop(engine, 32768, on_split=lambda: splits.append(1))
-    job = Job(batch, EmbedOptions())
+    job = Request(batch, EmbedOptions())
     try:  # room for 8,192 tokens of the wide activation, not for all 16,384
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (400 << 20)) / total)
         loop.submit([job])
@@ -554,14 +554,14 @@ import os, sys, time
 import numpy as np, torch
 from engine import Engine
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
+from engine.schedule.request import Request
+from engine.options import EmbedOptions
 
 engine = Engine.load(sys.argv[1], dtype="bfloat16", device="cuda")
 loop = EngineLoop(engine, engine.max_batch_tokens)
 
 def job():
-    made = Job([np.arange(5, 25, dtype=np.int32)], EmbedOptions())
+    made = Request([np.arange(5, 25, dtype=np.int32)], EmbedOptions())
     loop.submit([made])
     return made.future
 

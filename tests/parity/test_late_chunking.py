@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import Engine, InvalidInput
-from engine.batch import BatchPacker
 from engine.loop import EngineLoop
-from engine.model_config import Pooling
-from engine.packer import Job
-from engine.pooling import EmbedOptions, check_outputs
-from engine.tokenizer import TokenIds
+from engine.model.config import Pooling
+from engine.options import EmbedOptions, TokenIds, check_outputs
+from engine.run.batch import BatchPacker
+from engine.schedule.request import Request
 
 Spans = tuple[tuple[int, int], ...]
 POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
@@ -96,8 +95,13 @@ def test_jobs_get_their_own_chunks_cut_to_their_dimensions(tiny: Callable[..., P
     engine = Engine.load(tiny("bert"), dtype="float32", device="cpu", pooling="mean")
     loop = EngineLoop(engine, 4096)
     first = EmbedOptions(outputs=("chunks",), spans=((0, 10), (10, 30)))
-    jobs = [Job([TEXTS[0]], first), Job([TEXTS[1]], EmbedOptions()), Job([TEXTS[2], TEXTS[0]], first), Job([TEXTS[0]], first)]
-    jobs.append(Job([TEXTS[0]], EmbedOptions(pooled=False, dimensions=8, outputs=("chunks",), spans=((5, 6),))))
+    jobs = [
+        Request([TEXTS[0]], first),
+        Request([TEXTS[1]], EmbedOptions()),
+        Request([TEXTS[2], TEXTS[0]], first),
+        Request([TEXTS[0]], first),
+    ]
+    jobs.append(Request([TEXTS[0]], EmbedOptions(pooled=False, dimensions=8, outputs=("chunks",), spans=((5, 6),))))
     loop.submit(jobs)
     results = [job.future.result(10) for job in jobs]
     loop.stop()

@@ -14,9 +14,8 @@ from sentence_transformers import CrossEncoder
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine import Engine, InvalidInput, ModelError
-from engine.model_folder import load_model_config
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions
+from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, EncodeOptions
 
 RAW = EmbedOptions(normalize=False)
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

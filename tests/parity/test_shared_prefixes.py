@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from engine import BackendError, Engine
-from engine.batch import PackedBatch
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.options import EmbedOptions, TokenIds
+from engine.run.batch import PackedBatch
+from engine.schedule.request import Request
 
 ABLE: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -89,7 +88,11 @@ def test_through_embed_and_the_loop(engine: Engine, computed: list[int]) -> None
     np.testing.assert_allclose(engine.embed([ids.tolist() for ids in batch]), expected, atol=2e-6)
     assert sum(computed) < sum(map(len, batch))
     loop = EngineLoop(engine, 300)
-    jobs = [Job(batch[:5], EmbedOptions()), Job(batch[5:6], EmbedOptions(dimensions=8)), Job(batch[6:], EmbedOptions())]
+    jobs = [
+        Request(batch[:5], EmbedOptions()),
+        Request(batch[5:6], EmbedOptions(dimensions=8)),
+        Request(batch[6:], EmbedOptions()),
+    ]
     loop.submit(jobs)
     found = [job.future.result(10).vectors for job in jobs]
     loop.stop()
@@ -116,7 +119,7 @@ def test_a_text_gone_to_nan_fails_alone_or_with_those_that_begin_with_it(tiny: C
     loner = np.arange(20, 40, dtype=np.int32)
     assert engine.packer.layout([*group, loner], whole=False).prefixes
     loop = EngineLoop(engine, engine.max_batch_tokens)
-    jobs = [Job([ids], EmbedOptions()) for ids in (*group, loner)]
+    jobs = [Request([ids], EmbedOptions()) for ids in (*group, loner)]
     loop.submit(jobs)
     for job, ids in zip(jobs, [*group, loner], strict=True):
         if 7 in ids:

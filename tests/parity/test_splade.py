@@ -16,12 +16,12 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from engine import Engine, ModelError
-from engine.layers import splade
 from engine.loop import EngineLoop
-from engine.model_folder import load_model_config
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.ragged import SPARSE
+from engine.model.folder import load_model_config
+from engine.model.layers import splade
+from engine.options import EmbedOptions
+from engine.results import SPARSE
+from engine.schedule.request import Request
 
 DEVICES = [
     "cpu",
@@ -117,7 +117,7 @@ def test_a_pass_has_so_many_sequences_that_their_vectors_fit(tiny: Callable[...,
     vectors = engine.embed(batch, normalize=False)
     assert batches == [3, 3, 2]
     loop = EngineLoop(engine, 1000, max_batch_seqs=engine.max_batch_seqs)
-    jobs = [Job(sequences([3] * 8), RAW), Job(sequences([4]), RAW)]
+    jobs = [Request(sequences([3] * 8), RAW), Request(sequences([4]), RAW)]
     loop.submit(jobs)
     result = jobs[0].future.result(10)
     np.testing.assert_allclose(result.vectors, vectors, rtol=1e-5, atol=1e-6)

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from engine import Engine
-from engine.models.mpnet import distance_buckets
-from engine.pooling import EmbedOptions
+from engine.model.families.mpnet import distance_buckets
+from engine.options import EmbedOptions
 
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, {}),

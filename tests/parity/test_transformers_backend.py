@@ -14,10 +14,10 @@ import transformers
 from tiny_tokenizer import save_tokenizer
 
 from engine import Engine, ModelError
-from engine.memory import body_parameters, num_parameters
-from engine.model_folder import load_model_config
-from engine.models.transformers import like_lengths
-from engine.pooling import EmbedOptions
+from engine.model.families.transformers import like_lengths
+from engine.model.folder import load_model_config
+from engine.model.footprint import body_parameters, num_parameters
+from engine.options import EmbedOptions
 
 _SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,

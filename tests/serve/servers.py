@@ -10,11 +10,10 @@ import numpy as np
 
 from engine.engine import Engine
 from engine.errors import EngineStopped
-from engine.flight import Flight, Landed
 from engine.loop import Embeddings
-from engine.model_config import OutputName
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions, TokenIds
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.run.flight import Flight, Landed
 from serve_app.model_server import ModelServer
 from serve_app.pool import PoolServer
 from serve_app.settings import Settings

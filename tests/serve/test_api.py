@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from engine.tokenizer import EncodeOptions
+from engine.options import EncodeOptions
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds, Tokenizer
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
 from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import Unhealthy, UnknownModel
 from serve_app.terms import Terms

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import Engine
-from engine.batch import BatchPacker
-from engine.kernels.tiles import Tiling
-from engine.model_config import Pooling
-from engine.pooling import EmbedOptions
-from engine.prefixes import MOST_PREFIXES, Layout
+from engine.model.config import Pooling
+from engine.options import EmbedOptions
+from engine.run.batch import BatchPacker
+from engine.run.prefixes import MOST_PREFIXES, Layout
+from engine.run.tiles import Tiling
 
 
 def of_lengths(lengths: list[int]) -> Layout:

@@ -18,9 +18,9 @@ from fake_models import FakeBackend
 
 from engine.errors import BackendError, EngineStopped, NotFinite, TokenizerError
 from engine.loop import Embeddings
-from engine.model_folder import load_model_config
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds, Tokenizer
+from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import ModelInfo

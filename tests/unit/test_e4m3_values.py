@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine.kernels import Quantized, quantize_weight
-from engine.layers.e4m3_values import E4M3, scale_values
-from engine.layers.linear import Linear
-from engine.layers.norm import LayerNorm, RMSNorm
+from engine.model.layers.e4m3_values import E4M3, scale_values
+from engine.model.layers.linear import Linear
+from engine.model.layers.norm import LayerNorm, RMSNorm
 
 WIDTH, VALUES = 64, 32
 

@@ -18,9 +18,9 @@ import pytest
 from fake_models import FakeBackend
 
 from engine.loop import Embeddings
-from engine.model_folder import load_model_config
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
+from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
 from serve_app.api import Api
 from serve_app.backend import ModelInfo
 from serve_app.metrics import Metrics

@@ -19,9 +19,9 @@ from ray.serve.config import gRPCOptions
 from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
 from engine.hub import EMBEDDED_MODEL
 from engine.loop import Embeddings
-from engine.model_folder import load_model_config
-from engine.pooling import EmbedOptions
-from engine.tokenizer import EncodeOptions, TokenIds, Tokenizer
+from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
 from serve_app import encode
 from serve_app.app import deploy_config, machine_share
 from serve_app.backend import ModelInfo

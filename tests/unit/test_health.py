@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from engine.errors import DeviceLost
-from engine.flight import Landed, Output
 from engine.loop import EngineLoop
-from engine.packer import Job
-from engine.pooling import EmbedOptions
+from engine.options import EmbedOptions
+from engine.run.flight import Landed, Output
+from engine.schedule.request import Request
 from serve_app.errors import Unhealthy
 from serve_app.health import DEADLINE_S, FRESH_S, Health
 
@@ -57,8 +57,8 @@ class Replica:
         assert len({each is None for each in heard}) == 1
         return heard[0] is None
 
-    def submit(self, num_tokens: int = 2) -> Job:
-        job = Job([np.zeros(num_tokens, dtype=np.int32)], EmbedOptions())
+    def submit(self, num_tokens: int = 2) -> Request:
+        job = Request([np.zeros(num_tokens, dtype=np.int32)], EmbedOptions())
         self.loop.submit([job])
         return job
 

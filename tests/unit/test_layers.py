@@ -9,15 +9,16 @@ import torch
 from closeness import assert_as_close_as_torch
 from torch.nn import functional as F
 
-from engine.batch import BatchPacker, PackedBatch
+from engine.heads.pool import pool
 from engine.kernels.reference import attention, rope_table
-from engine.layers.attention import Attention
-from engine.layers.linear import Linear, linear_reference
-from engine.layers.moe import Experts
-from engine.model_config import Pooling
-from engine.models.jina_bert import alibi_slopes, symmetric_alibi
-from engine.pooling import EmbedOptions, pool
-from engine.prefixes import Layout
+from engine.model.config import Pooling
+from engine.model.families.jina_bert import alibi_slopes, symmetric_alibi
+from engine.model.layers.attention import Attention
+from engine.model.layers.linear import Linear, linear_reference
+from engine.model.layers.moe import Experts
+from engine.options import EmbedOptions
+from engine.run.batch import BatchPacker, PackedBatch
+from engine.run.prefixes import Layout
 
 CPU = torch.device("cpu")
 RAGGED = [1, 31, 32, 33, 64, 7, 7, 100]

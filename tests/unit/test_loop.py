@@ -13,12 +13,11 @@ import pytest
 
 from engine import BackendError, Engine, EngineStopped
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, DeviceLost, InvalidInput, OutOfMemory
-from engine.flight import Landed, Output
 from engine.loop import BatchReport, EngineLoop
-from engine.model_config import OutputName
-from engine.packer import Job, Priority
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, Priority, TokenIds
+from engine.run.flight import Landed, Output
+from engine.schedule.request import Request
 
 
 class Gate:
@@ -45,15 +44,15 @@ class Gate:
         return Landed(Output(np.where(first == 14, np.nan, first), dict.fromkeys(want, tokens)))
 
 
-def job(*firsts: int, length: int = 4, priority: Priority = "interactive", within_s: float = inf, **options: object) -> Job:
+def job(*firsts: int, length: int = 4, priority: Priority = "interactive", within_s: float = inf, **options: object) -> Request:
     sequences = [np.full(length, first, dtype=np.int32) for first in firsts]
-    return Job(sequences, EmbedOptions(normalize=False, **options), priority, perf_counter() + within_s)  # type: ignore[arg-type]
+    return Request(sequences, EmbedOptions(normalize=False, **options), priority, perf_counter() + within_s)  # type: ignore[arg-type]
 
 
 TOKENS: dict[str, Any] = {"pooled": False, "outputs": ("tokens",)}
 
 
-def tokens_of(job: Job) -> list[Any]:
+def tokens_of(job: Request) -> list[Any]:
     return [tokens.tolist() for tokens in job.future.result(5).ragged["tokens"]]
 
 
@@ -216,7 +215,7 @@ def test_the_loop_gives_what_the_engine_gives(tiny: Callable[..., Path]) -> None
     reports: list[BatchReport] = []
     loop = EngineLoop(engine, max_batch_tokens=64, on_batch=reports.append)
     sequences = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 60, 100, 1, 7)]
-    whole = Job(sequences, EmbedOptions())
+    whole = Request(sequences, EmbedOptions())
     loop.submit([whole])
     result = whole.future.result(10)
     np.testing.assert_allclose(result.vectors, engine.embed([ids.tolist() for ids in sequences]), atol=1e-6)
@@ -319,7 +318,7 @@ def test_interactive_work_overtakes_batch_work(gate: Gate, loop: EngineLoop) -> 
     assert gate.entered.wait(5)
     loop.submit([query])
     assert (loop.queued_tokens, loop.queued_batch_tokens) == (16, 12)
-    ends: list[Job] = []
+    ends: list[Request] = []
     for each in (bulk, query):
         each.future.add_done_callback(lambda _, each=each: ends.append(each))  # type: ignore[misc]
     gate.open.set()
@@ -379,7 +378,7 @@ def test_an_idle_engine_tries_whatever_its_rate(gate: Gate, loop: EngineLoop) ->
 
 def test_a_job_of_nothing_is_refused_and_holds_nobody_up(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()
-    nothing, something = Job([], EmbedOptions()), Job([np.ones(3, dtype=np.int32)], EmbedOptions())
+    nothing, something = Request([], EmbedOptions()), Request([np.ones(3, dtype=np.int32)], EmbedOptions())
     loop.submit([nothing, something])
     with pytest.raises(InvalidInput, match="without inputs"):
         nothing.future.result(5)

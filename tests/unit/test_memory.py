@@ -1,4 +1,4 @@
-"""What `engine/memory.py` says a model takes: against published counts, checkpoints' headers, and a card's own report."""
+"""What `engine/model/footprint.py` says a model takes: against published counts, checkpoints and a card's own report."""
 
 import json
 import math
@@ -17,10 +17,13 @@ from safetensors import safe_open
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from cluster.nodes import CARD_RESERVE
 from engine.devices import DTYPES
+from engine.heads.classifier import Head
+from engine.heads.splade import Splade
 from engine.kernels import Matrix, Quantized
-from engine.layers.head import Head
-from engine.layers.splade import Splade
-from engine.memory import (
+from engine.model.config import DenseConfig
+from engine.model.families import MODELS, family_of
+from engine.model.folder import load_model_config
+from engine.model.footprint import (
     MOST_BATCH_TOKENS,
     MemoryKind,
     body_parameters,
@@ -28,10 +31,7 @@ from engine.memory import (
     most_graph_tokens,
     num_parameters,
 )
-from engine.model_config import DenseConfig
-from engine.model_folder import load_model_config
-from engine.models import MODELS, family_of
-from engine.weights import Checkpoint, Shapes
+from engine.model.weights import Checkpoint, Shapes
 from loadtests.report import RESULTS
 
 KINDS = get_args(MemoryKind)

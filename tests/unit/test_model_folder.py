@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
 from engine.hub import _HUB_FILES, _HUB_SKIP, resolve_model
-from engine.model_config import Pooling
-from engine.model_folder import load_model_config
-from engine.models.decoder import DecoderConfig
-from engine.models.gemma3 import Gemma3Config
+from engine.model.config import Pooling
+from engine.model.families.decoder import DecoderConfig
+from engine.model.families.gemma3 import Gemma3Config
+from engine.model.folder import load_model_config
 
 Tiny = Callable[..., Path]
 
@@ -266,7 +266,7 @@ def test_nomics_inputs_end_where_rope_would_depend_on_other_texts(
     folder = copy("nomic_bert_authors", n_positions=8192, max_trained_positions=2048)
     assert load_model_config(folder).max_input_length == 8192  # plain RoPE at any length
     edit(folder / "config.json", {"rotary_scaling_factor": 2.0})
-    with caplog.at_level("INFO", logger="engine.models.nomic_bert"):
+    with caplog.at_level("INFO", logger="engine.model.families.nomic_bert"):
         assert load_model_config(folder).max_input_length == 2048
     assert "no dynamic NTK scaling" in caplog.text
     edit(folder / "config.json", {"rotary_scaling_factor": "DELETE"})  # the authors' default is 1.0
@@ -454,7 +454,7 @@ def test_every_tensor_is_used_or_reported(copy: Callable[..., Path], caplog: pyt
     folder = copy("bert")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"embeddings.position_ids": torch.zeros(1, 4)}, folder / "model.safetensors")
-    with caplog.at_level("INFO", logger="engine.weights"):
+    with caplog.at_level("INFO", logger="engine.model.weights"):
         Engine.load(folder, dtype="float32")
     assert "embeddings.position_ids" in caplog.text
     assert "pooler.dense.weight" in caplog.text

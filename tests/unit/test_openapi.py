@@ -14,8 +14,8 @@ from fake_models import FakeBackend, FakeModel
 from hypothesis import HealthCheck, settings
 from schemathesis.python import asgi
 
-from engine.model_folder import load_model_config
-from engine.tokenizer import Tokenizer
+from engine.model.folder import load_model_config
+from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
 from serve_app.metrics import Metrics

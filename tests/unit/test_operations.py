@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from engine.engine import Engine
 from engine.errors import BackendError
 from engine.loop import BatchReport, Embeddings
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds, Tokenizer
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
 from serve_app.api import Api
 from serve_app.backend import ModelInfo
 from serve_app.errors import Unhealthy

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from engine.errors import DeadlinePassed
-from engine.packer import BATCH_WAITS_S, Job, Packer, Priority, Slice
-from engine.pooling import EmbedOptions
+from engine.options import EmbedOptions, Priority
+from engine.schedule.queue import BATCH_WAITS_S, Packer
+from engine.schedule.request import Request, Slice
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 arrivals = st.lists(lengths, max_size=12)
 
 
-def job(sizes: Sequence[int], priority: Priority = "interactive", at: float = 0.0, deadline: float = inf) -> Job:
-    return Job([np.zeros(size, dtype=np.int32) for size in sizes], EmbedOptions(), priority, deadline, submitted_at=at)
+def job(sizes: Sequence[int], priority: Priority = "interactive", at: float = 0.0, deadline: float = inf) -> Request:
+    return Request([np.zeros(size, dtype=np.int32) for size in sizes], EmbedOptions(), priority, deadline, submitted_at=at)
 
 
 def drained(packer: Packer) -> list[list[Slice]]:
@@ -113,8 +114,8 @@ class Traffic(RuleBasedStateMachine):
     @initialize(budget=st.integers(1, 100))
     def start(self, budget: int) -> None:
         self.packer, self.now = Packer(budget), 0.0
-        self.jobs: dict[Priority, list[Job]] = {"interactive": [], "batch": []}  # in order of arrival
-        self.out: dict[Job, int] = {}  # sequences cut so far
+        self.jobs: dict[Priority, list[Request]] = {"interactive": [], "batch": []}  # in order of arrival
+        self.out: dict[Request, int] = {}  # sequences cut so far
         self.batch_waits_since = 0.0
 
     @rule(sizes=lengths, priority=st.sampled_from(["interactive", "batch"]), left_s=st.just(inf) | st.floats(0.1, 30))
@@ -162,12 +163,12 @@ class Traffic(RuleBasedStateMachine):
             if (front := self.waiting(priority)) is not None:
                 assert tokens(batch) + len(front.sequences[self.out[front]]) > budget
 
-    def waiting(self, priority: Priority) -> Job | None:
+    def waiting(self, priority: Priority) -> Request | None:
         """The first job that is neither gone nor late nor cut to its end."""
         waiting = (each for each in self.jobs[priority] if not each.future.done() and not self.finished(each))
         return next((each for each in waiting if each.deadline > self.now), None)
 
-    def finished(self, each: Job) -> bool:
+    def finished(self, each: Request) -> bool:
         return self.out[each] == len(each.sequences)
 
     def teardown(self) -> None:

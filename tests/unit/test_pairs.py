@@ -16,10 +16,11 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import BertProcessing, PostProcessor, RobertaProcessing, Sequence, TemplateProcessing
 
 from engine import EmptyInput, InvalidInput, ModelError
-from engine.model_config import HeadConfig, ModelConfig
-from engine.model_folder import load_model_config
-from engine.pairs import SECOND_SEGMENT, longest_first
-from engine.tokenizer import EncodeOptions, Tokenizer
+from engine.model.config import HeadConfig, ModelConfig
+from engine.model.folder import load_model_config
+from engine.options import EncodeOptions
+from engine.text.pairs import SECOND_SEGMENT, longest_first
+from engine.text.tokenizer import Tokenizer
 
 LIMIT = 24
 CONFIG = ModelConfig(

@@ -11,8 +11,7 @@ import pytest
 
 from engine.errors import BackendError, NotFinite
 from engine.loop import Embeddings
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds
+from engine.options import EmbedOptions, TokenIds
 from serve_app.outbox import next_ticket
 from serve_app.parcel import Answer, Call, pack, unpack
 from serve_app.pool import PoolServer

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefixes import LEAST_PREFIX, LEAST_SAVED_TOKENS, MOST_PREFIXES, common_prefixes, lay_out
-from engine.tokenizer import TokenIds
+from engine.options import TokenIds
+from engine.run.prefixes import LEAST_PREFIX, LEAST_SAVED_TOKENS, MOST_PREFIXES, common_prefixes, lay_out
 
 # Of few tokens, so that many begin alike; the first are always the same.
 tails = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6)

@@ -19,14 +19,14 @@ from ray.serve.exceptions import RayServeException
 from cluster import router
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
-from engine.flight import Landed, Output
 from engine.hub import EMBEDDED_MODEL
 from engine.loop import Embeddings, EngineLoop
-from engine.model_config import OutputName
-from engine.model_folder import load_model_config
-from engine.packer import Job
-from engine.pooling import EmbedOptions
-from engine.tokenizer import TokenIds, Tokenizer
+from engine.model.config import OutputName
+from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, TokenIds
+from engine.run.flight import Landed, Output
+from engine.schedule.request import Request
+from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
@@ -104,7 +104,7 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         gate, metrics, chosen = Gate(), Metrics("stub"), Settings(**settings)
         loop = EngineLoop(gate, max_batch_tokens=64)
 
-        async def collect(job: Job) -> None:
+        async def collect(job: Request) -> None:
             loop.submit([job])
 
         model: ServedModel = LocalModel(INFO, tokenizer, collect)

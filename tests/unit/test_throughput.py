@@ -11,7 +11,7 @@ import torch
 from cluster.catalogue import CATALOGUE
 from cluster.nodes import GIB, Card, Node
 from cluster.throughput import Measured, Rate, Speed, predicted_tokens_per_s, table, tokens_per_s
-from engine.memory import body_parameters
+from engine.model.footprint import body_parameters
 from loadtests.predict import table_of
 from loadtests.report import RESULTS
 

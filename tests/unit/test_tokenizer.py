@@ -10,8 +10,9 @@ import pytest
 import transformers
 
 from engine import EmptyInput, InvalidInput, ModelError
-from engine.model_folder import load_model_config
-from engine.tokenizer import EncodeOptions, Tokenizer
+from engine.model.folder import load_model_config
+from engine.options import EncodeOptions
+from engine.text.tokenizer import Tokenizer
 
 TEXTS = ["a", "Hello, world!", "Größenwahn 今日は  мир", "word " * 400, " \n ", "x" * 3000, "🙂 [SEP] in text"]
 

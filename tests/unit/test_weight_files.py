@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
-from engine.weights import Checkpoint
+from engine.model.weights import Checkpoint
 
 Tiny = Callable[..., Path]
 TEXTS = ["w1 w2 w3", "w9"]

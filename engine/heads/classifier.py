@@ -1,0 +1,55 @@
+"""The head of a classifier or a reranker: pooled vectors -> logits."""
+
+import torch
+from torch import Tensor
+
+from engine.heads.dense import ACTIVATIONS
+from engine.model.config import HeadConfig, ModelConfig
+from engine.model.layers.linear import Linear
+from engine.model.layers.norm import LayerNorm
+from engine.model.weights import Tensors
+
+
+class Head:
+    """out(norm(activation(dense(x)))), weights and arithmetic in fp32: the rows are few, and 16 bits would round the logits.
+
+    Source: the `...ForSequenceClassification` of transformers; `LogitScore` of sentence-transformers.
+    """
+
+    def __init__(self, config: HeadConfig, out: Linear, dense: Linear | None = None, norm: LayerNorm | None = None) -> None:
+        self.out, self.dense, self.norm, self.activation = out, dense, norm, ACTIVATIONS[config.activation]
+
+    @classmethod
+    def load(cls, config: ModelConfig, head: HeadConfig, checkpoint: Tensors) -> "Head":
+        """Raises: ModelError where the checkpoint has a part of it in another shape, as with another number of labels."""
+
+        def linear(name: str, rows: int, biased: bool) -> Linear:
+            weight = checkpoint.take(f"{name}.weight", rows, c, dtype=torch.float32)
+            return Linear(weight, checkpoint.take(f"{name}.bias", rows, dtype=torch.float32) if biased else None)
+
+        c = config.hidden_size
+        dense, norm = None, None
+        if head.dense is not None:
+            dense = linear(head.dense, c, head.dense_bias)
+        if head.norm is not None:
+            weight = checkpoint.take(f"{head.norm}.weight", c, dtype=torch.float32)
+            shift = checkpoint.take(f"{head.norm}.bias", c, dtype=torch.float32) if head.norm_bias else torch.zeros_like(weight)
+            norm = LayerNorm(weight, shift, config.norm_eps)
+        return cls(head, linear(head.out, len(config.labels), head.out_bias), dense, norm)
+
+    @classmethod
+    def of_words(cls, head: HeadConfig, table: Tensor) -> "Head":
+        """One logit: yes's less no's. `table`: [vocab_size, C], what a hidden state is multiplied with for each word's."""
+        assert head.tokens is not None
+        yes, no = head.tokens
+        row = table[yes].float()
+        return cls(head, Linear((row if no is None else row - table[no].float()).unsqueeze(0)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, C], any dtype -> [B, labels] fp32."""
+        x = x.float()
+        if self.dense is not None:
+            x = self.activation(self.dense(x))
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.out(x)

@@ -1,0 +1,91 @@
+"""SPLADE: a masked-LM head over every token, and per word of the vocabulary the most that any token of a sequence gives it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.model.config import ModelConfig, SpladeConfig
+from engine.model.layers.linear import Linear
+from engine.model.layers.norm import LayerNorm
+from engine.model.weights import Tensors
+
+# Of the logits that are there at a time, and of what cutting and normalising vectors leaves on its way.
+CHUNK_BYTES = 64 << 20
+# Of the vectors of one pass, in fp32.
+_VECTOR_BYTES = 128 << 20
+
+
+def splade_width(vocab_size: int) -> int:
+    """Columns of a row of logits: a multiple of eight, or cuBLAS would write them two values at a time."""
+    return -(-vocab_size // 8) * 8
+
+
+def most_splade_seqs(vocab_size: int) -> int:
+    """Sequences that a pass may have: the vectors of as many short texts as its tokens allow would be tens of gigabytes."""
+    return max(1, _VECTOR_BYTES // (4 * splade_width(vocab_size)))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMNames:
+    """What a checkpoint calls the parts of its masked-LM head: gelu(dense), a norm, and the decoder, whose bias may be its own
+    or lie beside it."""
+
+    dense: str
+    norm: str
+    decoder: str
+    bias: str
+
+
+class Splade:
+    """max over a sequence's tokens of log(1 + relu(masked-LM logits)). Source: SPLADE v2, arXiv:2109.10086, section 3.
+
+    The logarithm and the decoder's bias do not change which token gives a word the most, so they come after the maximum, which
+    runs along with the logits of a few tokens at a time: those of all would be as many as 16,384 x 30,522.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoint: Tensors, names: MaskedLMNames, words: Tensor) -> None:
+        """`words`: the model's table, [vocab_size, C], which is the decoder where the two are tied."""
+        assert config.splade is not None, "the config of another pooling"
+        how: SpladeConfig = config.splade
+        c, self.vocab_size, self.log_twice = config.hidden_size, config.vocab_size, how.log_twice
+        self.dense = Linear.load(checkpoint, names.dense, c, c, how.dense_bias, gelu=True)
+        self.norm = LayerNorm.load(checkpoint, names.norm, c, config.norm_eps, how.norm_bias)
+        self.decoder = words if how.tied else checkpoint.take(f"{names.decoder}.weight", self.vocab_size, c)
+        self.bias: Tensor | None = None
+        if how.decoder_bias:
+            inner = f"{names.decoder}.bias"  # transformers 5 keeps the outer one beside it, unused, unless they are tied
+            first, second = (names.bias, inner) if how.tied else (inner, names.bias)
+            name = first if checkpoint.has(first) else second
+            self.bias = checkpoint.take(name, self.vocab_size, dtype=torch.float32)
+
+    def __call__(self, hidden: Tensor, cu_seqlens: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
+        """[T, C] -> [B, vocab_size] fp32, cut and normalised as `kernels.pool_finish` does it."""
+        weights = self._most(self.norm(self.dense(hidden)), cu_seqlens)[:, : self.vocab_size]
+        weights = weights.float() if self.bias is None else weights + self.bias  # [B, V] fp32
+        weights = weights.contiguous().relu_().log1p_()
+        if self.log_twice:
+            weights.log1p_()
+        step = max(1, CHUNK_BYTES // (20 * self.vocab_size))
+        for start in range(0, len(weights), step):
+            rows = slice(start, start + step)
+            weights[rows] = reference.pool_finish(weights[rows], dimensions[rows], normalize[rows])
+        return weights
+
+    def _most(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The largest logit of each word, bias left out. Returns: [B, splade_width], -inf for a sequence of no token."""
+        width = splade_width(self.vocab_size)
+        step = max(1, CHUNK_BYTES // (width * hidden.element_size()))
+        logits = hidden.new_empty(min(step, len(hidden)), width)
+        logits[:, self.vocab_size :] = 0
+        most: Tensor | None = None
+        for start in range(0, len(hidden), step):
+            rows = hidden[start : start + step]
+            torch.mm(rows, self.decoder.t(), out=logits[: len(rows), : self.vocab_size])
+            ends = (cu_seqlens - start).clamp(0, len(rows)).long()  # of the sequences, within these rows
+            here = torch.segment_reduce(logits[: len(rows)], "max", offsets=ends, initial=-math.inf, unsafe=True)
+            most = here if most is None else torch.maximum(most, here, out=most)
+        assert most is not None, "a batch has a token"
+        return most

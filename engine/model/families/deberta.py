@@ -1,0 +1,173 @@
+"""DeBERTa v2 and v3: BERT's layers with disentangled attention, in which scores see words and distances apart."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine import kernels
+from engine.errors import ModelError
+from engine.model.base import Model
+from engine.model.config import HeadConfig, Keys, ModelConfig, head_activation
+from engine.model.families.bert import Bert, read_encoder
+from engine.model.layers.linear import Linear
+from engine.model.layers.norm import LayerNorm
+from engine.model.layers.post_norm import PostNormNames, post_norm_layers
+from engine.model.weights import Tensors
+from engine.run.batch import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebertaConfig(ModelConfig):
+    position_buckets: int  # of distances, on either side
+    max_relative_positions: int  # the last bucket of a side begins before it
+
+
+class Deberta(Model):
+    """Weights of DebertaV2Model, as v3 and the v2 without a convolution are made.
+
+    Published: models made of microsoft/deberta-v3-xsmall to -large and mdeberta-v3-base, as transformers saves them.
+    Source: `DebertaV2Model` of transformers.
+    """
+
+    Config = DebertaConfig
+    architectures = ("DebertaV2Model", "DebertaV2ForMaskedLM")
+    classifiers = ("DebertaV2ForSequenceClassification",)
+    # v3 was trained with a generator's and a discriminator's head. Absolute positions only served its masked-LM decoder.
+    needless: ClassVar[tuple[str, ...]] = (
+        "embeddings.position_ids", "embeddings.position_embeddings.weight", "cls.*", "lm_predictions.*", "mask_predictions.*",
+    )  # fmt: skip
+    walks_lengths = True
+    names: ClassVar[PostNormNames] = replace(
+        Bert.names, query="attention.self.query_proj", key="attention.self.key_proj", value="attention.self.value_proj"
+    )
+
+    @staticmethod
+    def read_config(keys: Keys) -> dict[str, Any]:
+        _require(keys, "relative_attention", True, absent=False)
+        _require(keys, "share_att_key", True, absent=False)
+        _require(keys, "norm_rel_ebd", "layer_norm", absent="none")
+        _require(keys, "position_biased_input", False, absent=True)
+        _require(keys, "type_vocab_size", 0, absent=0)
+        _require(keys, "conv_kernel_size", 0, absent=0)
+        kinds = keys.get("pos_att_type") or []
+        kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
+        if {kind.strip() for kind in kinds} != {"c2p", "p2c"}:
+            raise ModelError(f"{keys.path}: pos_att_type = {keys.get('pos_att_type')!r} is not supported (only c2p and p2c)")
+        fields = read_encoder(keys)
+        _require(keys, "embedding_size", fields["hidden_size"], absent=fields["hidden_size"])
+        _require(keys, "attention_head_size", fields["head_dim"], absent=fields["head_dim"])
+        buckets, furthest = keys.number("position_buckets"), keys.get("max_relative_positions") or -1
+        furthest = furthest if furthest >= 1 else fields["max_position_embeddings"]
+        if furthest - 1 <= buckets // 2:
+            raise ModelError(f"{keys.path}: position_buckets = {buckets} are too many for {furthest} relative positions")
+        return fields | {
+            "norm_eps": keys.number("layer_norm_eps", 1e-7),
+            "position_buckets": buckets,
+            "max_relative_positions": furthest,
+        }
+
+    @classmethod
+    def read_head(cls, keys: Keys) -> HeadConfig:
+        width = keys.number("hidden_size")
+        _require(keys, "pooler_hidden_size", width, absent=width)
+        return HeadConfig(dense="pooler.dense", activation=head_activation(keys, "pooler_hidden_act", "gelu"))
+
+    @staticmethod
+    def peak_values(config: DebertaConfig) -> int:
+        # Scores are those of one sequence at a time: exact where the longest text is alone, too much for many texts.
+        c, longest = config.hidden_size, config.max_input_length
+        scores = config.n_heads * (2 * longest + min(2 * longest, 2 * config.position_buckets)) + 4 * longest
+        return max(5 * c + scores, 3 * c + config.intermediate_size)
+
+    @staticmethod
+    def table_bytes(config: DebertaConfig) -> int:
+        return config.n_layers * 4 * config.position_buckets * config.hidden_size * 4
+
+    def __init__(self, config: DebertaConfig, checkpoint: Tensors) -> None:
+        checkpoint.strip_prefix(("", "deberta."), probe="embeddings.word_embeddings.weight")
+        c, span = config.hidden_size, config.position_buckets
+        self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
+        self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
+        distances = checkpoint.take_table("encoder.rel_embeddings.weight", 2 * span, c)
+        distances = LayerNorm.load(checkpoint, "encoder.LayerNorm", config.hidden_size, config.norm_eps)(distances)
+        self.layers = post_norm_layers(config, checkpoint, self.names, self.norm)
+        self.relative = [_project(layer.attention.qkv, distances, config.n_heads) for layer in self.layers]
+        self.buckets = _Buckets(config, checkpoint.device)
+
+    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+        used, index = self.buckets.of(max(batch.lengths))
+        for layer, (keys, queries) in zip(self.layers, self.relative, strict=True):
+            last = layer is self.layers[-1]
+            attention = partial(_attention, batch.lengths, index, keys[:, used], queries[:, used])
+            hidden = layer.forward(hidden, batch, attention, pooled_only and last)
+        return hidden
+
+
+class _Buckets:
+    """Which row of the distances' table is for a key so far before its query: one for each near distance, then ever wider."""
+
+    def __init__(self, config: DebertaConfig, device: torch.device) -> None:
+        self.span, self.positions = config.position_buckets, config.max_position_embeddings
+        side = distance_buckets(torch.arange(self.positions), self.span, config.max_relative_positions)
+        both = torch.cat((-side[1:].flip(0), side))  # of distances 1 - positions to positions - 1
+        self.rows = (both + self.span).clamp(0, 2 * self.span - 1).to(device)
+        self.furthest = side.tolist()
+
+    def of(self, length: int) -> tuple[slice, Tensor]:
+        """The rows that texts of up to `length` tokens use, and by query and key which of these, [length, length]."""
+        furthest = self.furthest[length - 1]
+        used = slice(max(0, self.span - furthest), self.span + furthest + 1)
+        at = torch.arange(length, device=self.rows.device)
+        return used, self.rows[at[:, None] - at[None, :] + self.positions - 1] - used.start
+
+
+def distance_buckets(distances: Tensor, buckets: int, furthest: int) -> Tensor:
+    """The bucket of each distance from 0 up: itself up to half of the buckets, then by its logarithm."""
+    near = buckets // 2
+    steps = torch.log(distances.clamp(min=near) / near) / torch.log(torch.tensor((furthest - 1) / near)) * (near - 1)
+    return torch.where(distances <= near, distances, near + steps.ceil().long())
+
+
+def _project(qkv: Linear, distances: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The distances' keys and queries by a layer's own projections, [H, 2 span, D] each, scaled as scores are."""
+    queries, keys, _ = qkv(distances).view(len(distances), 3, heads, -1).permute(1, 2, 0, 3)
+    return (keys * _scale(keys)).contiguous(), (queries * _scale(queries)).contiguous()
+
+
+def _scale(x: Tensor) -> float:
+    return 1 / math.sqrt(3 * x.shape[-1])  # a score has three parts
+
+
+def _attention(lengths: tuple[int, ...], index: Tensor, keys: Tensor, queries: Tensor, qkv: Tensor, pooled_only: bool) -> Tensor:  # noqa: ARG001
+    """softmax((q_i k_j + q_i K_(i - j) + k_j Q_(i - j)) / sqrt(3 D)) v, one sequence after the other.
+
+    Args:
+        index: [L, L], the row of `keys` and `queries` for a query and a key, L the longest sequence.
+        keys, queries: [H, R, D], K and Q of the distances, scaled.
+        qkv: [T, 3 H, D].
+    Returns: [T, C].
+    """
+    heads = len(keys)
+    out = torch.empty(len(qkv), heads, qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start := start + length)
+        q, k, v = qkv[rows].view(length, 3, heads, -1).permute(1, 2, 0, 3)  # [H, L, D]
+        of = index[:length, :length].expand(heads, -1, -1)
+        bias = (q @ keys.transpose(1, 2)).gather(2, of)  # [H, L, L]
+        bias += (k @ queries.transpose(1, 2)).gather(2, of.transpose(1, 2)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias[None], scale=_scale(q))
+        out[rows] = mixed[0].transpose(0, 1)
+    return out.flatten(1)
+
+
+def _require(keys: Keys, key: str, value: Any, absent: Any) -> None:
+    """Stop unless a key holds the one value that is supported; where there is none, transformers takes it for `absent`."""
+    if keys.get(key, absent) != value:
+        raise ModelError(f"{keys.path}: {key} = {keys.get(key, absent)!r} is not supported (only {value!r})")

@@ -1,0 +1,372 @@
+"""A Hugging Face model folder -> `ModelConfig`: config.json by its family, and the sentence-transformers files beside it."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from tokenizers import Tokenizer as HFTokenizer
+
+from engine.errors import InvalidInput, ModelError
+from engine.model.config import (
+    Backend,
+    DenseActivation,
+    DenseConfig,
+    HeadConfig,
+    Keys,
+    ModelConfig,
+    Pooling,
+    SpladeConfig,
+    named_prompt,
+    read_labels,
+)
+from engine.model.families import MODELS, Model, Transformers
+from engine.model.weight_files import read_linear
+from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
+
+log = logging.getLogger(__name__)
+
+
+def load_model_config(
+    folder: Path,
+    pooling: Pooling | None = None,
+    *,
+    default_prompt_name: str | None = None,
+    default_prompt: str | None = None,
+    backend: Backend = "emberforge",
+    trust_remote_code: bool = False,
+) -> ModelConfig:
+    """Read `config.json` and the sentence-transformers files beside it.
+
+    Args:
+        folder: a model folder as the Hub has it.
+        pooling: overrides the folder's own pooling; needed where the folder names none.
+        default_prompt_name: the prompt of texts whose request asks for none; overrides the folder's own choice.
+        default_prompt: the same, as a text.
+        backend: whose network is to run.
+        trust_remote_code: whether the folder's own code may, with transformers.
+    Raises: ModelError naming the file, the key and what would help.
+    """
+    hf = _read_json(folder / "config.json")
+    if hf is None:
+        raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
+    architectures = hf.get("architectures") or []
+    architecture = architectures[0] if architectures else f"(none, model_type {hf.get('model_type')!r})"
+    if architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
+        # Published as its body alone, with the head in the weights; the model card's code loads it with one label.
+        architecture, hf = "JinaBertForSequenceClassification", hf | {"num_labels": 1}
+    keys = Keys(folder / "config.json", hf)
+    family: type[Model] = Transformers
+    if backend == "transformers":
+        fields = Transformers.read_config(keys, trust_remote_code)
+    elif architecture in MODELS:
+        family = MODELS[architecture]
+        fields = family.read_config(keys)
+    else:
+        raise ModelError(
+            f"{keys.path}: architecture {architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
+            "others may run, slower, with --backend transformers"
+        )
+    prompts, own_default = _read_prompts(folder)
+    if default_prompt_name is not None:
+        try:
+            default_prompt = named_prompt(prompts, default_prompt_name)
+        except InvalidInput as error:
+            raise ModelError(f"{folder}: {error}") from None
+    head = _read_head(folder, keys, architecture, pooling) if family is not Transformers else None
+    pooling_folder, is_splade, dense = ("", False, ()) if head else _read_modules(folder, fields["hidden_size"])
+    if head:
+        pooling = head.pooling
+    pooling = pooling or ("splade" if is_splade else _read_pooling(folder, pooling_folder, fields["hidden_size"]))
+    if pooling == "splade" and family is Transformers:
+        raise ModelError(f"{keys.path}: pooling splade is not supported with backend transformers; leave the backend out")
+    lexical, colbert_size = _read_token_layers(folder, architecture, fields["hidden_size"])
+    limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
+    fields["max_position_embeddings"] = fields["max_position_embeddings"] or limit
+    return family.Config(
+        architecture=architecture,
+        pooling=pooling,
+        **(_classifier_fields(folder, keys, head) if head else {}),
+        dense=dense,
+        splade=_read_splade(keys, pooling_folder if is_splade else None, dense) if pooling == "splade" else None,
+        lexical=lexical,
+        colbert_size=colbert_size,
+        max_input_length=limit,
+        lower_case=lower_case,
+        prompts=prompts,
+        default_prompt=own_default if default_prompt is None else default_prompt,
+        stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
+        **fields,
+    )
+
+
+def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, bool]:
+    """(max_input_length, lower_case) from sentence_bert_config.json, bounded by the position table where there is one."""
+    path = folder / "sentence_bert_config.json"
+    module = _read_json(path) or {}
+    limit = module.get("max_seq_length")
+    if limit is None:
+        limit = _tokenizer_limit(folder, positions)
+    if not isinstance(limit, int) or limit <= 0:
+        raise ModelError(f"{path}: max_seq_length is {limit!r}, expected a positive whole number")
+    return min(limit, positions or limit), bool(module.get("do_lower_case"))
+
+
+def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:
+    """`model_max_length` where it means something: transformers writes 1e30 for "not known"."""
+    limit = (_read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    return int(limit) if isinstance(limit, int | float) and 0 < limit < 1e9 else positions
+
+
+def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
+    """The model's prompts by name, and the text of the one that its authors made the default."""
+    path = folder / "config_sentence_transformers.json"
+    config = _read_json(path) or {}
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelError(f"{path}: prompts must map names to strings")
+    if default is not None and default not in prompts:
+        raise ModelError(f"{path}: default_prompt_name {default!r} is not one of the prompts {sorted(prompts)}")
+    return prompts, None if default is None else prompts[default]
+
+
+def _read_head(folder: Path, keys: Keys, architecture: str, pooling: Pooling | None) -> HeadConfig | None:
+    """The head of a classifier or a reranker, None of an embedding model (docs/decisions/016)."""
+    kinds = [module.get("type", "").rsplit(".", 1)[-1] for module in _read_json(folder / "modules.json") or []]
+    family = MODELS[architecture]
+    if architecture in family.classifiers:
+        if kinds not in ([], ["Transformer"]):
+            raise ModelError(
+                f"{folder / 'modules.json'}: modules {kinds} are not supported for {architecture}: it has its own head"
+            )
+        head = family.read_head(keys)
+    elif "LogitScore" in kinds:
+        head = _read_logit_score(folder, keys, architecture, kinds)
+    elif architecture == "Qwen3ForCausalLM" and _is_named(folder, pooling, "qwen3-reranker"):
+        head = _words_head(keys, *(_token_id(folder, word) for word in ("yes", "no")))
+    else:
+        return None
+    if pooling not in (None, head.pooling):
+        log.warning("%s: pooling %s is not used: %s has a head, which takes %s", folder, pooling, architecture, head.pooling)
+    return head
+
+
+def _is_named(folder: Path, pooling: Pooling | None, name: str) -> bool:
+    """Whether a folder that says nothing of pooling is called by this name, itself or as a model in the Hub's cache."""
+    silent = pooling is None and not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
+    model = folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
+    return silent and name in model.lower().replace("_", "-")
+
+
+def _read_logit_score(folder: Path, keys: Keys, architecture: str, kinds: list[str]) -> HeadConfig:
+    """Source: `LogitScore` of sentence-transformers."""
+    path = folder / "modules.json"
+    if architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
+        raise ModelError(f"{path}: {kinds} of {architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)")
+    path = folder / Path(_read_json(path)[1].get("path", "")).name / "config.json"
+    module = Keys(path, _read_json(path) or {})
+    module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
+    yes, no = module.get("true_token_id"), module.get("false_token_id")
+    for name, token in (("true_token_id", yes), ("false_token_id", no)):
+        if not (isinstance(token, int) and 0 <= token < keys.number("vocab_size")) and (name, token) != ("false_token_id", None):
+            raise ModelError(f"{module.path}: {name} is {token!r}, expected a token of the vocabulary")
+    return _words_head(keys, yes, no)
+
+
+def _words_head(keys: Keys, yes: int, no: int | None) -> HeadConfig:
+    tied = keys.get("tie_word_embeddings")
+    return HeadConfig(out="embed_tokens" if tied else "lm_head", activation="Identity", pooling="last_token", tokens=(yes, no))
+
+
+def _asks_as_qwen3(folder: Path) -> bool:
+    """Whether the folder's chat template, which sentence-transformers puts pairs into, is the one of `InstructTemplate`."""
+    path = folder / "chat_template.jinja"
+    template = path.read_text(encoding="utf-8") if path.is_file() else None
+    template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
+    parts = (JUDGE.split('"', 1)[0], "<Instruct>: ", "<Query>: ", "<Document>: ", "<think>", "</think>")
+    return all(part in template for part in parts)
+
+
+def _token_id(folder: Path, word: str) -> int:
+    try:
+        token = HFTokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(word)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
+    if token is None:
+        raise ModelError(f"{folder / 'tokenizer.json'}: no token {word!r}, with which a reranker of this name answers")
+    return int(token)
+
+
+def _classifier_fields(folder: Path, keys: Keys, head: HeadConfig) -> dict[str, Any]:
+    """What a `ModelConfig` has of a classifier or a reranker."""
+    answers = head.tokens is not None
+    return {
+        "head": head,
+        "labels": ("LABEL_0",) if answers else read_labels(keys),
+        "multi_label": keys.get("problem_type") == "multi_label_classification",
+        "padding_id": keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
+        "instruction": DEFAULT_INSTRUCTION if _uses_chat_template(folder, answers) else None,
+    }
+
+
+def _uses_chat_template(folder: Path, answers: bool) -> bool:
+    """Whether pairs go through a chat template, as sentence-transformers decides it; there is one that we have.
+
+    Raises: ModelError for another one.
+    """
+    if not (folder / "modules.json").exists():
+        return answers
+    modalities = (_read_json(folder / "sentence_bert_config.json") or {}).get("modality_config")
+    uses = answers if modalities is None else "message" in modalities
+    if uses and not _asks_as_qwen3(folder):
+        raise ModelError(f"{folder}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
+    return uses
+
+
+# In which order sentence-transformers' modules may follow one another; only Dense may come several times.
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+# Those of a SparseEncoder, which stand in the place of another.
+_SPARSE_MODULES = {"MLMTransformer": "Transformer", "SpladePooling": "Pooling"}
+
+
+def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[DenseConfig, ...]]:
+    """(folder of the pooling, whether that is SPLADE's, the layers after it)."""
+    path, pooling, is_splade, kinds = folder / "modules.json", "1_Pooling", False, ["Transformer"]
+    dense: list[DenseConfig] = []
+    for module in _read_json(path) or []:
+        kind, name = module.get("type", "").rsplit(".", 1)[-1], module.get("path", "")
+        is_splade |= kind == "SpladePooling"
+        kind = _SPARSE_MODULES.get(kind, kind)
+        if kind not in _MODULES:
+            raise ModelError(f"{path}: module {kind} is not supported yet")
+        if _MODULES.index(kind) < _MODULES.index(kinds[-1]):
+            raise ModelError(f"{path}: {kind} after {kinds[-1]} is not supported (the order is {', '.join(_MODULES)})")
+        if name != Path(name).name:
+            raise ModelError(f"{path}: {kind} has path {name!r}, expected the name of a folder beside it")
+        kinds.append(kind)
+        if kind == "Pooling":
+            pooling = name
+        if kind == "Dense":
+            dense.append(_read_dense(folder, name, dense[-1].out_features if dense else hidden_size))
+    return pooling, is_splade, tuple(dense)
+
+
+def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -> SpladeConfig:
+    """Of the folder that has `keys`; `name` is its SpladePooling's, None for a plain masked LM: TEI's SPLADE then."""
+    folder, architecture = keys.path.parent, keys.get("architectures")[0]
+    family = MODELS.get(architecture)
+    if family is None or family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
+        able = (each for each in MODELS if each.endswith("ForMaskedLM") and MODELS[each].masked_lm is not None)
+        raise ModelError(
+            f"{keys.path}: pooling splade needs a masked-LM head, one of {', '.join(sorted(able))}; not {architecture}"
+        )
+    if dense:
+        raise ModelError(f"{folder / 'modules.json'}: Dense after SPLADE is not supported")
+    how = Keys(folder / (name or "") / "config.json", (_read_json(folder / name / "config.json") if name else None) or {})
+    how.refuse("pooling_strategy", ("max", None), "only the maximum of all tokens")
+    how.refuse("activation_function", ("relu", "log1p_relu", None), "only relu and log1p_relu")
+    for width in ("word_embedding_dimension", "embedding_dimension"):
+        how.refuse(width, (keys.number("vocab_size"), None), "a vector is as wide as the vocabulary")
+    return SpladeConfig(
+        tied=keys.get("tie_word_embeddings", True) is not False,
+        log_twice=how.get("activation_function") == "log1p_relu",
+        **family.read_masked_lm(keys),
+    )
+
+
+def _read_token_layers(folder: Path, architecture: str, hidden_size: int) -> tuple[bool, int | None]:
+    """Which of BGE-M3's layers lie beside the weights: (the one of lexical weights, the width of the one of ColBERT vectors)."""
+    if architecture != "XLMRobertaModel":
+        return False, None
+    lexical, colbert = (read_linear(folder, name, hidden_size) for name in ("sparse_linear", "colbert_linear"))
+    if lexical is not None and len(lexical[0]) != 1:
+        raise ModelError(f"{folder}: sparse_linear gives {len(lexical[0])} weights for a token, expected one")
+    return lexical is not None, None if colbert is None else len(colbert[0])
+
+
+# What FlagEmbedding gives no weight, and what XLM-RoBERTa calls it.
+_NO_WORDS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def read_no_words(folder: Path) -> list[str]:
+    """The tokens that stand for no word of a text, as the tokenizer's files name them."""
+    given: dict[str, Any] = dict(_NO_WORDS)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = _read_json(folder / name) or {}
+        given |= {key: file[key] for key in _NO_WORDS if file.get(key)}
+    return [token["content"] if isinstance(token, dict) else token for token in given.values()]
+
+
+def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
+    path = folder / name / "config.json"
+    config = _read_json(path)
+    if config is None:
+        raise ModelError(f"{folder / 'modules.json'} names a Dense layer in {name}, which has no config.json")
+    keys = Keys(path, config)
+    keys.refuse("use_residual", (False, None), "only plain layers")
+    for key in ("module_input_name", "module_output_name"):
+        keys.refuse(key, ("sentence_embedding", None), "only layers of whole vectors, after pooling")
+    # Known by name, never imported; sentence-transformers' own default is Tanh.
+    activation = str(keys.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    package, _, kind = activation.rpartition(".")
+    if kind not in get_args(DenseActivation) or not package.startswith("torch.nn."):
+        raise ModelError(f"{path}: activation_function {activation} is not supported; supported are {get_args(DenseActivation)}")
+    if keys.number("in_features") != width:
+        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, what comes before has {width} dimensions")
+    return DenseConfig(name, width, keys.number("out_features"), bool(keys.get("bias", True)), cast(DenseActivation, kind))
+
+
+def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
+    path = folder / name / "config.json"
+    config = _read_json(path)
+    if config is None:
+        raise ModelError(
+            f"{folder} does not say how to pool (no {name}/config.json): "
+            f"choose one of {', '.join(get_args(Pooling))} with --pooling; a reranker made of a language model needs the "
+            f"modules.json of sentence-transformers' CrossEncoder, or Qwen3-Reranker in its folder's name"
+        )
+    if config.get("include_prompt", True) is not True:
+        raise ModelError(
+            f"{path}: include_prompt = false is not supported: poolings here read a text with its prompt; "
+            "where no text gets a prompt it makes no difference, and --pooling says that"
+        )
+    width = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
+    if width != hidden_size:
+        raise ModelError(f"{path}: pools {width} dimensions, the model has {hidden_size}")
+    return _pooling_mode(path, config)
+
+
+def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
+    """The one mode that is set: `pooling_mode` (sentence-transformers 5 on) or a `pooling_mode_*` flag."""
+    named = {
+        "mean": "mean",
+        "cls": "cls",
+        "lasttoken": "last_token",
+        "max": "max",
+        "mean_sqrt_len_tokens": "mean_sqrt_len",
+        "weightedmean": "weighted_mean",
+    }
+    flags = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_lasttoken": "lasttoken",
+        "pooling_mode_max_tokens": "max",
+        "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+        "pooling_mode_weightedmean_tokens": "weightedmean",
+    }
+    mode = config.get("pooling_mode")
+    modes = [mode] if isinstance(mode, str) else list(mode or [])
+    modes = modes or [name for flag, name in flags.items() if config.get(flag)]
+    if len(modes) != 1 or modes[0] not in named:
+        raise ModelError(f"{path}: pooling {modes or 'nothing'} is not supported; supported is one of {list(named)}")
+    return cast(Pooling, named[modes[0]])
+
+
+def _read_json(path: Path) -> Any:
+    """The file's content, or None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error

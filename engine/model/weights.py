@@ -1,0 +1,201 @@
+"""Files of weights -> a model's tensors, one at a time, straight from the memory map.
+
+A model takes each tensor by name, moves it to its device and dtype, and keeps only the result: at the peak there is
+the finished model plus one tensor. Whatever no model took is either known to be needless for embeddings and reported,
+or stops the load: an unknown tensor may be the one that makes the vectors right.
+"""
+
+import fnmatch
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.devices import compute_dtype
+from engine.errors import ModelError
+from engine.kernels import Matrix, quantize_weight
+from engine.model.weight_files import WeightFile, open_weights
+
+log = logging.getLogger(__name__)
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Tensors(Protocol):
+    """What a model takes its weights from."""
+
+    device: torch.device
+    dtype: torch.dtype  # that the model computes in
+
+    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    def take_table(self, name: str, *shape: int) -> Tensor: ...
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
+
+    def layer(self, weight: Tensor) -> Matrix: ...
+
+
+class Shapes:
+    """Has every tensor, of the shape asked for and without content: a model made of it tells what it would take."""
+
+    def __init__(self) -> None:
+        self.device, self.dtype = torch.device("meta"), torch.float32
+        self.num_parameters = 0
+        self.num_multiplied = 0  # of matrices: each token is multiplied with every one of them
+        self.num_quantized, self.num_scales = 0, 0  # of the layers' matrices, should they be in 8 bits
+
+    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
+        pass
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        self.num_multiplied += math.prod(shape) if len(shape) > 1 else 0
+        return self.take_table(name, *shape)
+
+    def take_table(self, name: str, *shape: int) -> Tensor:
+        self.num_parameters += math.prod(shape)
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        return self.take(names[0], sum(rows), *columns)
+
+    def layer(self, weight: Tensor) -> Matrix:
+        self.num_quantized += weight.numel()
+        self.num_scales += len(weight)
+        return weight
+
+
+class Checkpoint:
+    """The tensors of one model folder, single file or sharded. Use as a context manager."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: one of 8 bits is that of the layers' matrices, and the rest is in what they are computed with.
+
+        Raises: ModelError when there is no file of weights, or one that cannot be read.
+        """
+        self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
+        self._quantized = dtype if dtype != self.dtype else None
+        self._files = open_weights(folder)
+        self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
+        self._taken: set[str] = set()
+        self._untaken: dict[WeightFile, int] = {}  # how many tensors of a file are still to come
+        for file in self._files:
+            self._file_of |= {_today(name): (file, name) for name in file.names}
+            self._untaken[file] = len(file.names)
+        self._prefix = ""
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for file in self._files:
+            file.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """What all tensors take in the model's dtype, before any is read."""
+        return sum(file.num_values for file in self._files) * self.dtype.itemsize
+
+    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
+        """Settle which of `prefixes` the body's names carry (`bert.`, `model.`, or ""), by looking for `probe`."""
+        for prefix in prefixes:
+            if prefix + probe in self._file_of:
+                self._prefix = prefix
+                return
+        raise ModelError(f"{self.folder}: no tensor named {' or '.join(prefix + probe for prefix in prefixes)}")
+
+    def has(self, name: str) -> bool:
+        return self._full(name) is not None
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor on the model's device, in its dtype or in `dtype`, for what is computed at load.
+
+        Raises: ModelError on a missing name, shape or dtype.
+        """
+        return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype)
+
+    def take_table(self, name: str, *shape: int) -> Tensor:
+        """As `take`, of a table that tokens look their rows up in."""
+        return self.take(name, *shape)
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        """Several tensors stacked along their first axis into one, e.g. Q, K and V into one projection."""
+        stacked = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            stacked[start : start + count].copy_(self._read(name, (count, *columns)))
+            start += count
+        return stacked
+
+    def layer(self, weight: Tensor) -> Matrix:
+        """A layer's matrix as its products take it: in 8 bits, where the model's layers are. Raises: ModelError, of its shape."""
+        return weight if self._quantized is None else quantize_weight(weight, self._quantized)
+
+    def take_all(self) -> dict[str, Tensor]:
+        """Every tensor by its name, as it is stored, for who has rules of his own for names and shapes."""
+        self._taken.update(self._file_of)
+        return {name: file.tensor(stored) for name, (file, stored) in self._file_of.items()}
+
+    def finish(self, needless: Sequence[str]) -> list[str]:
+        """Account for what was not taken.
+
+        Args:
+            needless: glob patterns, without prefix, of tensors that embeddings do not need (heads, buffers).
+        Returns: the needless names found. Raises: ModelError naming tensors that nobody expected.
+        """
+        left = sorted(set(self._file_of) - self._taken)
+        bare = [name.removeprefix(self._prefix) for name in left]
+        unknown = [name for name, short in zip(left, bare, strict=True) if not _matches(short, needless)]
+        if unknown:
+            raise ModelError(
+                f"{self.folder}: {len(unknown)} tensors are not part of this architecture, so its vectors would be "
+                f"wrong without them: {', '.join(unknown[:8])}"
+            )
+        if left:
+            log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
+        return left
+
+    def _full(self, name: str) -> str | None:
+        """With the body's prefix, else as it is: a head stands outside of that. `finish` stops on whichever of two is left."""
+        return next((each for each in (self._prefix + name, name) if each in self._file_of), None)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        full = self._full(name)
+        if full is None:
+            raise ModelError(f"{self.folder}: tensor {' or '.join(dict.fromkeys((self._prefix + name, name)))} is missing")
+        file, stored = self._file_of[full]
+        tensor = file.tensor(stored)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(f"{self.folder}: tensor {full} is stored as {tensor.dtype}; quantised weights are not supported")
+        if full not in self._taken:
+            self._taken.add(full)
+            self._untaken[file] -= 1
+            if not self._untaken[file]:  # drop the map of a shard that is done: its pages count as ours until then
+                file.close()
+        return tensor
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _today(name: str) -> str:
+    """A tensor's name as it is now: checkpoints converted from TensorFlow call a norm's weight and bias gamma and beta."""
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name

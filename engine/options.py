@@ -1,0 +1,76 @@
+"""What a caller may ask of the engine. Imports neither torch nor tokenizers, so every process can name these types."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import InvalidInput
+from engine.model.config import ONE_TOKEN, OutputName
+
+TokenIds = NDArray[np.int32]
+TextOrIds = str | list[int]
+InputType = Literal["query", "document", "classification", "clustering"]
+Priority = Literal["interactive", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """How one request wants its inputs encoded. `truncate=False` refuses what is too long.
+
+    Put before each text is `prompt`, or the model's prompt called `prompt_name`, else the model's prompt for `input_type`
+    (nothing where it has none), else the default. `max_tokens` is a limit below the model's, special tokens included.
+    """
+
+    truncate: bool = True
+    truncation_direction: Literal["left", "right"] = "right"
+    prompt_name: str | None = None
+    prompt: str | None = None
+    input_type: InputType | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedOptions:
+    """What one request wants of each of its sequences, and how.
+
+    `dimensions` keeps that many leading dimensions of a vector (Matryoshka), None all of them. `pooled` asks for one vector,
+    `outputs` for what comes besides, of which only chunks are cut to dimensions and normalised:
+    "tokens", the hidden state of every token; "sparse", the words of the vocabulary that a sequence is about, weighed;
+    "colbert", BGE-M3's vector of every token but the first; "chunks", a vector for each of `spans`, pooled like a sequence's
+    out of hidden states that have seen all of it (late chunking, arXiv:2409.04701). A span is [start, stop) in tokens.
+    """
+
+    normalize: bool = True
+    dimensions: int | None = None
+    pooled: bool = True
+    outputs: tuple[OutputName, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling: str, lengths: Iterable[int]) -> None:
+    """Whether a model of these `outputs` and this pooling can give what is asked of sequences of these lengths.
+
+    Raises: InvalidInput naming the output, or the first span that is not within every sequence.
+    """
+    for name in options.outputs:
+        if name == "chunks" and pooling in ONE_TOKEN:
+            raise InvalidInput(
+                f"this model has no vectors of chunks: it pools one token of a text ({pooling}), not all of a chunk's"
+            )
+        if name not in outputs:
+            raise InvalidInput(f"this model has no `{name}` output; besides vectors it gives {', '.join(outputs) or 'none'}")
+    shortest = min(lengths, default=0) if options.spans else 0
+    for start, stop in options.spans:
+        if not 0 <= start < stop <= shortest:
+            raise InvalidInput(f"span [{start}, {stop}) is not within the input's {shortest} tokens, or is empty")
+
+
+def check_dimensions(dimensions: int | None, embedding_size: int) -> None:
+    """Raises: InvalidInput for a number of dimensions that the model cannot be cut to."""
+    if dimensions is not None and dimensions <= 0:
+        raise InvalidInput("`dimensions` should be positive")
+    if dimensions is not None and dimensions > embedding_size:
+        raise InvalidInput("`dimensions` should be smaller than the maximum embedding dimension.")
