@@ -31,7 +31,7 @@ def pool(
     elif pooling == "max":
         pooled = reference.pool_max(hidden, batch.cu_seqlens)
     elif pooling == "weighted_mean":
-        pooled = reference.pool_weighted_mean(hidden, batch.cu_seqlens, batch.bounds)
+        pooled = reference.pool_weighted_mean(hidden, batch.cu_seqlens, batch.positions)
     else:
         assert pooling in ONE_TOKEN, "SPLADE has a head of its own"
         pooled = hidden if pooled_only else hidden.index_select(0, batch.pooled_rows)

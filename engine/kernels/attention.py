@@ -33,8 +33,7 @@ def attention(
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
         tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten. [n, 4]
             where sequences share prefixes: then a tile's tokens see the rows [third, fourth) besides, before their own.
-        bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last); behind a prefix, the first
-            token that it would have were the prefix its own.
+        bounds: [T, 2] int32, the rows [first, end) of the sequence that each token belongs to, without its shared prefix.
         causal: a token sees itself and what is before it; else its whole sequence.
         window: it sees no token further away than this; None for no limit.
         bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.

@@ -147,8 +147,9 @@ def _splade_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> i
 
 _SPLADE_GRAPH_BYTES = CHUNK_BYTES + 6 * MOST_GRAPH_VALUES
 
-# Of a packed batch: ids, bounds, attention tiles and options, int32; at most this much for each token.
-_INDEX_BYTES = 40
+# Upper bound on a token's bytes in a packed batch: ids, positions, bounds, attention tiles and options, all int32. A batch of
+# one-token sequences needs the most.
+_INDEX_BYTES = 48
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -25,12 +25,12 @@ class PackedBatch:
 
     Parts of one int32 buffer, so that a batch reaches the device in one copy.
 
-    Where sequences share prefixes, each prefix is there once, before what its sequences have of their own (`Layout`). A token's
-    bounds then begin where its sequence would if all of it lay together: its position is its distance from there as ever.
+    Where sequences share prefixes, the batch holds each prefix once, before the sequences' own tokens (`Layout`).
     """
 
     token_ids: Tensor  # [T]
-    bounds: Tensor  # [T, 2], the sequence each token belongs to: [first token, one past its last)
+    positions: Tensor  # [T], each token's position in its sequence; a sequence's own tokens continue after a shared prefix
+    bounds: Tensor  # [T, 2], the rows [first, end) that a token may see besides a shared prefix: those of its own sequence
     cu_seqlens: Tensor  # [B + 1], cu_seqlens[0] == 0 and cu_seqlens[-1] == T; [0] where prefixes are shared
     pooled_rows: Tensor  # [B], the token that last-token or cls pooling reads
     dimensions: Tensor  # [B], leading dimensions a vector keeps
@@ -68,6 +68,7 @@ class BatchShape:
             "pooled_tiles": (self.num_seqs if self.num_tiles else 0, tile),
             "bounds": (self.num_tokens, 2),
             "token_ids": (self.num_tokens,),
+            "positions": (self.num_tokens,),
             "cu_seqlens": (0 if self.shares_prefixes else self.num_seqs + 1,),
             "pooled_rows": (self.num_seqs,),
             "dimensions": (self.num_seqs,),
@@ -204,9 +205,9 @@ class BatchPacker:
         tiles: NDArray[np.int32],
         options: Sequence[EmbedOptions] | None = None,
     ) -> None:
-        """Write a batch into a buffer of a shape that may be larger; what is left over computes nothing that is read.
+        """Writes a batch into a buffer of a shape that may be larger. Nothing reads the results of the padding.
 
-        Padding tokens are sequences of their own, of token 0; padding tiles are empty; padding sequences pool row 0.
+        Each padding token is a sequence of its own, token 0 at position 0. Padding tiles are empty. Padding sequences pool row 0.
         """
         part, num_tokens = _parts(buffer, shape), sum(layout.lengths)
         if layout.num_seqs == 1 and shape.num_tokens <= _MOST_KEPT_TOKENS:
@@ -235,15 +236,19 @@ class BatchPacker:
         num_tokens = int(ends[-1])
         starts = np.empty_like(ends)
         starts[0], starts[1:] = 0, ends[:-1]
-        firsts, rows = starts, starts if self.pooling == "cls" else ends - 1
+        lengths, rows = ends - starts, starts if self.pooling == "cls" else ends - 1
+        origins = starts  # the row of each piece's position 0, if the piece's prefix lay directly before the piece
         if shape.shares_prefixes:
             prefixes, rows = np.array(layout.prefixes, dtype=np.int32), rows[layout.last_pieces]
-            firsts = starts - (prefixes[:, 1] - prefixes[:, 0])
+            origins = starts - (prefixes[:, 1] - prefixes[:, 0])
 
         first, end = part["bounds"].T  # by columns: np.stack would take longer than a short batch's all else
-        first[:num_tokens], end[:num_tokens] = np.repeat(firsts, ends - starts), np.repeat(ends, ends - starts)
+        first[:num_tokens], end[:num_tokens] = np.repeat(starts, lengths), np.repeat(ends, lengths)
         first[num_tokens:] = np.arange(num_tokens, shape.num_tokens, dtype=np.int32)
         end[num_tokens:] = first[num_tokens:] + 1
+        positions = part["positions"]
+        positions[:num_tokens] = np.arange(num_tokens, dtype=np.int32) - np.repeat(origins, lengths)
+        positions[num_tokens:] = 0
         if not shape.shares_prefixes:
             part["cu_seqlens"][0] = 0
             part["cu_seqlens"][1 : num_seqs + 1] = ends

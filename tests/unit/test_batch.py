@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from engine import Engine
 from engine.model.config import Pooling
+from engine.model.footprint import _INDEX_BYTES, MOST_BATCH_TOKENS
 from engine.options import EmbedOptions
-from engine.run.batch import BatchPacker
+from engine.run.batch import BatchPacker, BatchShape
 from engine.run.prefixes import MOST_PREFIXES, Layout
-from engine.run.tiles import Tiling
+from engine.run.tiles import HEAD_DIMS, Tiling
 
 
 def of_lengths(lengths: list[int]) -> Layout:
@@ -26,6 +27,7 @@ def test_pack_lays_sequences_end_to_end() -> None:
     options = [EmbedOptions(), EmbedOptions(normalize=False, dimensions=3)]
     packed = BatchPacker("last_token", 8, None).pack([np.array([5, 6], dtype=np.int32), np.array([7], dtype=np.int32)], options)
     assert packed.token_ids.tolist() == [5, 6, 7]
+    assert packed.positions.tolist() == [0, 1, 0]
     assert packed.bounds.tolist() == [[0, 2], [0, 2], [2, 3]]
     assert packed.cu_seqlens.tolist() == [0, 2, 3]
     assert packed.pooled_rows.tolist() == [1, 2]
@@ -43,6 +45,7 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
     packer.fill(buffer, shape, Layout(sequences), tiles)
     batch = shape.view(torch.from_numpy(buffer))
     assert batch.token_ids.tolist() == [7] * 93 + [0] * 35
+    assert batch.positions.tolist() == [*range(40), *range(3), *range(50), *[0] * 35]
     assert batch.bounds[93:].tolist() == [[token, token + 1] for token in range(93, 128)]
     assert batch.cu_seqlens.tolist() == [0, 40, 43, 93, 93]
     assert batch.pooled_rows.tolist() == [39, 42, 92, 0]
@@ -67,6 +70,7 @@ def test_a_query_is_packed_by_length_and_options(typed: bool, options: EmbedOpti
         batch, padding = shape.view(torch.from_numpy(buffer)), (room or length) - length
         assert batch.token_ids.tolist() == [*range(first, first + length), *[0] * padding]
         assert batch.token_types is None or batch.token_types.tolist() == [1] * length + [0] * padding
+        assert batch.positions.tolist() == [*range(length), *[0] * padding]
         assert batch.bounds.tolist() == [[0, length]] * length + [[i, i + 1] for i in range(length, length + padding)]
         assert batch.cu_seqlens.tolist() == [0, length]
         assert batch.pooled_rows.tolist() == [length - 1]
@@ -126,7 +130,7 @@ def alike(draw: st.DrawFn) -> list[np.ndarray]:
 
 @given(alike(), st.sampled_from([1, 2, 7]), st.sampled_from([32, 128]), st.booleans())
 def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: int, head_dim: int, roomy: bool) -> None:
-    """By the tiles and bounds, as the kernel reads them, in a buffer that still holds another batch."""
+    """The test reads tiles and bounds as the kernel does, from a buffer that held another batch."""
     packer = BatchPacker("last_token", 8, Tiling(head_dim, group, 2, (9, 0), 132), shares_prefixes=True)
     layout = packer.layout(texts, whole=False)
     num_tokens = sum(layout.lengths)
@@ -135,14 +139,14 @@ def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: 
     buffer = np.full(shape.size, 99, dtype=np.int32)
     packer.fill(buffer, shape, layout, tiles)
     batch = shape.view(torch.from_numpy(buffer), layout)
-    ids, bounds = batch.token_ids.numpy(), batch.bounds.numpy()
+    ids, positions, bounds = batch.token_ids.numpy(), batch.positions.numpy(), batch.bounds.numpy()
 
     def seen(tile: list[int], token: int) -> list[int]:
         first, end = tile[2:] or (0, 0)
         assert tile[0] <= token < tile[1]
-        assert end <= bounds[token, 0] + end - first, "a prefix lies before what follows it"
-        keys = [*ids[first:end], *ids[bounds[token, 0] + end - first : token + 1]]
-        assert len(keys) == token - bounds[token, 0] + 1, "as many as its position says"
+        assert end <= bounds[token, 0], "a prefix lies before what follows it"
+        keys = [*ids[first:end], *ids[bounds[token, 0] : token + 1]]
+        assert len(keys) == positions[token] + 1, "as many as its position says"
         return keys
 
     texts_seen = [seen(tile, token) for tile in batch.tiles.tolist() for token in range(*tile[:2])]
@@ -152,6 +156,7 @@ def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: 
     for text, row, tile in zip(texts, batch.pooled_rows.tolist(), batch.pooled_tiles.tolist(), strict=False):
         assert seen(tile, row) == text.tolist()
     assert batch.num_tokens == shape.num_tokens
+    assert not positions[num_tokens:].any()
 
 
 @pytest.mark.parametrize("loners", [0, 1, 40])
@@ -164,6 +169,19 @@ def test_a_shape_with_room_holds_as_many_prefixes_as_there_may_be(loners: int) -
     assert len(layout.pieces) == len(texts) + MOST_PREFIXES
     shape, tiles = packer.shape(layout, room=sum(layout.lengths))
     assert 2 * MOST_PREFIXES < len(tiles) <= shape.num_tiles
+
+
+@pytest.mark.parametrize(("typed", "shares_prefixes"), [(True, False), (False, True)], ids=["encoder", "decoder"])
+@pytest.mark.parametrize("group", [1, 2, 7, 8])
+def test_the_footprint_bounds_the_bytes_of_a_batch(group: int, typed: bool, shares_prefixes: bool) -> None:
+    """Sequences of one token take the most bytes for each token. Encoders alone tell segments; decoders alone share prefixes."""
+    for head_dim in HEAD_DIMS:
+        tiling = Tiling(head_dim, group, 2, (9, 0), 132)
+        for num_tokens in (1024, MOST_BATCH_TOKENS):
+            tile_shape = tiling.shape(num_tokens)
+            num_tiles = tiling.most_tiles(num_tokens, tile_shape)
+            shape = BatchShape(num_tokens, num_tokens, num_tiles, tile_shape, typed, shares_prefixes)
+            assert 4 * shape.size <= _INDEX_BYTES * num_tokens + 64, "a few bytes do not grow with the batch"
 
 
 def test_only_the_pooling_of_the_last_token_shares() -> None:

@@ -72,7 +72,7 @@ class Bert(Model):
         self.bias: Tensor | None = None  # of scores by distance, where a cousin has it
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words, self.positions)
+        embedded = kernels.embed(batch.token_ids, batch.positions, self.words, self.positions)
         hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False, bias=self.bias, in_e4m3=self.layers[0].in_e4m3)
         for layer in self.layers[:-1]:

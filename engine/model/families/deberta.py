@@ -100,7 +100,7 @@ class Deberta(Model):
         self.buckets = _Buckets(config, checkpoint.device)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+        hidden = self.norm(kernels.embed(batch.token_ids, batch.positions, self.words))  # [T, C]
         used, index = self.buckets.of(max(batch.lengths))
         for layer, (keys, queries) in zip(self.layers, self.relative, strict=True):
             last = layer is self.layers[-1]

@@ -128,7 +128,7 @@ class Decoder(Model):
         self.shares_prefixes = config.causal and self.windows == {None}
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden, pending = kernels.embed(batch.token_ids, batch.bounds, self.embed_tokens), None  # [T, C]
+        hidden, pending = kernels.embed(batch.token_ids, batch.positions, self.embed_tokens), None  # [T, C]
         in_e4m3 = self.layers[0].mix.in_e4m3
         attention = {window: Attention(batch, self.heads, self.causal, window, in_e4m3=in_e4m3) for window in self.windows}
         for layer in self.layers[:-1]:
@@ -166,9 +166,9 @@ class Mixing:
         qkv = self.qkv(hidden, norm=self.input_norm, pending=pending).view(len(hidden), -1, self.head_dim)  # [T, H + 2 K, D]
         if self.qk_norm:
             q_norm, k_norm = self.q_norm, self.k_norm
-            kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.bounds, q_norm.eps, self.n_heads)
+            kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.positions, q_norm.eps, self.n_heads)
         else:
-            kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
+            kernels.rope(qkv, self.angles, batch.positions, self.n_heads)
         return attention(qkv, pooled_only)
 
 

@@ -71,7 +71,7 @@ class JinaBert(Model):
         self.alibi = symmetric_alibi(config.n_heads, config.max_position_embeddings, checkpoint.device)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
+        embedded = kernels.embed(batch.token_ids, batch.positions, self.words)
         hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False, bias=self.alibi)
         for layer in self.layers[:-1]:

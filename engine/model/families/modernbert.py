@@ -106,7 +106,7 @@ class ModernBert(Model):
         self.heads, self.window, self.is_local = (config.n_heads, config.n_heads), config.window, config.is_local
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.embedding_norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+        hidden = self.embedding_norm(kernels.embed(batch.token_ids, batch.positions, self.words))  # [T, C]
         everywhere = Attention(batch, self.heads, causal=False)
         nearby = Attention(batch, self.heads, causal=False, window=self.window)
         attentions = [nearby if local else everywhere for local in self.is_local]
@@ -135,7 +135,7 @@ class _Layer:
     def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
         qkv = self.qkv(self.attention_norm(hidden) if self.attention_norm else hidden)
         qkv = qkv.view(len(hidden), -1, self.head_dim)  # [T, 3 H, D]
-        kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
+        kernels.rope(qkv, self.angles, batch.positions, self.n_heads)
         mixed = attention(qkv, pooled_only)  # [T, C]
         if pooled_only:
             mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)

@@ -75,7 +75,7 @@ class NomicBert(Model):
         self.heads = (config.n_heads, config.n_heads)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
+        embedded = kernels.embed(batch.token_ids, batch.positions, self.words)
         hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
         attention = Attention(batch, self.heads, causal=False)
         for layer in self.layers[:-1]:

@@ -38,7 +38,7 @@ class SelfAttention:
         """[T, C] -> [T, 3 H, D]."""
         qkv = self.qkv(hidden).view(len(hidden), 3 * self.n_heads, -1)
         if self.angles is not None:
-            kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
+            kernels.rope(qkv, self.angles, batch.positions, self.n_heads)
         return qkv
 
 
