@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels.attention_hopper import attention_hopper
 from engine.kernels.launch import Kernel, half
-from engine.run.tiles import HopperShape, Shape, TileShape
+from engine.kernels.tiles import HopperShape, Shape, TileShape
 
 _NO_LIMIT = 1 << 29
 

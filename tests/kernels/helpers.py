@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.devices import LEAST_CAPABILITY
-from engine.run.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
+from engine.kernels.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
 

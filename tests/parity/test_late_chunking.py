@@ -16,7 +16,7 @@ from engine import Engine, InvalidInput
 from engine.loop import EngineLoop
 from engine.model.config import Pooling
 from engine.options import EmbedOptions, TokenIds, check_outputs
-from engine.run.batch import BatchPacker
+from engine.run.pack import BatchPacker
 from engine.schedule.request import Request
 
 Spans = tuple[tuple[int, int], ...]

@@ -9,7 +9,7 @@ import torch
 from closeness import assert_as_close_as_torch
 from torch.nn import functional as F
 
-from engine.heads.pool import pool
+from engine.heads.pool import Pool
 from engine.kernels.reference import attention, rope_table
 from engine.model.config import Pooling
 from engine.model.families.jina_bert import alibi_slopes, symmetric_alibi
@@ -17,7 +17,8 @@ from engine.model.layers.attention import Attention
 from engine.model.layers.linear import Linear, linear_reference
 from engine.model.layers.moe import Experts
 from engine.options import EmbedOptions
-from engine.run.batch import BatchPacker, PackedBatch
+from engine.run.batch import PackedBatch
+from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
 
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def test_pool(pooling: Pooling, expected: list[float]) -> None:
     hidden = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
     sequences = [np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)]
     packed = BatchPacker(pooling, 2, None).pack(sequences, [EmbedOptions(normalize=False)] * 2)
-    vectors = pool(hidden, packed, pooling)
+    vectors = Pool(pooling)(hidden, packed)
     torch.testing.assert_close(vectors, torch.tensor([expected, [10.0, 20.0]]))
 
 
@@ -145,17 +146,17 @@ def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling, lengths: t
     """As in a CUDA graph: tokens of no sequence, sequences of no token."""
     packer = BatchPacker(pooling, 8, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
-    shape, tiles = packer.shape(Layout(sequences), room=16)
+    shape, tiles = packer.shape(Layout(sequences), graphs=True)
     buffer = np.full(shape.size, 99, dtype=np.int32)
     packer.fill(buffer, shape, Layout(sequences), tiles)
     hidden = torch.randn(16, 8)
-    roomy = pool(hidden, shape.view(torch.from_numpy(buffer)), pooling)
-    assert torch.equal(roomy[: len(lengths)], pool(hidden[: sum(lengths)], packer.pack(sequences), pooling))
+    roomy = Pool(pooling)(hidden, shape.view(torch.from_numpy(buffer)))
+    assert torch.equal(roomy[: len(lengths)], Pool(pooling)(hidden[: sum(lengths)], packer.pack(sequences)))
 
 
 def test_vectors_are_cut_before_they_are_normalised() -> None:
     packed = BatchPacker("cls", 3, None).pack([np.zeros(1, dtype=np.int32)], [EmbedOptions(dimensions=2)])
-    vectors = pool(torch.tensor([[3.0, 4.0, 12.0]]), packed, "cls")
+    vectors = Pool("cls")(torch.tensor([[3.0, 4.0, 12.0]]), packed)
     torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8, 0.0]]))
 
 
