@@ -36,7 +36,7 @@ from engine.model.families import Model, family_of
 from engine.model.families.decoder import Decoder
 from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint
-from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions
+from engine.options import EmbedOptions, EncodeOptions, Input, TokenIds, check_dimensions
 from engine.results import Chunks, LexicalWeights, NonZero, Rows
 from engine.run.batch import BatchPacker, BatchShape, PackedBatch
 from engine.run.cuda import CudaRunner
@@ -172,7 +172,7 @@ class Engine:
 
     def embed(
         self,
-        inputs: Sequence[TextOrIds],
+        inputs: Sequence[Input],
         *,
         prompt_name: str | None = None,
         normalize: bool = True,
@@ -180,7 +180,7 @@ class Engine:
         truncate: bool = True,
         truncation_direction: Literal["left", "right"] = "right",
     ) -> NDArray[np.float32]:
-        """Embed texts (or lists of token ids, used as they are) in as many forward passes as the budget needs.
+        """Embed texts in as many forward passes as the budget needs. Token ids, a list or a 1-D array, may stand for a text.
 
         Returns: [len(inputs), dimensions or embedding_size] float32.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the input; BackendError on a non-finite vector.
