@@ -130,12 +130,13 @@ class FakeKernel:
     """Checks its arguments as `Kernel` does, and computes nothing."""
 
     launched: set[tuple[str, str]]
+    launches: list[tuple[int | tuple[int, ...], list[object]]]  # grids and values
 
     def __init__(self, source: str, entry: str, defines: Mapping[str, int], *_: Any) -> None:
         self.name, self.signature = (source, entry), signature(source, entry, defines)
 
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
-        self.signature.values(arguments)
+        FakeKernel.launches.append((grid, self.signature.values(arguments)))
         FakeKernel.launched.add(self.name)
 
 
@@ -156,7 +157,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    FakeKernel.launched = set()
+    FakeKernel.launched, FakeKernel.launches = set(), []
     for each in caches:
         each.cache_clear()
     yield FakeKernel.launched
@@ -218,6 +219,22 @@ def test_a_norm_of_strided_rows_is_refused(fake_kernels: set[tuple[str, str]]) -
         with pytest.raises(BackendError, match=r"^kernel add_norm takes (x|residual|weight) as a tensor of bfloat16, contiguous"):
             call()
     assert not fake_kernels
+
+
+@pytest.mark.parametrize("width", [2, 4], ids=["plain", "prefixes"])
+@pytest.mark.parametrize("num_tiles", [65_535, 65_536, 200_000])
+def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width: int, fake_kernels: set[tuple[str, str]]) -> None:
+    """`pooled_tiles` of a pass of short sequences: a grid's y is at most 65,535."""
+    q, k, v = torch.ones(3, 8, 128, dtype=BF16).split((4, 2, 2), dim=1)  # type: ignore[no-untyped-call]
+    tiles, bounds = torch.zeros(num_tiles, width, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    kernels.attention(q, k, v, tiles, tile_shapes(128, (9, 0))[0], bounds, True)
+    at = tiles.data_ptr()
+    for (heads, count), values in FakeKernel.launches:  # type: ignore[misc]
+        assert heads == 2
+        assert count <= 65_535
+        assert values[4] == at, "a launch begins where the launch before it ended"
+        at += count * width * 4
+    assert at == tiles.data_ptr() + tiles.nbytes
 
 
 # Families with unusual tensors: biases of scores, norms of parts of QKV, windows. Our attention takes these head dimensions.
