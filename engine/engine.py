@@ -18,7 +18,7 @@ from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
 from engine.model.footprint import reservation
-from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions
+from engine.options import EmbedOptions, EncodeOptions, Input, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
@@ -100,7 +100,7 @@ class Engine:
 
     def embed(
         self,
-        inputs: Sequence[TextOrIds],
+        inputs: Sequence[Input],
         *,
         prompt_name: str | None = None,
         normalize: bool = True,

@@ -12,6 +12,7 @@ from engine.kernels.launch import Kernel, half
 from engine.kernels.tiles import HopperShape, Shape, TileShape
 
 _NO_LIMIT = 1 << 29
+_MOST_TILES = (1 << 16) - 1  # tiles of one launch: the limit of a grid's y
 
 
 def attention(
@@ -55,23 +56,24 @@ def attention(
         attention_hopper(q, k, v, out, tiles, shape, bounds, queue, left, right, scale_log2)
         return out
     kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device, out.itemsize == 1)
-    kernel(
-        (k.shape[1], len(tiles)),
-        q,
-        k,
-        v,
-        out,
-        tiles,
-        bounds,
-        q.stride(0),
-        k.stride(0),
-        out.stride(0),
-        left,
-        right,
-        scale_log2,
-        bias,
-        0 if bias is None else bias.shape[1] // 2,
-    )
+    for some in (tiles,) if len(tiles) <= _MOST_TILES else torch.split(tiles, _MOST_TILES):
+        kernel(
+            (k.shape[1], len(some)),
+            q,
+            k,
+            v,
+            out,
+            some,
+            bounds,
+            q.stride(0),
+            k.stride(0),
+            out.stride(0),
+            left,
+            right,
+            scale_log2,
+            bias,
+            0 if bias is None else bias.shape[1] // 2,
+        )
     return out
 
 

@@ -15,7 +15,7 @@ def embed(token_ids: Tensor, positions: Tensor, words: Tensor, position_table: T
     """Returns words[token_ids], plus position_table[positions] if there is a position table.
 
     Args:
-        token_ids, positions: [T] int32.
+        token_ids, positions: [T] int32. On a GPU, an id outside of `words` gives the nearest row; on a CPU it is an error.
         words: [vocab_size, C]; position_table: [max_position_embeddings, C].
     Returns: [T, C], dtype of `words`.
     """
@@ -25,7 +25,7 @@ def embed(token_ids: Tensor, positions: Tensor, words: Tensor, position_table: T
     out = torch.empty(num_tokens, width, dtype=words.dtype, device=words.device)
     kernel = _kernel(width, position_table is not None, words.dtype, words.device)
     grid = -(-(-(-num_tokens // PER_THREAD) * width) // (8 * THREADS))
-    kernel(grid, token_ids, positions, words, position_table, out, num_tokens)
+    kernel(grid, token_ids, positions, words, position_table, out, num_tokens, len(words))
     return out
 
 

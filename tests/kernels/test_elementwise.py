@@ -176,6 +176,14 @@ def test_embed(lengths: tuple[int, ...], with_positions: bool, width: int, dtype
     assert torch.equal(ours, reference.embed(token_ids, positions, words, table))
 
 
+def test_embed_never_reads_outside_of_the_table() -> None:
+    table = normal(3 * 500, 384, dtype=torch.bfloat16)
+    words = table[500:1000]
+    token_ids = torch.tensor([-1, 500, 7, -(2**31), 2**31 - 1, 499], dtype=torch.int32, device=DEVICE)
+    ours = kernels.embed(token_ids, torch.zeros_like(token_ids), words)
+    assert torch.equal(ours, words[[0, 499, 7, 0, 499, 499]])
+
+
 @in_16_bits
 @widths
 @pytest.mark.parametrize("lengths", [(1,), (3,), (129, 127), (1000,), RAGGED], ids=str)

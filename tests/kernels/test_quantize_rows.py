@@ -99,6 +99,17 @@ def test_a_row_of_zeros(dtype: torch.dtype) -> None:
 
 
 @in_8_bits
+@pytest.mark.parametrize("size", [1e-35, 1e-36, 1e-37, 2e-38])
+def test_a_row_of_tiny_values_and_zeros(size: float, dtype: torch.dtype) -> None:
+    """448 divided by the largest value overflows fp32 below 1.3e-36."""
+    x = torch.zeros(3, 384, device=DEVICE, dtype=torch.bfloat16)
+    x[1, ::7] = size
+    found = quantize(x, dtype)
+    wide = found.values.double() * found.scale.double()[:, None]
+    assert (wide - rotated(x.double(), dtype)).abs().max() <= 1e-37
+
+
+@in_8_bits
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (48, 96), (1024, 384), (4096, 12288)])
 def test_matrix(n: int, k: int, dtype: torch.dtype) -> None:
     weight = torch.randn(n, k, device=DEVICE).bfloat16()
