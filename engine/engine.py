@@ -31,9 +31,8 @@ from engine.heads.splade import Splade, most_splade_seqs
 from engine.heads.tokens import TokenOutputs
 from engine.hub import resolve_model
 from engine.model import footprint as memory
-from engine.model.config import ONE_TOKEN, Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling
+from engine.model.config import ONE_TOKEN, Backend, DenseConfig, HeadConfig, ModelConfig, OutputName, Pooling, WordHeadConfig
 from engine.model.families import Model, family_of
-from engine.model.families.decoder import Decoder
 from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions
@@ -69,7 +68,7 @@ class Engine:
         self.dtype, self.device = dtype, device
         heads = (config.n_heads, config.n_kv_heads)
         cut = None
-        if not model.walks_lengths:
+        if not model.eager_only:
             cut = tiling(heads, config.head_dim, compute_dtype(dtype), device, config.causal, model.biases_scores)
         self.packer = BatchPacker(config.pooling, config.embedding_size, cut, config.tells_segments, model.shares_prefixes)
         self._cuda = None
@@ -151,7 +150,7 @@ class Engine:
             splade = None
             if config.splade is not None and family.masked_lm is not None:
                 splade = Splade(config, checkpoint, family.masked_lm, network.words)
-            checkpoint.finish(network.needless)
+            checkpoint.finish(network.unused)
             dense = [_load_dense(each, folder, chosen_device, wide_dtype) for each in config.dense]
             token_outputs = TokenOutputs.load(config, folder, chosen_device, wide_dtype)
             no_words = tokenizer.ids(read_no_words(folder)) if config.lexical else ()
@@ -364,10 +363,8 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
     return layer
 
 
-def _load_head(config: ModelConfig, head: HeadConfig, network: Model, checkpoint: Checkpoint) -> Head:
-    if head.tokens is None:
+def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, network: Model, checkpoint: Checkpoint) -> Head:
+    if isinstance(head, HeadConfig):
         return Head.load(config, head, checkpoint)
-    assert isinstance(network, Decoder)
-    tied = head.out == "embed_tokens"
     shape = (config.vocab_size, config.hidden_size)
-    return Head.of_words(head, network.embed_tokens if tied else checkpoint.take_table(f"{head.out}.weight", *shape))
+    return Head.of_words(head, network.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape))

@@ -10,7 +10,7 @@ from engine.kernels import reference
 from engine.model.config import ModelConfig, SpladeConfig
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
-from engine.model.weights import Tensors
+from engine.model.weights import WeightSource
 
 # Of the logits that are there at a time, and of what cutting and normalising vectors leaves on its way.
 CHUNK_BYTES = 64 << 20
@@ -46,7 +46,7 @@ class Splade:
     runs along with the logits of a few tokens at a time: those of all would be as many as 16,384 x 30,522.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Tensors, names: MaskedLMNames, words: Tensor) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: WeightSource, names: MaskedLMNames, words: Tensor) -> None:
         """`words`: the model's table, [vocab_size, C], which is the decoder where the two are tied."""
         assert config.splade is not None, "the config of another pooling"
         how: SpladeConfig = config.splade

@@ -26,7 +26,7 @@ class TokenOutputs:
             tensors = read_linear(folder, name, config.hidden_size)
             assert tensors is not None, "the config was read from this folder"
             weight, bias = (each.to(device=device, dtype=dtype) for each in tensors)
-            return Linear(weight, bias)
+            return Linear.of(weight, bias)
 
         return cls(
             layer("sparse_linear") if config.lexical else None,
