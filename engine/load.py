@@ -18,9 +18,8 @@ from engine.hub import resolve_model
 from engine.kernels.tiles import tiling
 from engine.model import footprint as memory
 from engine.model.base import Model
-from engine.model.config import Backend, DenseConfig, HeadConfig, ModelConfig, Pooling
+from engine.model.config import Backend, DenseConfig, HeadConfig, ModelConfig, Pooling, WordHeadConfig
 from engine.model.families import Transformers, family_of
-from engine.model.families.decoder import Decoder
 from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint
 from engine.run.network import Network
@@ -98,10 +97,10 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
         else:
             dense = [_load_dense(each, folder, device, wide) for each in config.dense]
             vector_head = Pool(config.pooling, [*dense, *head])
-        checkpoint.finish(model.needless)
+        checkpoint.finish(model.unused)
     outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
     heads = config.n_heads, config.n_kv_heads
-    tiles = None if model.walks_lengths else tiling(heads, config.head_dim, wide, device, config.causal, model.biases_scores)
+    tiles = None if model.eager_only else tiling(heads, config.head_dim, wide, device, config.causal, model.biases_scores)
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
     return Loaded(tokenizer, Network(name, model, vector_head, outputs, config.embedding_size), packer)
@@ -137,10 +136,8 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
     return layer
 
 
-def _load_head(config: ModelConfig, head: HeadConfig, network: Model, checkpoint: Checkpoint) -> Head:
-    if head.tokens is None:
+def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, model: Model, checkpoint: Checkpoint) -> Head:
+    if isinstance(head, HeadConfig):
         return Head.load(config, head, checkpoint)
-    assert isinstance(network, Decoder)
-    tied = head.out == "embed_tokens"
     shape = (config.vocab_size, config.hidden_size)
-    return Head.of_words(head, network.embed_tokens if tied else checkpoint.take_table(f"{head.out}.weight", *shape))
+    return Head.of_words(head, model.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape))

@@ -14,7 +14,7 @@ from engine.kernels import reference
 from engine.model.config import ModelConfig, SpladeConfig
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
-from engine.model.weights import Tensors
+from engine.model.weights import WeightSource
 from engine.options import EmbedOptions, TokenIds
 from engine.run.batch import PackedBatch
 from engine.run.flight import Vectors
@@ -56,7 +56,7 @@ class Splade(VectorHead):
     reads_pooled_rows = False
     is_wide: ClassVar[bool] = True
 
-    def __init__(self, config: ModelConfig, checkpoint: Tensors, names: MaskedLMNames, words: Tensor) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: WeightSource, names: MaskedLMNames, words: Tensor) -> None:
         """`words`: the model's table, [vocab_size, C], which is the decoder where the two are tied."""
         assert config.splade is not None, "the config of another pooling"
         how: SpladeConfig = config.splade

@@ -77,4 +77,4 @@ def load_layer(folder: Path, name: str, columns: int, device: torch.device, dtyp
     tensors = read_linear(folder, name, columns)
     assert tensors is not None, "the config was read from this folder"
     weight, bias = (each.to(device=device, dtype=dtype) for each in tensors)
-    return Linear(weight, bias)
+    return Linear.of(weight, bias)
