@@ -17,11 +17,11 @@ from parity.bge_m3_reference import save_layers
 
 from engine import BackendError, Engine, devices
 from engine.devices import DtypeName
+from engine.heads import splade
 from engine.kernels.embed import _kernel as embed_kernel
 from engine.loop import EngineLoop
 from engine.model.config import OutputName, Pooling
 from engine.model.folder import load_model_config
-from engine.model.layers import splade
 from engine.options import EmbedOptions, EncodeOptions
 from engine.run import cuda
 from engine.run.batch import PackedBatch
