@@ -25,7 +25,7 @@ from engine.schedule.request import Request
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 KINDS = ["bert_lm", "distilbert_lm", "roberta_lm", "xlm_roberta_lm", "camembert", "mpnet_lm", "modernbert_lm"]
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
