@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from engine import kernels
 from engine.kernels import reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 widths = pytest.mark.parametrize("width", [40, 384, 768, 1024, 2560, 4096])

@@ -10,7 +10,7 @@ from engine import kernels
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 in_8_bits = pytest.mark.parametrize("dtype", EIGHT_BITS)
 row_counts = pytest.mark.parametrize("m", [1, 9, 16, 32, 33, 64, 65, 193, 700, 4096])

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 64), (7, 96), (33, 384), (130, 1024), (5, 2560), (257, 4096), (3, 12288)]
 

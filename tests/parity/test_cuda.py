@@ -29,7 +29,7 @@ from engine.run.pack import GRAPH_TOKENS
 from engine.schedule.request import Request
 from engine.text.pairs import SECOND_SEGMENT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 # Head dimensions that our attention takes, unlike the tiny defaults.
 FAMILIES = {

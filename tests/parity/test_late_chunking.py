@@ -28,7 +28,7 @@ POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
 }
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

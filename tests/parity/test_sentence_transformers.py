@@ -45,7 +45,7 @@ def varied_texts() -> list[str]:
 @pytest.fixture(
     params=[
         "cpu",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+        pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
 def device(request: pytest.FixtureRequest) -> str:
