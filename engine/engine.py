@@ -21,7 +21,7 @@ from engine.devices import (
     choose_dtype,
     compute_dtype,
     default_batch_tokens,
-    keep_freed_memory,
+    is_integrated,
 )
 from engine.errors import InvalidInput, ModelError, NotFinite
 from engine.heads.classifier import Head
@@ -38,6 +38,7 @@ from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions
 from engine.results import Chunks, LexicalWeights, NonZero, Rows
+from engine.run import reserve
 from engine.run.batch import BatchPacker, BatchShape, PackedBatch
 from engine.run.cuda import CudaRunner
 from engine.run.flight import Flight, Landed, Output, Ragged, Vectors
@@ -131,21 +132,22 @@ class Engine:
             raise ModelError(f"{dtype} is of our own networks' layers; leave out --backend {backend}, or use bfloat16")
         wide_dtype = compute_dtype(chosen_dtype)
         if chosen_device.type == "cpu":
-            keep_freed_memory()
+            reserve.keep_freed_memory()
         else:
             torch.cuda.set_device(chosen_device)
-            memory.grow_in_place(chosen_device)
+            reserve.grow_in_place(chosen_device)
             # Split products would be summed up in bf16 otherwise; everything else accumulates in fp32.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         tokenizer = Tokenizer.load(folder, config)
         with (
-            memory.reservation(chosen_device),
+            reserve.reservation(chosen_device),
             torch.inference_mode(),
             Checkpoint(folder, chosen_device, chosen_dtype) as checkpoint,
         ):
             num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide_dtype.itemsize
-            memory.check_fits(num_bytes - memory.saved_bytes(config, chosen_dtype), chosen_device, str(folder))
+            num_bytes -= memory.bytes_saved_in_8_bits(config, chosen_dtype)
+            reserve.check_fits(num_bytes, chosen_device, str(folder))
             network = family(config, checkpoint)
             head = [] if config.head is None else [_load_head(config, config.head, network, checkpoint)]
             splade = None
@@ -278,7 +280,7 @@ class Engine:
     @property
     def shares_host_memory(self) -> bool:
         """Whether a pass takes memory that the rest of the machine takes from too."""
-        return self.device.type == "cpu" or bool(torch.cuda.get_device_properties(self.device).is_integrated)
+        return self.device.type == "cpu" or is_integrated(self.device)
 
     @property
     def dtype_name(self) -> DtypeName:
