@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.devices import DTYPES, DtypeName, default_batch_tokens
+from engine.devices import DTYPES, DtypeName, default_batch_tokens, is_integrated
 from engine.errors import BackendError, InvalidInput, ModelError
 from engine.heads.splade import most_splade_seqs
 from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
-from engine.model.footprint import reservation
 from engine.options import EmbedOptions, EncodeOptions, Input, TokenIds, check_dimensions
 from engine.passes import Passes
+from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
 from engine.run.flight import Flight
@@ -82,7 +82,7 @@ class Engine:
             str(model), pooling, default_prompt_name, default_prompt, max_input_tokens, backend, trust_remote_code
         )
         chosen, where = choose(config, dtype, device)
-        with reservation(where), torch.inference_mode():
+        with reserve.reservation(where), torch.inference_mode():
             engine = cls(config, load_parts(folder, config, chosen, where), chosen, where)
             engine._warm_up(max_batch_tokens)
         return engine
@@ -180,7 +180,7 @@ class Engine:
     @property
     def shares_host_memory(self) -> bool:
         """Whether a pass takes memory that the rest of the machine takes from too."""
-        return self.device.type == "cpu" or bool(torch.cuda.get_device_properties(self.device).is_integrated)
+        return self.device.type == "cpu" or is_integrated(self.device)
 
     @property
     def dtype_name(self) -> DtypeName:
