@@ -8,6 +8,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["RAY_AUTH_MODE"] = "token"
+# torch's threads sleep between operations. They would spin, which takes the cores from the tests' other processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
 from collections import Counter

@@ -2,8 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
-from servers import POOL_SETTINGS, Clustered, Deploy
+from servers import POOL_SETTINGS, Clustered, Deploy, DeployTogether
 
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
@@ -33,27 +32,50 @@ def address(grpc_port: int) -> Iterator[str]:
     port = free_port()
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]  # Ray's workers import servers.py
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    with local_ray(num_cpus=8):
+    with local_ray(num_cpus=8), pytest.MonkeyPatch.context() as patched:
+        # Serve's client asks once a second whether an application runs or is gone.
+        patched.setattr("ray.serve._private.client.CLIENT_POLLING_INTERVAL_S", 0.1)
         http, grpc = {"host": "127.0.0.1", "port": port}, Settings(grpc_port=grpc_port).grpc_options
         serve.start(proxy_location="HeadOnly", http_options=http, **grpc)
         yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="session")
-def deployed(address: str) -> Deploy:
+def deployed_together(address: str) -> DeployTogether:
+    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes for that long."""
+
+    @contextmanager
+    def deploy(
+        variants: dict[str, tuple[type[ModelServer], dict[str, Any]]], options: dict[str, Any] | None = None
+    ) -> Iterator[dict[str, httpx.Client]]:
+        names = {prefix: prefix.strip("/") or "root" for prefix in variants}
+        targets = []
+        for prefix, (server, settings) in variants.items():
+            serve.delete(names[prefix])  # waits for the end of an application that had this name
+            args = PoolArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", **settings))
+            targets.append(serve.RunTarget(bind(args, server, **(options or {})), names[prefix], prefix))
+        serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
+        with ExitStack() as stack:
+            clients = {prefix: stack.enter_context(httpx.Client(base_url=address + prefix, timeout=30)) for prefix in variants}
+            for client in clients.values():
+                wait_until_routed(client)
+            yield clients
+        for name in names.values():
+            serve.delete(name, _blocking=False)
+
+    return deploy
+
+
+@pytest.fixture(scope="session")
+def deployed(deployed_together: DeployTogether) -> Deploy:
     """`with deployed(prefix, server=..., num_replicas=..., **settings) as client:` serves MiniLM for that long."""
 
     @contextmanager
     def deploy(
         prefix: str = "/", server: type[ModelServer] = ModelServer, options: dict[str, Any] | None = None, **settings: Any
     ) -> Iterator[httpx.Client]:
-        args = PoolArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", **settings))
-        name = prefix.strip("/") or "root"
-        serve.run(bind(args, server, **(options or {})), name=name, route_prefix=prefix)
-        with httpx.Client(base_url=address + prefix, timeout=30) as client:
-            wait_until_routed(client)
-            yield client
-        serve.delete(name)
+        with deployed_together({prefix: (server, settings)}, options) as clients:
+            yield clients[prefix]
 
     return deploy
 
@@ -69,7 +91,7 @@ def clustered(address: str) -> Clustered:
         replicas: dict[str, tuple[int, int]] | None = None,
         folders: dict[str, str] | None = None,
         env: dict[str, str] | None = None,
-        tokens_per_s: float = 3000,
+        rates: dict[str, float] | None = None,
         **args: Any,
     ) -> Iterator[httpx.Client]:
         given, targets = [], []
@@ -79,7 +101,12 @@ def clustered(address: str) -> Clustered:
                 refs = []
                 for name, server in servers.items():
                     least, most = (replicas or {}).get(name, (1, 1))
-                    ref = {"name": name, "tokens_per_s": tokens_per_s, "min_replicas": least, "max_replicas": most}
+                    ref = {
+                        "name": name,
+                        "tokens_per_s": (rates or {}).get(name, 3000),
+                        "min_replicas": least,
+                        "max_replicas": most,
+                    }
                     pool_args = pool.PoolArgs(
                         pool=name,
                         model=folder,
@@ -95,19 +122,14 @@ def clustered(address: str) -> Clustered:
                 {"models": given, "default": next(iter(models)), "settings": settings} | args
             )
             targets.append(serve.RunTarget(gateway.build(gateway_args), "gateway" + prefix.strip("/"), prefix))
-            stack.callback(delete, [target.name for target in targets])
+            for target in targets:
+                stack.callback(serve.delete, target.name, _blocking=False)
             serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
             with httpx.Client(base_url=address + prefix, timeout=40) as client:
                 wait_until_routed(client)
                 yield client
 
     return deploy
-
-
-def delete(applications: Sequence[str]) -> None:
-    """All at once: each takes seconds of waiting for its replicas."""
-    with ThreadPoolExecutor(len(applications)) as threads:
-        list(threads.map(serve.delete, applications))
 
 
 def wait_until_routed(client: httpx.Client) -> None:

@@ -19,7 +19,8 @@ from serve_app.pool import PoolServer
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 
-Deploy = Callable[..., Any]  # the fixtures `deployed` and `clustered`
+Deploy = Callable[..., Any]  # the fixtures `deployed`, `deployed_together` and `clustered`
+DeployTogether = Callable[..., Any]
 Clustered = Callable[..., Any]
 POOL_SETTINGS = Settings(num_threads=1, dtype="float32")
 MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool` or `HangingServer`

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
-from servers import MARKER, Deploy, HangingServer, PoisonServer, SlowServer
+from servers import MARKER, Deploy, DeployTogether, HangingServer, PoisonServer, SlowServer
 
 from engine.hub import EMBEDDED_MODEL
 from serve_app.app import PoolArgs, bind
+from serve_app.model_server import ModelServer
 from serve_app.settings import Settings
 
 
@@ -31,9 +32,24 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_requests_that_wait_share_the_next_batch(deployed: Deploy) -> None:
+@pytest.fixture(scope="module")
+def variants(deployed_together: DeployTogether) -> Iterator[dict[str, httpx.Client]]:
+    """By prefix, a server with another engine or other limits."""
+    servers = {
+        "/slow": (SlowServer, {}),
+        "/cached": (ModelServer, {"cache_bytes": 1_000_000}),
+        "/small": (SlowServer, {"max_concurrent_requests": 4}),
+        "/late": (SlowServer, {"request_timeout_s": 0.6}),
+        "/poison": (PoisonServer, {}),
+    }
+    with deployed_together(servers, {"ray_actor_options": {"num_cpus": 0.1}}) as clients:
+        yield clients
+
+
+def test_requests_that_wait_share_the_next_batch(variants: dict[str, httpx.Client]) -> None:
     """While one batch runs, what arrives is collected; D4's point."""
-    with deployed("/slow", SlowServer) as client, ThreadPoolExecutor(20) as pool:
+    client = variants["/slow"]
+    with ThreadPoolExecutor(20) as pool:
         before = metric(client, "batch_seconds_count")
         answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"text {i}"}), range(20)))
         assert {answer.status_code for answer in answers} == {200}
@@ -42,8 +58,9 @@ def test_requests_that_wait_share_the_next_batch(deployed: Deploy) -> None:
         )  # 20 requests of 4 tokens, budget 64, and the races at the start
 
 
-def test_a_client_that_leaves_while_queued_is_never_computed(deployed: Deploy) -> None:
-    with deployed("/slow", SlowServer) as client, ThreadPoolExecutor(4) as pool:
+def test_a_client_that_leaves_while_queued_is_never_computed(variants: dict[str, httpx.Client]) -> None:
+    client = variants["/slow"]
+    with ThreadPoolExecutor(4) as pool:
         computed, cancelled = metric(client, "tokens_total"), metric(client, "cancelled_requests_total")
         running = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(3)]  # three batches of 52
         wait_for(lambda: metric(client, "requests_in_flight") >= 3)
@@ -66,18 +83,19 @@ def leave_at_once(client: httpx.Client, body: dict[str, Any]) -> None:
         wait_for(lambda: metric(client, "requests_in_flight") > before)
 
 
-def test_what_was_seen_before_comes_from_the_cache(deployed: Deploy) -> None:
-    with deployed("/cached", cache_bytes=1_000_000) as client:
-        first = client.post("v1/embeddings", json={"input": ["kept", "for later"]})
-        tokens = metric(client, "tokens_total")
-        again = client.post("v1/embeddings", json={"input": ["kept", "for later"]})
-        assert (again.status_code, again.json()) == (200, first.json())
-        assert metric(client, "tokens_total") == tokens
-        assert metric(client, "cache_hits_total") == 2
+def test_what_was_seen_before_comes_from_the_cache(variants: dict[str, httpx.Client]) -> None:
+    client = variants["/cached"]
+    first = client.post("v1/embeddings", json={"input": ["kept", "for later"]})
+    tokens = metric(client, "tokens_total")
+    again = client.post("v1/embeddings", json={"input": ["kept", "for later"]})
+    assert (again.status_code, again.json()) == (200, first.json())
+    assert metric(client, "tokens_total") == tokens
+    assert metric(client, "cache_hits_total") == 2
 
 
-def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> None:
-    with deployed("/small", SlowServer, max_concurrent_requests=4) as client, ThreadPoolExecutor(30) as pool:
+def test_too_many_requests_get_429_and_the_process_lives(variants: dict[str, httpx.Client]) -> None:
+    client = variants["/small"]
+    with ThreadPoolExecutor(30) as pool:
         answers = list(pool.map(lambda i: client.post("embed", json={"inputs": f"{i} " * 30}), range(30)))
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 429}
@@ -93,30 +111,30 @@ def test_too_many_requests_get_429_and_the_process_lives(deployed: Deploy) -> No
         assert metric(client, "requests_in_flight") == 0
 
 
-def test_a_request_over_its_deadline_is_dropped_with_504(deployed: Deploy) -> None:
-    with deployed("/late", SlowServer, request_timeout_s=0.6) as client:
-        answer = client.post("embed", json={"inputs": ["word " * 50] * 8})  # eight batches of 0.25 s
-        assert answer.status_code == 504
-        assert answer.json()["error_type"] == "Timeout"
-        assert "0.6 s" in answer.json()["error"]
-        wait_for(lambda: metric(client, "queue_tokens") == 0)
-        assert metric(client, "tokens_total") < 8 * 52
-        assert client.post("embed", json={"inputs": "x"}).status_code == 200
+def test_a_request_over_its_deadline_is_dropped_with_504(variants: dict[str, httpx.Client]) -> None:
+    client = variants["/late"]
+    answer = client.post("embed", json={"inputs": ["word " * 50] * 8})  # eight batches of 0.25 s
+    assert answer.status_code == 504
+    assert answer.json()["error_type"] == "Timeout"
+    assert "0.6 s" in answer.json()["error"]
+    wait_for(lambda: metric(client, "queue_tokens") == 0)
+    assert metric(client, "tokens_total") < 8 * 52
+    assert client.post("embed", json={"inputs": "x"}).status_code == 200
 
 
-def test_one_bad_vector_or_batch_harms_nobody_else(deployed: Deploy) -> None:
-    with deployed("/poison", PoisonServer) as client:
-        good = client.post("embed", json={"inputs": "x"}).json()
-        bad = client.post("embed", json={"inputs": [[101, 13, 102]]})
-        assert (bad.status_code, bad.json()["error_type"]) == (424, "Backend")
-        assert "not finite" in bad.json()["error"]
-        broken = client.post("embed", json={"inputs": [[101, 14, 102]]})
-        assert (broken.status_code, broken.json()) == (
-            424,
-            {"error": "Backend error: the device fell over", "error_type": "Backend"},
-        )
-        assert client.post("embed", json={"inputs": "x"}).json() == good
-        assert client.get("health").status_code == 200
+def test_one_bad_vector_or_batch_harms_nobody_else(variants: dict[str, httpx.Client]) -> None:
+    client = variants["/poison"]
+    good = client.post("embed", json={"inputs": "x"}).json()
+    bad = client.post("embed", json={"inputs": [[101, 13, 102]]})
+    assert (bad.status_code, bad.json()["error_type"]) == (424, "Backend")
+    assert "not finite" in bad.json()["error"]
+    broken = client.post("embed", json={"inputs": [[101, 14, 102]]})
+    assert (broken.status_code, broken.json()) == (
+        424,
+        {"error": "Backend error: the device fell over", "error_type": "Backend"},
+    )
+    assert client.post("embed", json={"inputs": "x"}).json() == good
+    assert client.get("health").status_code == 200
 
 
 def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:

@@ -123,22 +123,36 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
                     each.kill()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--port", "99999"], "--port = '99999'"),
-        (["--dtype", "int3"], "--dtype = 'int3'"),
-        (["--max-batch-tokens", "0"], "--max-batch-tokens = '0'"),
-        (["/nowhere/model"], "/nowhere/model is not a folder"),
-        (["no/such-model"], "neither a folder here nor"),
-        (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read"),
-        (["a/x", "b/x"], "share a name"),
-        (["--default-prompt-name", "query"], "`query` but no prompts were found"),
-    ],
-)
-def test_bad_arguments_end_in_one_line_that_names_them(arguments: list[str], message: str) -> None:
-    command = [EMBERFORGE, "serve", "--port", str(free_port()), *arguments]  # a server may have the default port
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+BAD_ARGUMENTS = [
+    (("--port", "99999"), "--port = '99999'"),
+    (("--dtype", "int3"), "--dtype = 'int3'"),
+    (("--max-batch-tokens", "0"), "--max-batch-tokens = '0'"),
+    (("/nowhere/model",), "/nowhere/model is not a folder"),
+    (("no/such-model",), "neither a folder here nor"),
+    (("--config", "/nowhere.yaml"), "--config /nowhere.yaml cannot be read"),
+    (("a/x", "b/x"), "share a name"),
+    (("--default-prompt-name", "query"), "`query` but no prompts were found"),
+]
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[tuple[str, ...], "subprocess.CompletedProcess[str]"]:
+    """The end of `emberforge serve` with each of the bad arguments. As many commands run at once as there are cores."""
+
+    def serve(arguments: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+        command = [EMBERFORGE, "serve", "--port", str(free_port()), *arguments]  # a server may have the default port
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+
+    each = [arguments for arguments, _ in BAD_ARGUMENTS]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return dict(zip(each, threads.map(serve, each), strict=True))
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_end_in_one_line_that_names_them(
+    ended: dict[tuple[str, ...], "subprocess.CompletedProcess[str]"], arguments: tuple[str, ...], message: str
+) -> None:
+    done = ended[arguments]
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
