@@ -32,7 +32,7 @@ def attention(
 
     Args:
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
-        tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten. [n, 4]
+        tiles: [n, 2] int32 on the device, as `Tiling.tiles` gives them for `shape`; rows of no tile are left unwritten. [n, 4]
             where sequences share prefixes: then a tile's tokens see the rows [third, fourth) besides, before their own.
         bounds: [T, 2] int32, the rows [first, end) of the sequence that each token belongs to, without its shared prefix.
         causal: a token sees itself and what is before it; else its whole sequence.

@@ -193,7 +193,7 @@ class BatchPacker:
             empty = np.empty((0, 4 if shares else 2), dtype=np.int32)
             return BatchShape(num_tokens, num_seqs, 0, None, self.typed, shares), empty
         tile_shape = self.tiling.shape(num_tokens)
-        tiles = self.tiling.cut(lengths, tile_shape, layout.prefixes)
+        tiles = self.tiling.tiles(lengths, tile_shape, layout.prefixes)
         num_tiles = len(tiles) if room is None else self.tiling.most_tiles(room, tile_shape, MOST_PREFIXES * shares)
         return BatchShape(num_tokens, num_seqs, num_tiles, tile_shape, self.typed, shares), tiles
 
