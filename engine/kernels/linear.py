@@ -1,7 +1,7 @@
-"""x W^T without a bias, and what lies around it, by the fastest product there is for so many rows.
+"""x W^T without a bias, fused with the operations around it where that is faster. The number of rows decides how.
 
-cuBLAS's, but for two cases on a Hopper chip: a handful of rows, where reading W is all there is to do (`few_rows`), and SwiGLU
-after a product large enough to fill the chip (`gemm_hopper`). docs/decisions/022.
+cuBLAS computes most products. Our kernels compute two cases on a Hopper chip: `few_rows` a product of at most 32 rows, and
+`gemm_hopper` a product with SwiGLU that fills the chip. docs/decisions/022.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.activation import swiglu
-from engine.kernels.few_rows import few_rows, few_rows_cut
+from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import fills, gemm_hopper
 from engine.kernels.launch import is_hopper, num_sms, runs_on
 from engine.kernels.linear8 import linear8, linear8_add, linear8_onto, linear8_swiglu
@@ -20,10 +20,10 @@ Matrix = Tensor | Quantized
 
 
 def linear(x: Matrix, weight: Matrix, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None) -> Tensor:
-    """x W^T. x [T, K], weight [N, K] -> [T, N]; x is normalised with RMSNorm first where `norm` [K] is its weight.
+    """Returns x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first.
 
-    With a weight in 8 bits, here and below, x is brought to 8 bits too, unless it is there already. `pending` is what
-    `linear_onto` gave, with x for its residual.
+    If the weight is in 8 bits, x is converted to 8 bits too, here and in the functions below. `pending` is the result of a
+    `linear_onto` whose residual is x: it is added to x first.
     """
     if isinstance(weight, Quantized):
         return linear8(quantize(x, weight.values.dtype, norm, eps, pending=pending), weight)
@@ -31,24 +31,24 @@ def linear(x: Matrix, weight: Matrix, norm: Tensor | None = None, eps: float = 0
     assert pending is None
     if not runs_on(x):
         return reference.linear(x, weight, norm, eps)
-    if (shape := few_rows_cut(x, weight, norm is not None)) is not None:
+    if (shape := few_rows_shape_of(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, shape, norm=norm, eps=eps)
     return torch.mm(_normalized(x, norm, eps), weight.t())
 
 
 def linear_add(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor:
-    """residual += x W^T, in place. x [T, K], weight [N, K]; returns `residual` [T, N]."""
+    """Adds x W^T to `residual` [T, N] in place and returns it. x [T, K], weight [N, K]."""
     if isinstance(weight, Quantized):
         return linear8_add(quantize(x, weight.values.dtype), weight, residual)
     assert isinstance(x, Tensor)
-    if runs_on(x) and (shape := few_rows_cut(x, weight)) is not None:
+    if runs_on(x) and (shape := few_rows_shape_of(x, weight)) is not None:
         return few_rows(x, weight, shape, "residual", residual)
     return residual.addmm_(x, weight.t())
 
 
 def linear_onto(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor | None:
-    """As `linear_add`, where the product adds at no cost; else `residual` stays as it is, and what is to be added to it is
-    given back, for the norm behind, which reads both anyway."""
+    """Adds x W^T to `residual` and returns None if the product can do that for free. Otherwise returns x W^T; the next norm
+    kernel adds it."""
     if isinstance(weight, Quantized):
         return linear8_onto(quantize(x, weight.values.dtype), weight, residual)
     linear_add(x, weight, residual)
@@ -58,15 +58,17 @@ def linear_onto(x: Matrix, weight: Matrix, residual: Tensor) -> Tensor | None:
 def linear_swiglu(
     x: Matrix, gate_up: Matrix, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
 ) -> Matrix:
-    """silu(x G^T) * (x U^T), `norm` and `pending` as in `linear`. x [T, K], gate_up [2 I, K], eight rows of G and of U in turn
-    -> [T, I]."""
+    """Returns silu(x G^T) * (x U^T). x [T, K] -> [T, I]. `norm` and `pending` as in `linear`.
+
+    `gate_up` [2 I, K] is `interleaved`: eight rows of G alternate with eight rows of U.
+    """
     if isinstance(gate_up, Quantized):
         return linear8_swiglu(quantize(x, gate_up.values.dtype, norm, eps, pending=pending), gate_up)
     assert isinstance(x, Tensor)
     assert pending is None
     if not runs_on(x):
         return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
-    if (shape := few_rows_cut(x, gate_up, norm is not None)) is not None:
+    if (shape := few_rows_shape_of(x, gate_up, norm is not None)) is not None:
         return few_rows(x, gate_up, shape, "swiglu", norm=norm, eps=eps)
     x = _normalized(x, norm, eps)
     if is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):
@@ -75,7 +77,7 @@ def linear_swiglu(
 
 
 def interleaved(gate_up: Tensor) -> Tensor:
-    """[2 I, K], the gate's rows and then up's -> eight of the one and eight of the other in turn. I is a multiple of 8."""
+    """Reorders rows: all of G, then all of U -> eight of G, eight of U, and so on. [2 I, K], I a multiple of 8."""
     return gate_up.view(2, -1, 8, gate_up.shape[1]).transpose(0, 1).flatten(0, 2).contiguous()
 
 

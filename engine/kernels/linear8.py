@@ -1,7 +1,7 @@
-"""x W^T of rows and matrices in 8 bits, in bf16.
+"""x W^T of rows and matrices in 8 bits. Results are bf16.
 
-On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`, each with what follows it fused; everything
-else is cuBLAS's. docs/decisions/023.
+On Hopper, `few_rows` computes products of at most 32 rows and `gemm_hopper` those in int8, both fused with the operation that
+follows. cuBLAS computes all others. docs/decisions/023.
 """
 
 import torch
@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.few_rows import few_rows, few_rows_cut
+from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import Quantized, quantize
 
-# Rows of x of which `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. A wide W has more of them, and
-# cuBLAS's sums in 32 bits are as wide.
+# Up to this number of rows, `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. A wide W has more
+# tiles, and cuBLAS writes more sums in 32 bits.
 _FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
-_INT32_BYTES = 64 << 20  # of the sums there are at a time
-_LEAST_ROWS = 32  # of an int8 product of cuBLAS's
+_INT32_BYTES = 64 << 20  # memory for sums in 32 bits
+_LEAST_ROWS = 32  # rows that cuBLAS's int8 product needs
 
 
 def linear8(x: Quantized, weight: Quantized) -> Tensor:
@@ -28,26 +28,26 @@ def linear8(x: Quantized, weight: Quantized) -> Tensor:
 
 
 def linear8_add(x: Quantized, weight: Quantized, residual: Tensor) -> Tensor:
-    """residual += x W^T, in place. Returns: `residual` [M, N]."""
+    """Adds x W^T to `residual` [M, N] in place and returns it."""
     pending = linear8_onto(x, weight, residual)
     return residual if pending is None else residual.add_(pending)
 
 
 def linear8_onto(x: Quantized, weight: Quantized, residual: Tensor) -> Tensor | None:
-    """residual += x W^T, in place, by a product that can; else x W^T, [M, N]."""
+    """Adds x W^T to `residual` in place and returns None if one of our products runs; else returns x W^T, [M, N]."""
     return _product(x, weight) if _ours(x, weight, "residual", residual) is None else None
 
 
 def linear8_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
-    """silu(x G^T) * (x U^T), in 8 bits again. gate_up [2 I, K], eight rows of G and of U in turn -> [M, I]."""
+    """Returns silu(x G^T) * (x U^T) in 8 bits, [M, I]. `gate_up` [2 I, K]: eight rows of G alternate with eight rows of U."""
     dtype = x.values.dtype
     ours = _ours(x, gate_up, "swiglu")
     return quantize(_product(x, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
 
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
-    """The result of a product of our own; None where there is none, or cuBLAS's is faster."""
-    if (shape := few_rows_cut(x.values, weight.values)) is not None:
+    """Returns the result of one of our products; None if cuBLAS's product is faster, or ours does not take the operands."""
+    if (shape := few_rows_shape_of(x.values, weight.values)) is not None:
         return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
     few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
     if x.values.dtype == torch.int8 and len(x) > few and is_hopper(x.values.device):
@@ -65,14 +65,14 @@ def _product(x: Quantized, weight: Quantized) -> Tensor:
 
 
 def _int8(x: Quantized, weight: Quantized) -> Tensor:
-    """cuBLAS gives whole sums in 32 bits, of some rows at a time so that they do not take twice the result's memory."""
+    """cuBLAS's int8 product. Its sums have 32 bits, so some rows at a time: all would take twice the result's memory."""
     rows, columns = len(x), len(weight)
     y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.values.device)
     step = max(_LEAST_ROWS, _INT32_BYTES // (4 * columns))
     for start in range(0, rows, step):
         part, scale = x.values[start : start + step], x.scale[start : start + step]
         count = len(part)
-        if count < _LEAST_ROWS:  # fewer are refused
+        if count < _LEAST_ROWS:  # cuBLAS refuses fewer
             part = F.pad(part, (0, 0, 0, _LEAST_ROWS - count))
         sums = torch._int_mm(part, weight.values.t())[:count]
         torch.mul(sums * scale[:, None], weight.scale, out=y[start : start + step])
