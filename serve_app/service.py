@@ -16,7 +16,8 @@ from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions, check_outputs
 from engine.run.flight import Vectors
-from engine.text.tokenizer import ChunkedText, Tokenizer
+from engine.text.chunks import ChunkedText
+from engine.text.tokenizer import Tokenizer
 from serve_app.backend import Backend, ServedModel
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded, ScoreNotFinite
 from serve_app.metrics import Metrics

@@ -1,6 +1,6 @@
-"""The operations of a forward pass. On a GPU in 16 bits our own CUDA kernels, everywhere else plain torch (`reference`).
+"""The operations of a forward pass. On a GPU in 16 bits our CUDA kernels compute them, everywhere else plain torch (`reference`).
 
-Which of the two runs is decided here, by where the tensor lies, so that a model is written once.
+Each operation chooses between the two by the tensor's device and dtype, so that a model is written once.
 """
 
 from engine.kernels.activation import geglu, gelu, swiglu

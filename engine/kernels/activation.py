@@ -1,4 +1,4 @@
-"""SwiGLU and its like, and bias + exact GeLU."""
+"""SwiGLU, GeGLU, and bias + exact GeLU."""
 
 from functools import cache
 
@@ -12,12 +12,12 @@ THREADS = 256
 
 
 def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:
-    """silu(gate) * up. [T, 2 I], gate in the left half, or eight columns of each in turn -> [T, I], dtype kept."""
+    """Returns silu(gate) * up. [T, 2 I] -> [T, I], dtype kept. Gate is the left half, or eight columns of each alternate."""
     return _gated("swiglu", gate_up, interleaved) if runs_on(gate_up) else reference.swiglu(gate_up, interleaved)
 
 
 def geglu(gate_up: Tensor, tanh: bool = False) -> Tensor:
-    """gelu(gate) * up, shapes as `swiglu`. The exact GeLU, or its tanh form, as the checkpoint says."""
+    """Returns gelu(gate) * up, shapes as in `swiglu`. The checkpoint says whether GeLU is exact or the tanh form."""
     if not runs_on(gate_up):
         return reference.geglu(gate_up, tanh)
     return _gated("geglu_tanh" if tanh else "geglu", gate_up)
@@ -32,7 +32,7 @@ def _gated(entry: str, gate_up: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """GeLU (the exact one, with erf) of x + bias, in place. x [T, I], bias [I]; returns x."""
+    """Replaces x by the exact GeLU (with erf) of x + bias and returns x. x [T, I], bias [I]."""
     if not runs_on(x):
         return reference.gelu(x, bias)
     num_rows, width = x.shape

@@ -31,27 +31,28 @@ def attention(
     """softmax(q k^T / sqrt(D)) v within each sequence of a packed batch.
 
     Args:
-        q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
-        tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten. [n, 4]
-            where sequences share prefixes: then a tile's tokens see the rows [third, fourth) besides, before their own.
+        q: [T, H, D]; k, v: [T, K, D], H a multiple of K. The heads of a token are contiguous. The stride of tokens is any
+            multiple of 8, the same for k and v.
+        tiles: [n, 2] int32 on the device, as `Tiling.tiles` gives them for `shape`. Rows of no tile are not written. [n, 4] if
+            sequences share prefixes: a tile's tokens then see the rows [third, fourth) before their own sequence.
         bounds: [T, 2] int32, the rows [first, end) of the sequence that each token belongs to, without its shared prefix.
-        causal: a token sees itself and what is before it; else its whole sequence.
-        window: it sees no token further away than this; None for no limit.
-        bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.
-        dtype: of the result: q's, or torch.float8_e4m3fn, of which the largest is 448.
-        queue: [2] int32, zeros, and zeros again when the kernel has ended: what its blocks draw tiles from, where they do. None
-            makes one.
+        causal: a token sees itself and the tokens before it; else its whole sequence.
+        window: a token sees no token further away than this; None for no limit.
+        bias: [H, 2 R + 1] fp32 times sqrt(D). Column R + d is added to the score of a key d tokens after the query.
+        dtype: dtype of the result: q's, or torch.float8_e4m3fn, whose largest value is 448.
+        queue: [2] int32 zeros, from which the blocks of the Hopper kernel draw tiles. The kernel leaves zeros. None makes one.
     Returns: [T, H, D], contiguous.
     """
     heads, head_dim = q.shape[1:]
     prefix = tiles.shape[1] == 4
-    assert not prefix or (causal and window is None and bias is None), "only then a prefix is what all tokens after it see"
+    assert k.stride() == v.stride(), "the kernels are given one stride for both"
+    assert not prefix or (causal and window is None and bias is None), "a prefix is visible to all later tokens"
     out = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     left = _NO_LIMIT if window is None else window
     right = 0 if causal else left
     scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     if isinstance(shape, HopperShape):
-        assert bias is None, "its tiles are cut for the other kernel"
+        assert bias is None, "the tiles of a biased model have the other kernel's shape"
         queue = torch.zeros(2, dtype=torch.int32, device=q.device) if queue is None else queue
         attention_hopper(q, k, v, out, tiles, shape, bounds, queue, left, right, scale_log2)
         return out
@@ -100,7 +101,7 @@ def attention_defines(
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "M_TILES": shape.m_tiles,
-        # A third block's registers hold what these need.
+        # Biases and prefixes need the registers of a third block.
         "MIN_BLOCKS": min(shape.min_blocks, 2) if bias or prefix else shape.min_blocks,
         "BIAS": int(bias),
         "PREFIX": int(prefix),

@@ -1,4 +1,4 @@
-"""Launches varlen attention on wgmma and TMA, which sm_90a alone has."""
+"""Varlen attention on wgmma and TMA, for sm_90a."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from engine.kernels.launch import Kernel, half, num_sms
 from engine.kernels.tensor_map import tensor_map
 from engine.kernels.tiles import HopperShape
 
-FEATURES = "a"  # wgmma is no other chip's
+FEATURES = "a"  # only sm_90a has wgmma
 
 
 def attention_hopper(
@@ -26,7 +26,7 @@ def attention_hopper(
     right: int,
     scale_log2: np.float32,
 ) -> None:
-    """`attention` into `out`, where the tiles' shape says so: without a bias, a token seeing so many to its left and right."""
+    """Writes `attention` to `out`, without a bias. A token sees `left` tokens before itself and `right` tokens after."""
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
     kernel = _kernel(head_dim, group, shape, tiles.shape[1] == 4, q.dtype, q.device, out.itemsize == 1)

@@ -1,8 +1,8 @@
-"""CUDA C++ source -> cubin for one compute capability, by NVRTC, kept on disk.
+"""CUDA C++ source -> cubin for one compute capability, by NVRTC, cached on disk.
 
-No compiler, no headers and no GPU are needed, only the NVRTC library that torch's CUDA builds bring along. A kernel is
-specialised at compile time by macros (a model's widths are constants to it), takes 0.05-0.5 s once, and comes from the
-cache afterwards, keyed by source, options, target and NVRTC version.
+Compiling needs the NVRTC library, which torch's CUDA builds include. It needs no compiler, no headers and no GPU. Macros
+specialise a kernel: a model's widths are constants. The first compilation takes 0.05 to 0.5 s. Later ones come from the cache.
+The key is source, options, target and NVRTC version.
 """
 
 import io
@@ -21,24 +21,24 @@ from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
 from engine.errors import ModelError
 
 _SOURCES = Path(__file__).parent / "csrc"
-# Shared memory a block may have on the smallest chip we run on (sm_86, sm_89, sm_12x), in bytes.
+# Bytes of shared memory that a block may have on the chips with the least (sm_86, sm_89, sm_12x).
 MAX_SHARED_BYTES = 99 * 1024
 _NO_NVRTC = "NVRTC cannot be used ({}); install it with: pip install nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the compiler says one kernel takes."""
+    """Resources of one kernel, as the compiler reports them."""
 
     registers: int
-    shared_bytes: int  # static; dynamic shared memory is the launcher's
+    shared_bytes: int  # static only; the launcher adds dynamic shared memory
     spill_bytes: int
 
 
 def compile_kernel(source: str, defines: Mapping[str, int], arch: str) -> ObjectCode:
-    """Compile `csrc/<source>.cu` for `arch`, e.g. "sm_90", or take it from the cache.
+    """Compile `csrc/<source>.cu` for `arch`, e.g. "sm_90", or read the cubin from the cache.
 
-    Raises: ModelError with the compiler's words.
+    Raises: ModelError with the compiler's message.
     """
     program = _program(source, defines, arch)
     try:
@@ -48,7 +48,7 @@ def compile_kernel(source: str, defines: Mapping[str, int], arch: str) -> Object
 
 
 def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Resources]:
-    """Compile afresh and read the assembler's report: entry point -> what it takes. Needs no GPU."""
+    """Compile without the cache and read the assembler's report: entry point -> resources. Needs no GPU."""
     log = io.StringIO()
     _program(source, defines, arch, report=True).compile("cubin", logs=log)
     found = {}
@@ -68,19 +68,19 @@ def read_source(source: str) -> str:
 
 
 def nvrtc_version() -> str:
-    """Raises: ModelError where there is no NVRTC."""
+    """Raises: ModelError if NVRTC is not installed."""
     major, minor = _ask(nvrtc.nvrtcVersion)
     return f"{major}.{minor}"
 
 
 def known_archs() -> list[str]:
-    """The compute capabilities this NVRTC compiles for, as "90". Raises: ModelError where there is no NVRTC."""
+    """Returns the compute capabilities that this NVRTC compiles for, as "90". Raises: ModelError if NVRTC is not installed."""
     (archs,) = _ask(nvrtc.nvrtcGetSupportedArchs)
     return [str(arch) for arch in archs]
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: `EMBERFORGE_KERNEL_CACHE`, else the user's cache folder."""
+    """Returns the folder of cached cubins: `EMBERFORGE_KERNEL_CACHE`, else a folder in the user's cache."""
     chosen = os.environ.get("EMBERFORGE_KERNEL_CACHE")
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "emberforge" / "kernels"
 
@@ -89,7 +89,7 @@ def _ask(question: Callable[[], Any]) -> list[Any]:
     answer: list[Any]
     try:
         status, *answer = question()
-    except Exception as error:  # no library to load: cuda.bindings raises what its loader raises
+    except Exception as error:  # there is no library: cuda.bindings passes on its loader's error
         raise ModelError(_NO_NVRTC.format(error)) from error
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
     return answer
@@ -103,20 +103,20 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
     options = ProgramOptions(
         arch=arch,
         std="c++17",
-        device_as_default_execution_space=True,  # lambdas with `auto` parameters are taken for the host's by NVRTC 13.0
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes lambdas with `auto` parameters for host code
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=["-v"] if report else None,
     )
     text = "".join(_read(name) for name in ("common.cuh", "async.cuh", f"{source}.cu"))
     try:
         return Program(text, "c++", options)
-    except Exception as error:  # no library to load: cuda.core raises what its loader raises
+    except Exception as error:  # there is no library: cuda.core passes on its loader's error
         raise ModelError(_NO_NVRTC.format(error)) from error
 
 
 @cache
 def _cache() -> FileStreamProgramCache | InMemoryProgramCache:
-    """On disk where that can be written, else for this process only (a read-only container)."""
+    """Returns a cache on disk; in a read-only container, a cache of this process."""
     try:
         return FileStreamProgramCache(cache_folder())
     except OSError:

@@ -1,4 +1,4 @@
-"""Launches x W^T for a handful of rows, with what lies around it, at the rate at which W can be read."""
+"""x W^T for at most 32 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,40 +16,42 @@ from engine.kernels.tensor_map import WIDTH, tensor_map
 
 MOST_ROWS = 32
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
-_MOST_SUMS = 96 * 32  # that fit into the registers of a block
+_MOST_SUMS = 96 * 32  # sums that fit into the registers of a block
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
-# How long a cut takes, fitted to an H200 (loadtests/kernels/few_rows.py): bytes a nanosecond of the memory and into one
-# multiprocessor; nanoseconds of a tile, by how many blocks share K.
+# A model of the time that a shape takes, fitted to an H200 (loadtests/kernels/few_rows.py): bytes a nanosecond from memory and
+# into one multiprocessor, and nanoseconds of a tile by the number of blocks that share K.
 _BYTES_PER_NS, _BYTES_PER_NS_SM = 4200, 42
 _TURN_NS = {1: 300, 2: 400, 4: 900, 8: 900}
-_SHORT_RING_BYTES = 8 << 10  # a ring of so many more is slower by their share of it
-_GPCS = 8  # a cluster stays within one of them, of an even number of multiprocessors that need not be a multiple of its size
+_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes is slower by 8 KiB / n
+# Graphics processing clusters. The blocks of a cluster run in one of them. Each has an even number of multiprocessors; the number
+# need not be a multiple of the cluster's size.
+_GPCS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsShape:
-    """How the work is cut: blocks that share K, rows of W a box, boxes in flight."""
+    """How the blocks divide the work."""
 
-    split: int
-    block_n: int
-    stages: int
+    split: int  # blocks that share K
+    block_n: int  # rows of W in a box
+    stages: int  # boxes in flight
 
     def shared_bytes(self, k: int, rows: int, norm: bool) -> int:
         return _fixed_bytes(self.split, self.block_n, k, rows, norm) + self.stages * _stage_bytes(self.block_n, rows)
 
     def clusters(self, sms: int) -> int:
-        """How many can run at once on a chip of so many multiprocessors, or on a part of one."""
+        """Returns how many clusters run at once on this number of multiprocessors."""
         return max(1, (sms - _GPCS * max(0, self.split - 2)) // self.split)
 
 
 def padded(m: int) -> int:
-    """Rows of x that are computed with: eights."""
+    """Returns the number of rows to compute with: the next multiple of 8."""
     return -(-m // 8) * 8
 
 
 def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> Iterator[tuple[float, FewRowsShape]]:
-    """Every way to cut W [n, k] for so many rows of x, as `padded` gives them, with the nanoseconds it should take."""
+    """Yields the possible shapes for W [n, k], each with the nanoseconds it should take. `rows`: rows of x, `padded`."""
     columns = WIDTH // itemsize
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
         if k % (split * columns) or n % block_n or rows % split or block_n * rows > _MOST_SUMS:
@@ -66,12 +68,12 @@ def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: i
 
 @lru_cache
 def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> FewRowsShape | None:
-    """The fastest of them; None where there is none."""
+    """Returns the fastest of the possible shapes; None if there is none."""
     return min(few_rows_shapes(n, k, rows, norm, sms, itemsize), key=itemgetter(0), default=(0, None))[1]
 
 
-def few_rows_cut(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
-    """How `few_rows` would cut it here; None where it is not for this chip, dtype, or number of rows."""
+def few_rows_shape_of(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
+    """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
     if len(x) > MOST_ROWS or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
     return few_rows_shape(*weight.shape, padded(len(x)), norm, num_sms(x.device), x.element_size())
@@ -88,12 +90,13 @@ def few_rows(
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
 ) -> Tensor:
-    """x W^T in bf16, x normalised with RMSNorm first where `norm` [K] is its weight.
+    """Returns x W^T in bf16. With `norm` [K], the weight of an RMSNorm, x is normalised first.
 
     Args:
-        x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]; bf16, or, without a norm, e4m3 or int8.
-        shape: by `few_rows_cut`, or `few_rows_shape` for `padded` M.
-        followed_by, residual, row_scale, column_scale: as `gemm_hopper`.
+        x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]. Both are bf16, or without a norm e4m3
+            or int8.
+        shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
+        followed_by, residual, row_scale, column_scale: as in `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
@@ -135,6 +138,6 @@ def _stage_bytes(block_n: int, rows: int) -> int:
 
 
 def _fixed_bytes(split: int, block_n: int, k: int, rows: int, norm: bool) -> int:
-    """All but the ring: the sums, the norm's weight, the barriers (csrc/few_rows.cu)."""
+    """Returns the shared memory beside the ring: sums, the norm's weight, barriers (csrc/few_rows.cu)."""
     partial, inbox, weight = 4 * rows * (block_n + 4) * 4, 2 * rows * block_n * 4, k // split * 2 if norm else 0
     return partial + inbox + weight + (split + 4) * rows * 4 + 1024

@@ -1,4 +1,4 @@
-"""Launches x W^T on wgmma and TMA, with what follows it; sm_90a alone."""
+"""x W^T on wgmma and TMA, fused with the operation that follows, for sm_90a."""
 
 from functools import cache
 from typing import Literal
@@ -16,7 +16,7 @@ OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.i
 _BLOCK_M, _BLOCK_N, _CLUSTER, _STAGES = 128, 256, 2, 4  # as in csrc/gemm_hopper.cu
 SHARED_BYTES = _STAGES * (_BLOCK_M + _BLOCK_N) * WIDTH + 256
 _THREADS = 384
-_ENOUGH = 0.75  # of what the waves of tiles could compute
+_ENOUGH = 0.75  # least share of the waves' tiles that holds results
 
 
 def gemm_hopper(
@@ -27,14 +27,14 @@ def gemm_hopper(
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
 ) -> Tensor:
-    """x W^T, in 16 bits.
+    """Returns x W^T in 16 bits.
 
     Args:
         x: [M, K]; weight: [N, K], of the same dtype: bf16, fp16, e4m3 or int8. Rows begin at multiples of 16 bytes.
-        followed_by: "residual" adds the result to `residual` [M, N] in place; "swiglu" takes eight rows of gate and of up in
-            turn, and gives silu(gate) * up, [M, N / 2].
-        row_scale, column_scale: [M] and [N] fp32, what the rows of 8-bit x and weight were divided by.
-    Returns: [M, N] or [M, N / 2], x's dtype, bf16 where that has 8 bits; `residual` itself, where there is one.
+        followed_by: "residual" adds the result to `residual` [M, N] in place. "swiglu" takes a weight in which eight rows of gate
+            alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
+        row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
+    Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits; `residual` itself if given.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
@@ -48,7 +48,7 @@ def gemm_hopper(
 
 
 def fills(m: int, n: int, sms: int) -> bool:
-    """Whether [m, n] keeps a chip of so many multiprocessors busy: tiles end beyond it, and their last wave is rarely full."""
+    """Returns whether a result [m, n] keeps the chip busy. Tiles reach beyond the result, and the last wave is rarely full."""
     at_once = sms // _CLUSTER
     waves = -(-_tiles(m, n) // at_once)
     return m * n >= _ENOUGH * waves * at_once * _CLUSTER * _BLOCK_M * _BLOCK_N
@@ -59,7 +59,7 @@ def gemm_hopper_defines(operands: int, followed_by: FollowedBy) -> dict[str, int
 
 
 def _tiles(m: int, n: int) -> int:
-    """A cluster's."""
+    """Returns the number of a cluster's tiles."""
     return -(-m // (_CLUSTER * _BLOCK_M)) * -(-n // _BLOCK_N)
 
 

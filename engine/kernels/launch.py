@@ -17,10 +17,10 @@ NO_DEFINES: Mapping[str, int] = MappingProxyType({})
 
 
 class Kernel:
-    """One entry point, compiled for one device; call it with its grid and arguments.
+    """One entry point, compiled for one device. Call it with a grid and arguments.
 
-    From sm_90 on it begins while the kernel before it still runs (programmatic dependent launch): sources call `overlap`, or
-    `wait_for_previous` once they need what that one wrote (csrc/async.cuh).
+    From sm_90 on, a kernel begins while the kernel before it still runs (programmatic dependent launch). So each source calls
+    `overlap`, or calls `wait_for_previous` before it reads what the kernel before wrote (csrc/async.cuh).
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Kernel:
         shared_bytes: int = 0,
         features: str = "",
     ) -> None:
-        """`features`: what follows the arch's number where the source uses what no other chip has, as the a of "sm_90a"."""
+        """`features`: the suffix of the arch's number for instructions that no other chip has: the a of "sm_90a"."""
         code = compile_kernel(source, defines, arch_of(device) + features)
-        self._code = code  # keeps the module loaded
+        self._code = code  # the module stays loaded as long as this reference lives
         self._kernel = code.get_kernel(entry)
         self._entry = entry
         self._signature = signature(source, entry, defines)
@@ -58,16 +58,16 @@ class Kernel:
         config = LaunchConfig(
             grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
         )
-        # What torch.cuda.current_stream asks, without the object around it: 0.1 us instead of 4.
+        # torch.cuda.current_stream calls this, too, and makes an object: that takes 4 us instead of 0.1.
         stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
         try:
             launch(_stream(stream), config, self._kernel, *values)
-        except Exception as error:  # cuda.core keeps the class of what it raises to itself
+        except Exception as error:  # the class of cuda.core's errors is private
             raise RuntimeError(f"launching {self._entry}: {error}") from error
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether our kernels take this tensor: 16-bit, on a GPU. float32 on a GPU takes the reference path: it is for checks."""
+    """Returns whether our kernels take this tensor: 16-bit, on a GPU. float32 on a GPU is for checks and takes the reference."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -84,12 +84,12 @@ def num_sms(device: torch.device) -> int:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether sm_90a's instructions are there: no later chip has them."""
+    """Returns whether the device has the instructions of sm_90a. No later chip has them."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def half(dtype: torch.dtype) -> int:
-    """The HALF macro."""
+    """Returns the HALF macro of a dtype: 1 for float16."""
     return int(dtype == torch.float16)
 
 

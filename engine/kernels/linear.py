@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.activation import swiglu
-from engine.kernels.few_rows import few_rows, few_rows_cut
+from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import fills, gemm_hopper
 from engine.kernels.launch import is_hopper, num_sms, runs_on
 from engine.kernels.norm import rms_norm
@@ -20,14 +20,14 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0
     """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
     if not runs_on(x):
         return reference.linear(x, weight, norm, eps)
-    if (shape := few_rows_cut(x, weight, norm is not None)) is not None:
+    if (shape := few_rows_shape_of(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, shape, norm=norm, eps=eps)
     return torch.mm(_normalized(x, norm, eps), weight.t())
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
-    if runs_on(x) and (shape := few_rows_cut(x, weight)) is not None:
+    if runs_on(x) and (shape := few_rows_shape_of(x, weight)) is not None:
         return few_rows(x, weight, shape, "residual", residual)
     return residual.addmm_(x, weight.t())
 
@@ -42,7 +42,7 @@ def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: f
     """
     if not runs_on(x):
         return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
-    if (shape := few_rows_cut(x, gate_up, norm is not None)) is not None:
+    if (shape := few_rows_shape_of(x, gate_up, norm is not None)) is not None:
         return few_rows(x, gate_up, shape, "swiglu", norm=norm, eps=eps)
     x = _normalized(x, norm, eps)
     if is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.few_rows import few_rows, few_rows_cut
+from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
@@ -60,7 +60,7 @@ def linear8_swiglu(
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
     """The result of one of our own products. None where we have none, or cuBLAS's is faster."""
-    if (shape := few_rows_cut(x.values, weight.values)) is not None:
+    if (shape := few_rows_shape_of(x.values, weight.values)) is not None:
         return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
     few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
     if x.values.dtype == torch.int8 and len(x) > few and is_hopper(x.values.device):
@@ -85,7 +85,7 @@ def _int8(x: Quantized, weight: Quantized) -> Tensor:
     for start in range(0, rows, step):
         part, scale = x.values[start : start + step], x.scale[start : start + step]
         count = len(part)
-        if count < _LEAST_ROWS:  # fewer are refused
+        if count < _LEAST_ROWS:  # cuBLAS refuses fewer
             part = F.pad(part, (0, 0, 0, _LEAST_ROWS - count))
         sums = torch._int_mm(part, weight.values.t())[:count]
         torch.mul(sums * scale[:, None], weight.scale, out=y[start : start + step])

@@ -15,8 +15,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
     Args:
         x: [T, C], contiguous.
-        residual: [T, C]; if given, x is added to it in place first and the sum is what is normalised.
+        residual: [T, C], contiguous. If given, x is added to it in place, and the sum is normalised.
     Returns: [T, C], dtype kept.
+    Raises: BackendError for strided rows on a GPU.
     """
     if not runs_on(x):
         return reference.rms_norm(x, weight, eps, residual)
@@ -34,7 +35,8 @@ def layer_norm(
 
     Args:
         x, residual: [T, C], contiguous; bias, weight, shift: [C].
-    Returns: [T, C], dtype kept; nothing is changed in place.
+    Returns: [T, C], dtype kept. Nothing is changed in place.
+    Raises: BackendError for strided rows on a GPU.
     """
     if not runs_on(x):
         return reference.layer_norm(x, weight, shift, eps, bias, residual)
@@ -65,7 +67,7 @@ def norm_defines(width: int, dtype: torch.dtype, layer: bool, bias: bool, residu
 
 
 def row_threads(width: int) -> int:
-    """A warp takes up to 1024 values of a row: 32 a lane, which stay in registers."""
+    """Returns the threads of a row. A warp takes up to 1024 values: each lane keeps 32 of them in registers."""
     return 32 * -(-width // 1024)
 
 

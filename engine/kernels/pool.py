@@ -1,4 +1,4 @@
-"""Mean over each sequence, and what makes a vector of a pooled row: cut, normalise, mark what is not finite."""
+"""The mean of each sequence, and the last step of a vector: truncate to its dimensions, normalise, mark values not finite."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ THREADS, COLUMNS = 256, 64  # of a block of pool_mean
 
 
 def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over each sequence's tokens, summed in fp32. [T, C], [B + 1] int32 -> [B, C] fp32."""
+    """Returns the mean of each sequence's tokens, summed in fp32. [T, C], [B + 1] int32 -> [B, C] fp32."""
     if not runs_on(hidden):
         return reference.pool_mean(hidden, cu_seqlens)
     num_seqs, width = len(cu_seqlens) - 1, hidden.shape[1]
@@ -24,14 +24,13 @@ def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
-    """Cut each row to its own number of dimensions, then L2-normalise it where asked: in this order, so that a cut vector
-    has length one too.
+    """Truncate each row to its number of dimensions, then L2-normalise it if asked. So a truncated vector has length one, too.
 
     Args:
         pooled: [B, C], fp32 or 16-bit, contiguous.
         dimensions: [B] int32, 1 .. C.  normalize: [B] int32, 0 or 1.
-    Returns: [B, C] fp32 with zeros past a row's dimensions; a row that would hold a value not finite is NaN altogether,
-        so that one look at its first column tells.
+    Returns: [B, C] fp32 with zeros past a row's dimensions. A row with a value that is not finite is all NaN, so its first
+        column tells.
     """
     if not pooled.is_cuda or pooled.shape[1] % 8:  # a dense layer may give any width
         return reference.pool_finish(pooled, dimensions, normalize)

@@ -1,4 +1,4 @@
-"""Rows and matrices in 8 bits: e4m3 or int8 values, and a scale for each row."""
+"""Rows and matrices in 8 bits: e4m3 or int8 values and a scale for each row."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,16 +12,16 @@ from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 from engine.kernels.norm import row_threads, rows_a_block
 
-# Rows that are rotated: an outlier costs the others of its block less of their bits (docs/decisions/023).
+# Rows of this dtype are rotated in blocks: an outlier then costs the other values of the block fewer bits (docs/decisions/023).
 _ROTATED = torch.int8
 _BLOCK = 16
-_MULTIPLE = 16  # of both sides of a matrix, for cuBLAS
-_STEP_BYTES = 64 << 20  # of what converting a matrix takes at a time
+_MULTIPLE = 16  # cuBLAS needs both sides of a matrix to be a multiple of it
+_STEP_BYTES = 64 << 20  # fp32 rows of a matrix that are converted at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """values * scale, rotated where they are int8. `values` [M, K] e4m3 or int8, contiguous; `scale` [M] fp32."""
+    """A matrix as values * scale. int8 values are rotated. `values` [M, K] e4m3 or int8, contiguous; `scale` [M] fp32."""
 
     values: Tensor
     scale: Tensor
@@ -30,7 +30,7 @@ class Quantized:
         return len(self.values)
 
     def index_select(self, dim: int, index: Tensor) -> "Quantized":
-        """As a tensor's, of rows."""
+        """Selects rows, as a tensor's index_select does."""
         assert dim == 0
         values = self.values.view(torch.uint8).index_select(0, index).view(self.values.dtype)
         return Quantized(values, self.scale.index_select(0, index))
@@ -47,14 +47,14 @@ def quantize(
     gated: bool = False,
     pending: Tensor | None = None,
 ) -> Quantized:
-    """Rows in 8 bits.
+    """Converts rows to 8 bits. Returns x itself if x is in 8 bits already.
 
     Args:
-        x: [M, K] bf16 or fp16, rows any multiple of 8 apart; with `gated` [M, 2 K], eight columns of gate and of up in turn, of
-            which silu(gate) * up is taken. One that is in 8 bits already is given back.
+        x: [M, K] bf16 or fp16, rows any multiple of 8 apart. With `gated` [M, 2 K]: eight columns of gate alternate with eight
+            columns of up, and silu(gate) * up is converted.
         dtype: torch.float8_e4m3fn or torch.int8.
         norm: [K], the weight of an RMSNorm that comes first.
-        pending: [M, K], added to x before all, in place.
+        pending: [M, K], added to x in place before everything else.
     """
     if isinstance(x, Quantized):
         return x
@@ -70,9 +70,9 @@ def quantize(
 
 
 def quantize_weight(weight: Tensor, dtype: torch.dtype) -> Quantized:
-    """A matrix [N, K], any float dtype, in 8 bits: a scale for each row, which is a column of what it gives.
+    """Converts a weight [N, K] of any float dtype to 8 bits, with a scale for each row: each output column of the product.
 
-    Raises: ModelError for a shape that no product in 8 bits takes.
+    Raises: ModelError for a shape that the products in 8 bits do not take.
     """
     if any(side % _MULTIPLE for side in weight.shape):
         shape = " x ".join(map(str, weight.shape))
@@ -88,7 +88,7 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def rotation(dtype: torch.dtype) -> int:
-    """How many neighbouring columns are rotated among each other; 0: none are."""
+    """Returns the number of neighbouring columns that are rotated together; 0 for none."""
     return _BLOCK if dtype == _ROTATED else 0
 
 

@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the specification our kernels are tested against, and the path of CPUs and float32."""
+"""Every operation in plain torch. Tests compare our kernels with it; CPUs and float32 run it."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """The normalised value is rounded to x's dtype before it meets the weight, as in transformers' Qwen3RMSNorm."""
+    """Rounds the normalised value to x's dtype before the product with the weight, as transformers' Qwen3RMSNorm does."""
     if residual is not None:
         x = residual.add_(x)
     wide = x.float()
@@ -29,9 +29,9 @@ def layer_norm(
 
 
 def rope_table(head_dim: int, theta: float, positions: int, device: torch.device, scale: float = 1.0) -> Tensor:
-    """cos and sin of every position's angles, [positions, D / 2, 2] fp32; all angles are divided by `scale`.
+    """Returns cos and sin of the angles of each position, [positions, D / 2, 2] fp32. All angles are divided by `scale`.
 
-    Angles in fp32: bf16 holds whole numbers exactly only up to 256, so far positions would share an angle.
+    Angles are fp32. bf16 holds whole numbers exactly only up to 256, so distant positions would share an angle.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), 1.0 / theta**exponents / scale)
@@ -41,7 +41,7 @@ def rope_table(head_dim: int, theta: float, positions: int, device: torch.device
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, eps: float, n_heads: int
 ) -> None:
-    """Source: `apply_rotary_pos_emb` of transformers' Qwen3, cos and sin rounded to the dtype of `qkv` as there."""
+    """Source: `apply_rotary_pos_emb` of transformers' Qwen3, which rounds cos and sin to the dtype of `qkv`, too."""
     kv_heads = (qkv.shape[1] - n_heads) // 2
     for heads, weight in ((qkv[:, :n_heads], q_weight), (qkv[:, n_heads : n_heads + kv_heads], k_weight)):
         heads.copy_(rms_norm(heads, weight, eps))
@@ -65,11 +65,13 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> Tensor
 def quantize(
     x: Tensor, dtype: torch.dtype, block: int = 0, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(values, scale): rows in 8 bits, the largest of each as large as `dtype` goes, and what they were divided by.
+    """Returns (values, scale): rows in 8 bits, and the number that each row was divided by. A row's largest value becomes the
+    largest value of `dtype`.
 
     Args:
-        block: so many neighbouring columns are rotated among each other first, by the Hadamard matrix; 0: none.
-        norm, gated: of an RMSNorm, or SwiGLU of interleaved columns, before.
+        block: number of neighbouring columns that the Hadamard matrix rotates first; 0 for no rotation.
+        norm: the weight of an RMSNorm that comes first.
+        gated: SwiGLU of interleaved columns comes first.
     """
     if norm is not None:
         x = rms_norm(x, norm, eps)
@@ -84,13 +86,13 @@ def quantize(
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """What is larger than e4m3's largest becomes that, what is not finite NaN."""
+    """Values beyond the range of e4m3 become its largest value. Values that are not finite become NaN."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return x if x.dtype == torch.float8_e4m3fn else (x + 0 * x).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def hadamard(size: int, device: torch.device) -> Tensor:
-    """Orthogonal and its own inverse, [size, size] fp32; size is a power of 2. Sylvester's construction."""
+    """Returns an orthogonal matrix, its own inverse, [size, size] fp32, by Sylvester's construction. `size` is a power of 2."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / 2**0.5

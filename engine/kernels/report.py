@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel on every chip: registers, shared memory, spills. Needs no GPU."""
+"""Report on each kernel on each chip: registers, shared memory, spills. Needs no GPU."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ from engine.kernels.rope import rope_defines
 from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
 
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
-# Query heads a key head of published models, by head_dim.
+# Query heads of a key head in published models, by head_dim.
 _GROUPS = {32: (1,), 64: (1, 7), 96: (1,), 128: (1, 2, 4, 5, 6, 7, 8), 256: (1, 3)}
 
 
-# Of Qwen3 0.6B, 4B and 8B: W's shape, what follows the product, and whether a norm comes before it.
+# Products of Qwen3 0.6B, 4B and 8B: W's shape, the operation that follows, and whether a norm comes before.
 _PRODUCTS: dict[tuple[int, int], tuple[FollowedBy, bool]] = {
     (4096, 1024): ("nothing", True),
     (1024, 2048): ("residual", False),
@@ -47,7 +47,7 @@ _H200_SMS = 132
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way a source is specialised."""
+    """One specialisation of a source."""
 
     source: str
     label: str
@@ -58,7 +58,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One entry point of a variant on one chip; where the variant does not compile, `error` says why and the rest is 0."""
+    """One entry point of a variant on one chip. If the variant does not compile, `error` says why and the other fields are 0."""
 
     arch: str
     kernel: str
@@ -70,7 +70,7 @@ class Row:
 
 
 def parse_archs(text: str) -> list[tuple[int, int]]:
-    """ "80,sm_120" -> [(8, 0), (12, 0)], each once. Raises: ModelError for what this NVRTC cannot compile for."""
+    """ "80,sm_120" -> [(8, 0), (12, 0)], each once. Raises: ModelError for an arch that this NVRTC does not know."""
     known = known_archs()
     chosen = []
     for value in text.split(","):
@@ -82,9 +82,9 @@ def parse_archs(text: str) -> list[tuple[int, int]]:
 
 
 def variants(capability: tuple[int, int]) -> Iterator[Variant]:
-    """Every specialisation worth watching, as the launchers would compile it for this chip.
+    """Yields the specialisations to watch, as the launchers compile them for this chip.
 
-    Before sm_80 there is no bf16, no cp.async and no mma of m16n8k16: fp16 only, and no attention.
+    A chip before sm_80 has no bf16, no cp.async and no mma of m16n8k16. It gets fp16 only, and no attention.
     """
     modern = capability >= (8, 0)
     dtype = torch.bfloat16 if modern else torch.float16
@@ -98,7 +98,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield _attention(head_dim, 1, dtype, large, bias=True)
             if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
                 yield _attention(head_dim, 1, dtype, large, e4m3=True)
-                # Where they take most registers.
+                # The variants that take the most registers.
                 if head_dim == 64:
                     yield _attention(head_dim, 1, dtype, large, bias=True, e4m3=True)
                 if head_dim >= 128:
@@ -151,7 +151,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
 
 
 def report(capabilities: Sequence[tuple[int, int]]) -> list[Row]:
-    """Compile every variant for every capability, as many at a time as there are cores (NVRTC releases the GIL)."""
+    """Compile every variant for every capability, on all cores: NVRTC releases the GIL."""
     jobs = [
         (variant, f"sm_{major}{minor}{variant.features}") for major, minor in capabilities for variant in variants((major, minor))
     ]
@@ -160,11 +160,11 @@ def report(capabilities: Sequence[tuple[int, int]]) -> list[Row]:
 
 
 def compile_rows(variant: Variant, arch: str) -> list[Row]:
-    """A row for each entry point of the variant's source."""
+    """Returns a row for each entry point of the variant's source."""
     label = f"{variant.label}, {'fp16' if variant.defines['HALF'] else 'bf16'}"
     try:
         found = compile_report(variant.source, variant.defines, arch)
-    except ModelError:  # no NVRTC: it would be the same for every variant
+    except ModelError:  # NVRTC is not installed: every variant would fail
         raise
     except Exception as error:  # cuda.core's NVRTCError is private
         return [Row(arch, variant.source, label, error=" ".join(str(error).split()))]
@@ -175,7 +175,7 @@ def compile_rows(variant: Variant, arch: str) -> list[Row]:
 
 
 def problem(row: Row) -> str:
-    """What is wrong with this row; empty where nothing is."""
+    """Returns what is wrong with this row, or ""."""
     if row.error:
         return f"does not compile: {row.error}"
     if row.spill_bytes:
@@ -186,7 +186,7 @@ def problem(row: Row) -> str:
 
 
 def problems(rows: Sequence[Row]) -> list[str]:
-    """One line for each row with something wrong."""
+    """Returns a line for each row with a problem."""
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of Q and K, in place on the fused QKV buffer, and the per-head RMSNorm that some models put before it."""
+"""Rotary embedding of Q and K, in place on the fused QKV buffer. Some models have an RMSNorm of each head before it."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 
-# Heads one thread works on: enough loads in flight, few enough registers.
+# Heads of one thread. More would need too many registers; fewer would have too few loads in flight.
 _PER_THREAD = 4
 
 

@@ -1,4 +1,4 @@
-"""Tensor maps: how TMA, Hopper's copy engine, finds a tile of a tensor."""
+"""Tensor maps: descriptions of tensors, with which TMA, Hopper's copy engine, finds a box of a tensor."""
 
 from functools import lru_cache
 
@@ -6,15 +6,15 @@ from cuda.core import TensorMapDescriptor, TensorMapDescriptorOptions
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
-WIDTH = 128  # bytes of a row TMA fetches at a time, as many as its swizzle spans
+WIDTH = 128  # bytes of a row that TMA fetches at a time: the span of the swizzle
 _SWIZZLE, _PROMOTION = type(TensorMapDescriptorOptions.swizzle), type(TensorMapDescriptorOptions.l2_promotion)
 
 
 def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
-    """Of a tensor whose last dimension is contiguous, the others any multiple of 16 bytes apart.
+    """Returns the map of a tensor whose last dimension is contiguous. Other strides are multiples of 16 bytes.
 
     Args:
-        rows: how many of each dimension but the last a box holds; of the last it is `WIDTH` bytes.
+        rows: the size of a box in each dimension but the last. In the last dimension a box has `WIDTH` bytes.
     """
     size = x.element_size()
     strides = tuple(size * each for each in x.stride())
@@ -25,13 +25,13 @@ def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
 def _map_of(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...]
 ) -> TensorMapDescriptor:
-    """Kept, since a model meets the same buffers again and again; it says where a tensor lies, and keeps none alive."""
+    """Cached, since a model uses the same buffers again and again. A map holds an address and keeps no tensor alive."""
     view = StridedMemoryView.from_cuda_array_interface(_Memory(address, shape, strides, size), stream_ptr=-1)
     return view.as_tensor_map(box, swizzle=_SWIZZLE.SWIZZLE_128B, l2_promotion=_PROMOTION.L2_128B)
 
 
 class _Memory:
-    """Numbers of `size` bytes on the device, whatever they mean."""
+    """Device memory as numbers of `size` bytes, of any dtype."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
         self.__cuda_array_interface__ = {

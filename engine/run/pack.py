@@ -127,7 +127,7 @@ class BatchPacker:
         """The attention tiles of a batch; none for the reference attention."""
         if self.tiling is None or shape.tile_shape is None:
             return np.empty((0, 4 if shape.shares_prefixes else 2), dtype=np.int32)
-        return self.tiling.cut(layout.lengths, shape.tile_shape, layout.prefixes)
+        return self.tiling.tiles(layout.lengths, shape.tile_shape, layout.prefixes)
 
     def graph_shapes(self, most_tokens: int) -> list[BatchShape]:
         """The shapes that CUDA graphs are captured for, the largest first."""

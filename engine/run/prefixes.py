@@ -1,7 +1,7 @@
-"""Sequences of a batch that begin alike: which of them share the computation of what they begin with, and where all lie then.
+"""Shared prefixes: sequences of a batch that begin with the same tokens compute these tokens once.
 
-Of causal models only: there a token sees nothing after it, so that a prefix's keys and values are the same in every sequence
-that begins with it. What it costs and when it pays: docs/decisions/019.
+Only causal models share prefixes. Their tokens see nothing that comes later, so a prefix has the same keys and values in every
+sequence that begins with it. docs/decisions/019 tells what sharing costs and when it pays.
 """
 
 from collections.abc import Sequence
@@ -10,31 +10,33 @@ from itertools import pairwise
 
 from engine.options import TokenIds
 
-# A shorter prefix is not looked for: the first so many tokens decide who may share at all.
+# Tokens of the shortest prefix. Only sequences with the same first 16 tokens are compared further.
 LEAST_PREFIX = 16
-# What sharing must save: of a batch's tokens, more than a second range of keys costs; and the step between two CUDA graphs.
-LEAST_SAVED, LEAST_SAVED_TOKENS = 1 / 16, 64
-# More would need more attention tiles set aside in each CUDA graph.
+# Sharing must save this share of a batch's tokens, which is more than a second range of keys costs...
+LEAST_SAVED = 1 / 16
+# ...and this number of tokens, which is the step between the sizes of two CUDA graphs.
+LEAST_SAVED_TOKENS = 64
+# Prefixes of a batch. Each CUDA graph sets attention tiles aside for them.
 MOST_PREFIXES = 16
 
-# (sequences that begin alike, tokens of it that they share); each sequence keeps at least one token of its own.
+# (indices of the sequences that share a prefix, tokens of the prefix). Each sequence keeps at least one token of its own.
 Group = tuple[Sequence[int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What lies end to end in a batch. A piece is a whole sequence, a prefix, or what follows a prefix in one of its sequences.
+    """The pieces that lie end to end in a batch. A piece is a whole sequence, a shared prefix, or the rest of a sequence.
 
-    A prefix lies before the pieces that follow it, and these lie together.
+    Each prefix lies directly before the rests of its sequences.
     """
 
     pieces: Sequence[TokenIds]
-    prefixes: Sequence[tuple[int, int]] = ()  # by piece: the rows [first, end) of the prefix it follows, (0, 0) for none
-    last_pieces: Sequence[int] | None = None  # by sequence: the piece it ends with; None where each is one piece
+    prefixes: Sequence[tuple[int, int]] = ()  # for each piece the rows [first, end) of its prefix, (0, 0) for none
+    last_pieces: Sequence[int] | None = None  # for each sequence the index of its last piece; None if each is one piece
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each piece."""
+        """The number of tokens of each piece."""
         return tuple(map(len, self.pieces))
 
     @property
@@ -43,7 +45,7 @@ class Layout:
 
 
 def lay_out(sequences: Sequence[TokenIds]) -> Layout:
-    """Every prefix once, where that pays; otherwise the sequences as they are."""
+    """Returns a layout that holds each common prefix once, if that pays; else the sequences as they are."""
     groups = common_prefixes(sequences)
     if not groups:
         return Layout(sequences)
@@ -68,9 +70,9 @@ def lay_out(sequences: Sequence[TokenIds]) -> Layout:
 
 
 def common_prefixes(sequences: Sequence[TokenIds]) -> list[Group]:
-    """The prefixes to compute once; empty where too little would be saved.
+    """Returns the prefixes to compute once; none if sharing would save too little.
 
-    Costs 0.03 to 0.2 us a sequence where no two begin alike, 3 us for each that does.
+    Takes 0.03 to 0.2 us for a sequence that begins like no other, 3 us for a sequence that does.
     """
     long_enough = [index for index, ids in enumerate(sequences) if len(ids) > LEAST_PREFIX]
     if len(long_enough) < 2:
@@ -88,21 +90,22 @@ def common_prefixes(sequences: Sequence[TokenIds]) -> list[Group]:
 
 
 def _saved(group: Group) -> int:
-    """Tokens that need not be computed."""
+    """Returns the number of tokens that sharing saves."""
     members, length = group
     return (len(members) - 1) * length
 
 
 def _best_groups(sequences: Sequence[TokenIds], members: list[int]) -> list[Group]:
-    """Groups of those sequences, none in two, that together save the most tokens.
+    """Returns the groups that save the most tokens. No sequence is in two groups.
 
-    Sorted, sequences with a common prefix are neighbours, and the prefix of a run of them is the shortest that two neighbours
-    in it have in common. Runs nest; from the inside out, each is taken whole if that saves more than the best of what is in it.
+    Sorting makes sequences with a common prefix neighbours. The prefix of a run of neighbours is the shortest prefix that two
+    neighbours of the run have in common. Runs form a tree. Bottom-up, a run becomes one group if sharing its prefix saves more
+    tokens than the best groups within the run do.
     """
     members = sorted(members, key=lambda index: sequences[index].tobytes())
     common = [_common(sequences[one], sequences[other]) for one, other in pairwise(members)]
-    # Runs that more may join on the right: tokens in common with what follows, first member, best saving, and its groups
-    # as (first member, last, tokens).
+    # Open runs, which more members may join: tokens in common with the next member, first member, the most tokens saved, and the
+    # groups that save them as (first member, last member, tokens).
     waiting: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
     for last, length in enumerate([*common, 0]):
         first, saved, groups = last, 0, list[tuple[int, int, int]]()
@@ -115,7 +118,7 @@ def _best_groups(sequences: Sequence[TokenIds], members: list[int]) -> list[Grou
 
 
 def _common(one: TokenIds, other: TokenIds) -> int:
-    """Tokens with which both begin, less one where that is all of either."""
+    """Returns the number of tokens that both sequences begin with. Each sequence keeps at least one token of its own."""
     most = min(len(one), len(other)) - 1
     differ = one[:most] != other[:most]
     first = int(differ.argmax())

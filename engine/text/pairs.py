@@ -1,6 +1,6 @@
-"""How two texts become one input: the tokenizer's own template for pairs, or Qwen3-Reranker's. No torch here.
+"""Two texts -> one input, by the tokenizer's own template for pairs or by Qwen3-Reranker's. No torch here.
 
-Both are learned once, at load, and what is too long is cut on the ids.
+A template is learned once, at load. Pairs that are too long are truncated on the ids.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import ModelError
 
-# Set in an id whose token belongs to the second text, for models that tell the two apart; `BatchPacker.fill` takes it out.
+# Set in the ids of a pair's second text, for models that tell the two texts apart. `BatchPacker.fill` takes the bit out again.
 SECOND_SEGMENT = 1 << 30
 
 Direction = Literal["left", "right"]
@@ -22,7 +22,7 @@ Direction = Literal["left", "right"]
 
 @dataclass(frozen=True, slots=True)
 class PairTemplate:
-    """prefix, first text, middle, second text, suffix. `mark` is SECOND_SEGMENT where the second text's tokens have it."""
+    """prefix, first text, middle, second text, suffix. `mark` is set in the second text's ids: SECOND_SEGMENT or 0."""
 
     prefix: list[int]
     middle: list[int]
@@ -31,9 +31,9 @@ class PairTemplate:
 
     @classmethod
     def learn(cls, tokenizer: HFTokenizer, typed: bool) -> "PairTemplate":
-        """What the tokenizer puts around the two texts of a pair, found by encoding one with and without.
+        """Find the special tokens around the two texts of a pair, by encoding a pair with and without them.
 
-        Raises: ModelError where that cannot be told.
+        Raises: ModelError if the two encodings do not show them.
         """
         first, second = "hello world", "1 2"
         a, b = (tokenizer.encode(text, add_special_tokens=False).ids for text in (first, second))
@@ -56,10 +56,10 @@ class PairTemplate:
         return len(self.special)
 
     def join(self, first: list[int], second: list[int], room: int, direction: Direction) -> NDArray[np.int32]:
-        """`room` is that of the two texts."""
+        """Returns the pair's ids. `room`: tokens that the two texts may have together; they are truncated to it."""
         if len(first) + len(second) > room:
             kept = longest_first(len(first), len(second), room)
-            first, second = _cut(first, kept[0], direction), _cut(second, kept[1], direction)
+            first, second = _truncate(first, kept[0], direction), _truncate(second, kept[1], direction)
         ids = np.array(self.prefix + first + self.middle + second + self.suffix, dtype=np.int32)
         if self.mark:
             start = len(self.prefix) + len(first) + len(self.middle)
@@ -68,7 +68,7 @@ class PairTemplate:
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens of two texts stay where both do not fit: the longer one gives, until both are half the room.
+    """Returns the number of tokens that stay of two texts that do not fit. The longer text loses tokens until both have half.
 
     Source: `TruncationStrategy::LongestFirst` of tokenizers.
     """
@@ -87,10 +87,10 @@ _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class InstructTemplate:
-    """Qwen3-Reranker's: what is asked of the model stands around the pair, and is never cut.
+    """Qwen3-Reranker's template. The question to the model stands around the pair and is never truncated.
 
-    As on the model card, instruction, query and document are tokenised as one text, so that a document's first word is
-    the token it was in training; the document, at its end, is what is cut first.
+    Instruction, query and document are tokenised as one text, as on the model card: a document's first word is then the same
+    token as in training. The document stands at the end, so truncation from the right takes the document's tokens first.
     """
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
@@ -106,24 +106,29 @@ class InstructTemplate:
 
     @staticmethod
     def head(instruction: str, query: str) -> str:
-        """What stands before a document, which follows after a space."""
+        """Returns the text before a document. A space stands between the two."""
         return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
 
     def wrap(self, body: Encoding, head: int, room: int, direction: Direction) -> NDArray[np.int32]:
-        """`body`: head and document, with offsets where it is cut from the left; `head`: characters before the document."""
+        """Returns the ids of an input, truncated to `room` tokens of head and document.
+
+        Args:
+            body: the encoding of head and document, with offsets if `direction` is "left".
+            head: characters before the document.
+        """
         ids = body.ids
         if len(ids) > room:
             kept = 0 if direction == "right" else min(room, sum(start < head for start, _ in body.offsets))
-            ids = ids[:room] if direction == "right" else ids[:kept] + _cut(ids[kept:], room - kept, "left")
+            ids = ids[:room] if direction == "right" else ids[:kept] + _truncate(ids[kept:], room - kept, "left")
         return np.array(self.prefix + ids + self.suffix, dtype=np.int32)
 
 
-def _cut(ids: list[int], room: int, direction: Direction) -> list[int]:
+def _truncate(ids: list[int], room: int, direction: Direction) -> list[int]:
     return ids[:room] if direction == "right" else ids[max(0, len(ids) - room) :]
 
 
 def _find(part: Sequence[int], whole: Sequence[int], start: int) -> int:
-    """Where `part` stands in `whole` from `start` on; -1 where it does not."""
+    """Returns the first place of `part` in `whole` from `start` on; -1 if there is none."""
     if not part or start < 0:
         return -1
     places = range(start, len(whole) - len(part) + 1)

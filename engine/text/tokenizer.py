@@ -1,15 +1,13 @@
 """Text -> token ids, exactly as the model's own tokenizer gives them. No torch here.
 
-Truncation is done on the ids: special tokens are learned once, when the tokenizer is loaded, and put around the
-content after it is cut. The shared `tokenizers.Tokenizer` is therefore never changed by a request, so requests
-with different truncation may run in parallel.
+This module truncates ids, not texts: it learns the special tokens once, at load, and puts them around the ids that stay. No
+request changes the shared `tokenizers.Tokenizer`, so requests with different truncation run in parallel.
 """
 
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +18,20 @@ from tokenizers.processors import TemplateProcessing
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model.config import ModelConfig, named_prompt
 from engine.options import EncodeOptions, Input, InputType, TokenIds
+from engine.text.chunks import ChunkedText, original_position, windows
 from engine.text.ids import checked_ids
 from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
 
-# A text longer than this many characters per allowed token is cut (or refused) before it is tokenised, so that one
-# huge string costs no more than the longest legal one. TEI's factor.
+# Characters that a text may have for each token of the limit. A longer text is truncated or refused before it is tokenised: one
+# huge string costs no more than the longest legal one. TEI has the same factor.
 _CHARS_PER_TOKEN = 250
-# A request's own prompt is put before each of its inputs; longer, 2048 inputs would make far more text than a body may hold.
+# A request's prompt stands before each input. A longer prompt times 2,048 inputs would be far more text than a body may hold.
 _MAX_PROMPT_CHARS = 8_192
-
-# Of all pairs of one request that go through a template, in which the query stands again for each document.
+# Characters of all pairs of one request. The template repeats the query for each document.
 _MAX_INSTRUCT_CHARS = 64_000_000
 
-# What published models call the prompt of each kind of input, the first that a model has: sentence-transformers' own names
-# (`encode_query`, `encode_document`), then those of models that have none of them.
+# Names of the prompt for each kind of input in published models. The first name that a model has is taken. The names that
+# sentence-transformers uses (`encode_query`, `encode_document`) come first.
 _PROMPT_NAMES: dict[InputType, tuple[str, ...]] = {
     "query": ("query", "retrieval.query", "search_query", "web_search_query", "s2p_query"),
     "document": ("document", "passage", "corpus", "retrieval.passage", "search_document"),
@@ -53,17 +51,8 @@ class Token:
     stop: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkedText:
-    """A text cut into chunks: `offsets` in characters of the text, `spans` in positions of `token_ids`, both [start, stop)."""
-
-    token_ids: TokenIds
-    spans: tuple[tuple[int, int], ...]
-    offsets: list[tuple[int, int]]
-
-
 class Tokenizer:
-    """The model's tokenizer with its limits and prompts. Safe to call from several threads."""
+    """The model's tokenizer, limits and prompts. Safe to call from several threads."""
 
     def __init__(self, tokenizer: HFTokenizer, config: ModelConfig) -> None:
         tokenizer.no_padding()
@@ -83,7 +72,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig) -> "Tokenizer":
-        """Raises: ModelError when the folder has no tokenizer.json that can be read."""
+        """Raises: ModelError if the folder has no readable tokenizer.json, or a special token without an embedding."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json (only fast tokenizers are supported)")
@@ -101,14 +90,15 @@ class Tokenizer:
         return len(self._prefix) + len(self._suffix)
 
     def ids(self, tokens: Sequence[str]) -> list[int]:
-        """Of those tokens that the vocabulary has."""
+        """Returns the ids of those tokens that are in the vocabulary."""
         return [id for token in tokens if (id := self._tokenizer.token_to_id(token)) is not None]
 
     def encode(self, inputs: Sequence[Input], options: EncodeOptions) -> list[TokenIds]:
-        """Encode a request's inputs, in order. Texts get prompt and special tokens; ids are used as they are.
+        """Encode a request's inputs, in order. Texts get the prompt and special tokens. Ids are used as they are.
 
         Returns: one int32 array per input, at least one id each, at most `max_input_length`.
-        Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded.
+        Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded. A text with a token that
+            has no embedding is an InvalidInput.
         """
         prompt = self._prompt_text(options)
         _check_room(options, self.num_special)
@@ -120,19 +110,19 @@ class Tokenizer:
                 ids = self._known(index, self._with_specials(next(encodings).ids, options))
             else:
                 ids = self._given_ids(index, item, options)
-            sequences.append(self._whole(ids))
+            sequences.append(self._without_padding(ids))
         return sequences
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], options: EncodeOptions, instruction: str | None = None
     ) -> list[TokenIds]:
-        """Encode pairs of texts for a classifier or a reranker, in order; of two empty texts, one may be.
+        """Encode pairs of texts for a classifier or a reranker, in order. One text of a pair may be empty.
 
         Args:
-            options: without a prompt; the default one is not for pairs.
-            instruction: in place of the model's own, where its template has one.
-        Returns: one int32 array per pair, at most `max_input_length` ids; where the model tells the two texts apart,
-            SECOND_SEGMENT is set in those of the second.
+            options: without a prompt. The default prompt is not put before pairs.
+            instruction: replaces the model's instruction, if the model's template has one.
+        Returns: one int32 array per pair, at most `max_input_length` ids. If the model tells the two texts apart, the ids of the
+            second text have SECOND_SEGMENT set.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first pair that cannot be encoded.
         """
         assert self._pairs is not None, "pairs are for classifiers and rerankers"
@@ -148,12 +138,12 @@ class Tokenizer:
         return self._join(self._pairs, checked, options)
 
     def prompt(self, options: EncodeOptions) -> str:
-        """What a request wants put before its texts, or the default, or nothing.
+        """Returns the text to put before a request's texts: the request's prompt, else the default prompt, else "".
 
-        Raises: InvalidInput for a prompt that is not there or cannot be used.
+        Raises: InvalidInput for a prompt that the model does not have, or that cannot be used.
         """
         if options.prompt is not None:
-            return self._own_prompt(options.prompt, options.prompt_name)
+            return self._given_prompt(options.prompt, options.prompt_name)
         if options.prompt_name is not None:
             return named_prompt(self._config.prompts, options.prompt_name)
         if options.input_type is not None:
@@ -162,7 +152,7 @@ class Tokenizer:
         return self._config.default_prompt or ""
 
     def tokens(self, texts: Sequence[str], add_special_tokens: bool, options: EncodeOptions) -> list[list[Token]]:
-        """The tokens of each text with their byte offsets into prompt + text, never truncated; no prompt by default."""
+        """Returns all tokens of each text, with byte offsets into prompt + text. The default prompt is left out."""
         asked = (options.prompt, options.prompt_name, options.input_type) != (None, None, None)
         prompt = self.prompt(options) if asked else ""
         whole = [prompt + text for text in texts]
@@ -170,42 +160,38 @@ class Tokenizer:
         return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
 
     def chunk(self, index: int, text: str, size: int, overlap: int, most: int, whole: EncodeOptions | None) -> ChunkedText:
-        """Cut a text into chunks of `size` tokens, the last one of what is left, each beginning with the last `overlap` of the
-        one before. A text of no token, white space for some tokenizers, is one chunk.
+        """Split a text into chunks of `size` tokens. The last chunk may have fewer. A text without a token is one chunk.
 
         Args:
-            index: which input of the request it is, for errors.
-            most: how many chunks it may make.
-            whole: how the text is encoded as one input: what of it is over the limit is in no chunk, or refused. None for its
-                bare tokens, however many.
+            index: number of the input in its request, for errors.
+            overlap: each chunk begins with the last `overlap` tokens of the chunk before.
+            most: chunks that the text may have.
+            whole: how the text is encoded as one input. Text beyond the limit is in no chunk, or refused. None takes all of the
+                text's tokens, without prompt and special tokens.
         Raises: as `encode`; InvalidInput for more than `most` chunks.
         """
-        prompt, dropped, sound = "", 0, _sound(index, (text,))
+        prompt, dropped, texts = "", 0, _checked(index, (text,))
         if whole is not None:
-            prompt, sound = self._prompt_text(whole), self._cut_texts(sound, whole)
-            dropped = len(text) - len(sound[0]) if whole.truncation_direction == "left" else 0
-        (encoding,) = self._encode_batch([prompt + self._cased(sound)[0]], add_special_tokens=False, offsets=True)
-        ids, at = encoding.ids, encoding.offsets  # each is made anew when it is asked for
-        kept, before, after = range(len(ids)), list[int](), list[int]()
+            prompt, texts = self._prompt_text(whole), self._truncate_texts(texts, whole)
+            dropped = len(text) - len(texts[0]) if whole.truncation_direction == "left" else 0
+        (encoding,) = self._encode_batch([prompt + self._cased(texts)[0]], add_special_tokens=False, offsets=True)
+        ids, at = encoding.ids, encoding.offsets  # `tokenizers` builds a new list at each access
+        kept, prefix, suffix = range(len(ids)), list[int](), list[int]()
         if whole is not None:
-            before, after, room = self._prefix, self._suffix, self._limit(whole) - self.num_special
-            if len(kept) > room:
-                kept = kept[self._cut_to(room, len(kept) + self.num_special, whole)]
-        token_ids = self._known(index, np.array(before + ids[kept.start : kept.stop] + after, dtype=np.int32))
+            prefix, suffix, room = self._prefix, self._suffix, self._limit(whole) - self.num_special
+            kept = kept[self._kept(len(ids), room, self.num_special, whole)]
+        token_ids = self._known(index, np.array(prefix + ids[kept.start : kept.stop] + suffix, dtype=np.int32))
         content = [i for i in kept if at[i][1] > max(len(prompt), at[i][0])]
         if not content:
             if whole is not None and not len(token_ids):
                 raise EmptyInput("`inputs` cannot be empty")
             return ChunkedText(token_ids, ((0, max(1, len(token_ids))),), [(0, len(text))])
-        starts = range(0, max(1, len(content) - overlap), size - overlap)
-        if len(starts) > most:
-            raise InvalidInput(f"`chunking` makes {len(starts)} chunks of input {index}, {most} at most; take larger ones")
-        windows = [(content[start], content[min(start + size, len(content)) - 1]) for start in starts]
-        in_text, shift = self._char_offsets(sound[0], len(prompt), dropped), len(before) - kept.start
+        chunks, shift = windows(content, size, overlap, most, index), len(prefix) - kept.start
+        position = original_position(texts[0], self._config.lower_case, len(prompt), dropped)
         return ChunkedText(
             token_ids,
-            tuple((first + shift, last + 1 + shift) for first, last in windows),
-            [(in_text(at[first][0]), in_text(at[last][1])) for first, last in windows],
+            tuple((first + shift, last + 1 + shift) for first, last in chunks),
+            [(position(at[first][0]), position(at[last][1])) for first, last in chunks],
         )
 
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
@@ -216,7 +202,7 @@ class Tokenizer:
             checked_ids(index, ids, self._config.vocab_size)
         return [str(text) for text in self._tokenizer.decode_batch(list(map(list, sequences)), skip_special_tokens)]
 
-    def _own_prompt(self, prompt: str, name: str | None) -> str:
+    def _given_prompt(self, prompt: str, name: str | None) -> str:
         if name is not None:
             raise InvalidInput("`prompt` and `prompt_name` cannot be set together; leave one out")
         if len(prompt) > _MAX_PROMPT_CHARS:
@@ -229,13 +215,13 @@ class Tokenizer:
         return self._cased((self.prompt(options),))[0]
 
     def _checked_text(self, index: int, text: str, options: EncodeOptions) -> str:
-        return self._cased(self._cut_texts(_sound(index, (text,)), options))[0]
+        return self._cased(self._truncate_texts(_checked(index, (text,)), options))[0]
 
     def _checked_pair(self, index: int, pair: tuple[str, str], options: EncodeOptions) -> tuple[str, ...]:
-        return self._cased(self._cut_texts(_sound(index, pair), options))
+        return self._cased(self._truncate_texts(_checked(index, pair), options))
 
-    def _cut_texts(self, texts: tuple[str, ...], options: EncodeOptions) -> tuple[str, ...]:
-        """The texts of one input, each cut to its share of the characters where they have too many."""
+    def _truncate_texts(self, texts: tuple[str, ...], options: EncodeOptions) -> tuple[str, ...]:
+        """Returns the texts of one input. If they have too many characters together, each is truncated to an equal share."""
         num_chars = sum(map(len, texts))
         if num_chars <= self.max_chars:
             return texts
@@ -257,13 +243,13 @@ class Tokenizer:
         return given
 
     def _join(self, template: PairTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions) -> list[TokenIds]:
-        texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # a query, which stands in many pairs, once
+        texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # a query of many pairs is tokenised once
         ids = {text: each.ids for text, each in zip(texts, self._encode_batch(texts, False), strict=True)}
         room = self._limit(options) - template.num_special
         if not options.truncate:
             self._check_fits((len(ids[a]) + len(ids[b]) for a, b in pairs), room, template.num_special, options)
         joined = (template.join(ids[a], ids[b], room, options.truncation_direction) for a, b in pairs)
-        return [self._whole(self._known(index, each)) for index, each in enumerate(joined)]
+        return [self._without_padding(self._known(index, each)) for index, each in enumerate(joined)]
 
     def _instruct(
         self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str
@@ -285,14 +271,6 @@ class Tokenizer:
             if length > room:
                 raise self._too_long(length + num_special, options)
 
-    def _char_offsets(self, text: str, before: int, dropped: int) -> Callable[[int], int]:
-        """From a position in what was tokenised, `before` characters and then the text in its case, to one in the text as it was
-        given, `dropped` characters before this one."""
-        if not self._config.lower_case or len(text.lower()) == len(text):
-            return lambda position: max(0, position - before) + dropped
-        ends = list(accumulate(len(char.lower()) for char in text))
-        return lambda position: bisect_right(ends, max(0, position - before)) + dropped
-
     def _encode_batch(self, texts: list[str], add_special_tokens: bool, offsets: bool = False) -> list[Encoding]:
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
         try:
@@ -304,33 +282,30 @@ class Tokenizer:
 
     def _with_specials(self, content: list[int], options: EncodeOptions) -> TokenIds:
         room = self._limit(options) - self.num_special
-        if len(content) > room:
-            content = self._cut(content, room, len(content) + self.num_special, options)
+        content = content[self._kept(len(content), room, self.num_special, options)]
         return np.array(self._prefix + content + self._suffix, dtype=np.int32)
 
     def _given_ids(self, index: int, item: object, options: EncodeOptions) -> TokenIds:
         ids = checked_ids(index, item, self._config.vocab_size)
-        if len(ids) > self._limit(options):
-            ids = ids[self._cut_to(self._limit(options), len(ids), options)]
-        return ids.astype(np.int32)
+        return ids[self._kept(len(ids), self._limit(options), 0, options)].astype(np.int32)
 
     def _limit(self, options: EncodeOptions) -> int:
-        """Tokens that an input of the request may have, special ones included."""
+        """Returns the number of tokens that an input of the request may have, special tokens included."""
         return min(self.max_input_length, options.max_tokens or self.max_input_length)
 
-    def _cut(self, ids: list[int], room: int, given: int, options: EncodeOptions) -> list[int]:
-        return ids[self._cut_to(room, given, options)]
-
-    def _cut_to(self, room: int, given: int, options: EncodeOptions) -> slice:
+    def _kept(self, length: int, room: int, num_special: int, options: EncodeOptions) -> slice:
+        """Returns which of `length` tokens stay in `room`. Raises: InvalidInput for too many, if they may not be truncated."""
+        if length <= room:
+            return slice(None)
         if not options.truncate:
-            raise self._too_long(given, options)
-        return slice(-room, None) if options.truncation_direction == "left" else slice(room)
+            raise self._too_long(length + num_special, options)
+        return slice(length - room, None) if options.truncation_direction == "left" else slice(room)
 
     def _too_long(self, given: int, options: EncodeOptions) -> InvalidInput:
         return InvalidInput(f"`inputs` must have less than {self._limit(options)} tokens. Given: {given}")
 
-    def _whole(self, ids: TokenIds) -> TokenIds:
-        """An input's ids, without the padding tokens at their end, of which one stays if there is nothing else."""
+    def _without_padding(self, ids: TokenIds) -> TokenIds:
+        """Returns an input's ids without the padding tokens at the end. One padding token stays if there is no other token."""
         if not len(ids):
             raise EmptyInput("`inputs` cannot be empty")
         padding = self._config.padding_id
@@ -340,7 +315,7 @@ class Tokenizer:
         return ids[: others[-1] + 1 if len(others) else 1]
 
     def _known(self, index: int, ids: TokenIds) -> TokenIds:
-        """The ids of a tokenised text or pair. Raises: InvalidInput for a token without an embedding."""
+        """Returns the ids of a tokenised text or pair. Raises: InvalidInput for a token without an embedding."""
         if self._exceeds_table:
             highest = int((ids & ~SECOND_SEGMENT).max(initial=0))
             if highest >= self._config.vocab_size:
@@ -361,8 +336,8 @@ class Tokenizer:
         return f"the token {name!r} (id {token_id}), the model has embeddings up to id {self._config.vocab_size - 1}"
 
 
-def _sound(index: int, texts: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts of one input. Raises: EmptyInput where all are empty, InvalidInput for NUL."""
+def _checked(index: int, texts: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the texts of one input. Raises: EmptyInput if all are empty, InvalidInput for NUL."""
     if not any(texts):
         raise EmptyInput("`inputs` cannot be empty")
     if any("\0" in text for text in texts):
@@ -376,7 +351,7 @@ def _check_room(options: EncodeOptions, num_special: int) -> None:
 
 
 def _pair_template(tokenizer: HFTokenizer, config: ModelConfig) -> PairTemplate | InstructTemplate | None:
-    """How the model's pairs are put together; None for what only embeds."""
+    """Returns how two texts become one input. None for a model that only embeds."""
     if config.task == "embedding":
         return None
     if config.instruction is not None:
@@ -385,7 +360,7 @@ def _pair_template(tokenizer: HFTokenizer, config: ModelConfig) -> PairTemplate 
 
 
 def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text, found by encoding one with and without."""
+    """Returns the special tokens before and after a text. Found by encoding a text with and without them."""
     for probe in ("a", "hello world", "1"):
         bare = tokenizer.encode(probe, add_special_tokens=False).ids
         full = tokenizer.encode(probe).ids
@@ -396,9 +371,10 @@ def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
 
 
 def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
-    """Where tokenizer_config.json has it put there and tokenizer.json does not, as gte-Qwen2's: last-token pooling reads it.
+    """Let the tokenizer end each text with the end-of-text token, if tokenizer_config.json says so and tokenizer.json does not.
 
-    Done for those whose tokenizer, Llama's or one of the folder's own code, heeds `add_eos_token`.
+    gte-Qwen2 is such a model, and last-token pooling reads this token. Only the Llama and Gemma tokenizers, and tokenizers of a
+    folder's own code, heed `add_eos_token`.
     """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -421,7 +397,7 @@ def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
 
 
 def _tokens_of(text: str, encoding: Encoding) -> list[Token]:
-    """`tokenizers` gives offsets in characters, TEI answers bytes; `text` is the slice of the input."""
+    """Returns an encoding's tokens. `tokenizers` gives offsets in characters, TEI answers with bytes."""
     byte_at = np.cumsum([0, *(len(char.encode("utf-8", "replace")) for char in text)])
     tokens = []
     for token_id, name, (start, stop), special in zip(

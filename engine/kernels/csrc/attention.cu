@@ -1,7 +1,7 @@
 // Varlen attention, forward: softmax(Q K^T / sqrt(D)) V inside each sequence of a packed batch.
-//   q [T, K * GROUP, D], k and v [T, K, D], out [T, K * GROUP, D]; 16-bit, rows strided, so that Q, K and V may be parts
-//   of one fused buffer; with E4M3 `out` is e4m3, and what is not finite becomes NaN.
-//   tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
+//   q [T, K * GROUP, D], k and v [T, K, D], out [T, K * GROUP, D], all 16-bit. Rows are strided, so that Q, K and V may be parts
+//   of one fused buffer. With E4M3, `out` is e4m3, and values that are not finite become NaN.
+//   tiles int2 [n]: the query tokens [x, y) that one block computes. x == y is padding: the block does nothing.
 //   bounds int2 [T]: the rows [x, y) of the sequence that each token belongs to.
 //   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
 //   smaller left, bidirectional neither.
@@ -10,13 +10,13 @@
 //   BIAS: bias float [H, 2 * reach + 1] is added to the score of a key d tokens after the query, from column reach + d,
 //   at most `reach` either way; in units of sqrt(D), as scores are before they are scaled.
 //
-// One block computes a tile of BLOCK_M rows for one key head. A row is (token, query head of the group), so K and V are
-// loaded once for all query heads that share them, and a causal tile is only BLOCK_M / GROUP tokens deep: far fewer
-// masked-out products on short texts. A tile may hold several short sequences; it then walks all their keys, masked.
-// Most blocks of keys need no mask: whether one does is a comparison of two scalars.
+// One block computes a tile of BLOCK_M rows for one key head. A row is (token, query head of the group), so a block loads K and V
+// once for all query heads that share them. A causal tile is only BLOCK_M / GROUP tokens deep, so short texts have far fewer
+// masked-out products. A tile may hold several short sequences; it then walks the keys of all of them, masked.
+// Most blocks of keys need no mask: a comparison of two scalars tells.
 //
-// A prefix's keys come first, in blocks of their own, the last one padded with masked zeros: the softmax carries on from
-// one range to the next. They count from `first`, whole blocks before `begin`, so that one loop walks both ranges.
+// A prefix's keys come first, in blocks of their own. Masked zeros fill the last of these blocks. The softmax continues from the
+// prefix to the tile's own keys. Prefix keys count from `first`, whole blocks before `begin`, so that one loop walks both ranges.
 //
 // FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V
 // fragment read from shared memory feeds M_TILES products; K of the next block is fetched under softmax and P V, V under
@@ -37,8 +37,8 @@ constexpr int PITCH = SWIZZLED ? D : D + 8;
 constexpr int N_TILES = BLOCK_N / 8, D_TILES = D / 8;
 constexpr float RAISE = 8.f;  // in powers of two
 
-// Where chunk `c` of row `r` lies in a tile in shared memory, in bytes. Eight rows that ldmatrix reads together fall on
-// eight different 16-byte bank groups: by XOR where a row is a multiple of 128 bytes, else by an odd pitch.
+// The byte offset of chunk `c` of row `r` in a tile in shared memory. Eight rows that ldmatrix reads together lie in eight
+// different 16-byte bank groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
 __device__ __forceinline__ u32 place(int r, int c) { return (r * PITCH + 8 * (SWIZZLED ? c ^ (r & 7) : c)) * 2; }
 
 // `at` two chunks further, `steps` times. One XOR with a constant, so that no register holds each step's address.
@@ -58,11 +58,11 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
-// A thread copies one 16-byte chunk of every ROW_STEP-th row; where a row is no power of two of chunks, some lanes idle.
+// A thread copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if a row's chunks are no power of two.
 constexpr u32 ROW_LANES = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
 constexpr int ROW_STEP = THREADS / ROW_LANES;
 
-// BLOCK_N rows of K or V. `x` is this thread's chunk of its first row; `rows` exist from there on, the others become zeros.
+// Loads BLOCK_N rows of K or V. `x` is this thread's chunk of its first row. `rows` rows exist from there on; others become zeros.
 __device__ __forceinline__ void load_keys(u32 shared, const u16* x, int stride, int rows) {
     const u32 r = threadIdx.x / ROW_LANES, c = threadIdx.x % ROW_LANES;
     if (ROW_LANES != CHUNKS && c >= CHUNKS) return;

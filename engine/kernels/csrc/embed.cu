@@ -1,8 +1,8 @@
 // Embedding gather: out[t] = words[ids[t]] (+ position_table[positions[t]]). C is a multiple of 8.
 //   words [num_words, C]. An id outside of the table reads the table's nearest row: no read leaves the table.
 //   POSITIONS: 1 with a position table.    Floor: 4 * T * C bytes (6 with positions, which mostly come from cache).
-// A thread does the same eight columns of PER_THREAD tokens: an id has to be there before its row can be asked for, so
-// with one token a thread too little is in flight.
+// A thread copies the same eight columns of PER_THREAD tokens. It waits for an id before it can load the id's row, so with one
+// token a thread too few loads are in flight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 embed(const int* __restrict__ ids, const int* __restrict__ positions, const u16* __restrict__ words,
       const u16* __restrict__ position_table, u16* __restrict__ out, i64 num_tokens, i64 num_words) {

@@ -1,10 +1,10 @@
-// Rows -> 8 bits and what they were divided by, with what comes before a product: RMSNorm, SwiGLU or nothing.
-//   x [T, C] 16-bit (with GATED [T, 2 C], eight columns of the gate and of up in turn), weight [C], values [T, C] e4m3 or int8,
-//   scale [T] fp32; with PENDING, pending [T, C] is added to x first, in place. The largest of a row is 448 in e4m3, 127 in int8; what
-//   is not finite makes all of its row's results so.
-//   BLOCK > 0: the values of each BLOCK neighbouring columns are rotated first, by the Hadamard matrix over sqrt(BLOCK), so that an
-//   outlier among them costs the others less of their 8 bits.
-// ROW_THREADS threads hold a row in registers, VECTORS times eight values each, so x is read once.
+// Rows -> 8 bits and a scale for each row, after the operation before a product: RMSNorm, SwiGLU or nothing.
+//   x [T, C] 16-bit (with GATED [T, 2 C]: eight columns of gate alternate with eight columns of up), weight [C], values [T, C] e4m3
+//   or int8, scale [T] fp32. With PENDING, pending [T, C] is added to x in place first. A row's largest value becomes 448 in e4m3,
+//   127 in int8. One value that is not finite makes all results of its row not finite.
+//   BLOCK > 0: the Hadamard matrix over sqrt(BLOCK) rotates each BLOCK neighbouring columns first. An outlier then costs the other
+//   values of the block fewer of their 8 bits.
+// ROW_THREADS threads hold a row in registers, VECTORS times eight values each, so the kernel reads x once.
 // Floor: 3 * T * C bytes, GATED 5, PENDING 7.
 //   C: columns, a multiple of 8.  NORM, GATED, PENDING: 0 or 1.  INT8: 1, or 0 for e4m3 (sm_89 and later).
 //   BLOCK: 0, or 8 to 128, a power of 2.
@@ -31,7 +31,7 @@ __device__ __forceinline__ float block_largest(float x, float* scratch) {
     return x;
 }
 
-// The Hadamard transform of BLOCK values, eight in each of BLOCK / 8 neighbouring lanes. Not divided by sqrt(BLOCK).
+// The Hadamard transform of BLOCK values, eight in each of BLOCK / 8 neighbouring lanes, without the division by sqrt(BLOCK).
 __device__ __forceinline__ void rotate(float (&y)[8], int lane) {
 #pragma unroll
     for (int step = 1; step < 8; step *= 2)
@@ -70,7 +70,7 @@ __device__ __forceinline__ u32 four(float a, float b, float c, float d) {  // a 
 #endif
 }
 
-// GATED, a thread would take 90 registers, and the blocks that fit not hide how long memory takes.
+// With GATED, a thread would take 90 registers; the few blocks that fit would not hide the memory's latency.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, GATED ? 1024 / (ROW_THREADS * ROWS) : 1)
 quantize(u16* __restrict__ x, const u16* __restrict__ pending, const u16* __restrict__ weight, unsigned char* __restrict__ values,
          float* __restrict__ scale, i64 num_rows, i64 x_stride, float eps) {

@@ -1,13 +1,13 @@
 // Rotary embedding ("half-rotate") of Q and K in place on the fused QKV buffer; with NORM, Qwen3's per-head RMSNorm before.
 //   qkv [T, H + 2 K, D] 16-bit: heads 0 .. H - 1 take q_weight [D], the next K take k_weight (NORM); V is not touched.
 //   table float2 [max_position_embeddings, D / 2]: cos and sin of each angle.  positions int [T]: each token's row of it.
-// One block a token. D / 8 lanes hold a head, eight values each; the partner of a value is D / 2 away, so one shuffle
-// fetches it. A thread does the same eight columns of PER_THREAD heads: it reads their angles once, and all its heads'
-// loads are in flight together (one head a thread reached 60 % of the copy bandwidth).
+// One block computes one token. D / 8 lanes hold a head, eight values each. The partner of a value is D / 2 away: one shuffle
+// fetches it. A thread computes the same eight columns of PER_THREAD heads: it reads the angles once, and the loads of all its
+// heads are in flight together (one head a thread reached 60 % of the copy bandwidth).
 // Floor: 4 * T * (H + K) * D bytes.
 constexpr int LANES = HEAD_DIM / 8;
 constexpr int ALL_HEADS = HEADS + KV_HEADS;
-constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // head h is done by slot h % SLOTS
+constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // slot h % SLOTS computes head h
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
