@@ -210,7 +210,7 @@ def _token_id(folder: Path, word: str) -> int:
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
     if token is None:
-        raise ModelError(f"{folder / 'tokenizer.json'}: there is no token {word!r}, but a reranker of this name answers with it")
+        raise ModelError(f"{folder / 'tokenizer.json'}: no token {word!r}; a reranker of this name answers with it")
     return int(token)
 
 
@@ -313,7 +313,7 @@ def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
     if kind not in get_args(DenseActivation) or not package.startswith("torch.nn."):
         raise ModelError(f"{path}: activation_function {activation} is not supported; supported are {get_args(DenseActivation)}")
     if keys.number("in_features") != width:
-        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, the module before it has {width} dimensions")
+        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, what comes before has {width} dimensions")
     return DenseConfig(name, width, keys.number("out_features"), bool(keys.get("bias", True)), cast(DenseActivation, kind))
 
 
