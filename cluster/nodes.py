@@ -14,10 +14,10 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from cluster.files import ClusterError, read_yaml
+from engine.host import UNIFIED_RESERVE as UNIFIED_RESERVE
 
 GIB = 1 << 30
-# What is left to the system. A GPU that shares the host's memory takes the machine down with it when that runs out.
-UNIFIED_RESERVE = 10 * GIB
+# Left to the system, as `UNIFIED_RESERVE` is on machines whose GPU shares the host's memory.
 HOST_RESERVE = 4 * GIB
 CARD_RESERVE = GIB // 4
 

@@ -1,6 +1,5 @@
-"""Which device, dtype and token budget a model gets when nobody says."""
+"""Which device, dtype and token budget a model gets by default."""
 
-import ctypes
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """What an opt-in dtype was measured to cost: vectors of all-MiniLM-L6-v2 beside those in float32."""
+    """How close an opt-in dtype comes: vectors of all-MiniLM-L6-v2, compared with vectors in float32."""
 
     mean_cosine: float
     top_10_overlap: float
@@ -35,12 +34,12 @@ CLOSENESS: dict[DtypeName, Closeness] = {
     "int8": Closeness(0.9995, 0.9752),
 }
 
-# Of a GPU that multiplies it.
+# The least compute capability of a GPU that multiplies in a dtype.
 LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a model of that dtype computes in: those of 8 bits are of the layers' products alone."""
+    """The dtype of everything but the layers' products, which alone are computed in 8 bits."""
     return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
@@ -55,9 +54,10 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> torch.dtype:
-    """bfloat16 wherever the device multiplies it natively; float16 on older GPUs, where the model bears it; else float32.
+    """For "auto": bfloat16 if the device multiplies it natively, else float16 on a GPU if the model does not overflow it, else
+    float32.
 
-    Raises: ModelError for float16 on a CPU, for a model whose activations overflow it, and for 8 bits on a device without.
+    Raises: ModelError for float16 on a CPU or for a model that overflows it, and for 8 bits on a device that lacks them.
     """
     if name == "auto":
         if has_native_bf16(device):
@@ -77,40 +77,28 @@ def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> to
 
 
 def has_native_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16. On ARM CPUs nobody has measured yet whether it is faster than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return bool({"amx_bf16", "avx512_bf16"} & cpu_flags())
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())  # ARM calls it bf16
 
 
-@cache
-def keep_freed_memory() -> None:
-    """Make the C library keep what torch frees instead of giving it back to the system.
-
-    On a CPU every layer's output is a fresh allocation of a few MB. glibc returns such blocks to the kernel, so each
-    layer would fault its pages in again: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). One
-    arena for all threads, because only the first one can grow without bound. Does nothing where there is no mallopt.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
-    mallopt(mmap_threshold, 1 << 30)
-    mallopt(trim_threshold, (1 << 31) - 1)
-    mallopt(top_pad, 64 << 20)
-    mallopt(arena_max, 1)
+def is_integrated(device: torch.device) -> bool:
+    """Whether the device is a GPU that takes its memory from the host's."""
+    return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The instruction sets Linux reports for this CPU; empty where /proc/cpuinfo does not say."""
+    """The instruction sets that Linux reports for this CPU, in x86's or ARM's names; empty where /proc/cpuinfo has none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    flags = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
     return frozenset(flags.partition(":")[2].split())
 
 
 def default_batch_tokens(device: torch.device) -> int:
-    """The token budget of one forward pass where nobody sets one; on a GPU, until it has been measured."""
+    """The default token budget of one forward pass. On a GPU it is a start: warm-up measures a better one."""
     return 8192 if device.type == "cuda" else 2048

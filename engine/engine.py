@@ -10,19 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.devices import DTYPES, DtypeName, default_batch_tokens
+from engine.devices import DTYPES, DtypeName, default_batch_tokens, is_integrated
 from engine.errors import BackendError, InvalidInput, ModelError
 from engine.heads.splade import most_splade_seqs
 from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
-from engine.model.footprint import reservation
 from engine.options import EmbedOptions, EncodeOptions, Input, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
 from engine.run.flight import Flight
+from engine.run.reserve import reservation
 from engine.run.runner import CpuRunner
 from engine.run.tune import tune
 from engine.schedule.request import Request
@@ -180,7 +180,7 @@ class Engine:
     @property
     def shares_host_memory(self) -> bool:
         """Whether a pass takes memory that the rest of the machine takes from too."""
-        return self.device.type == "cpu" or bool(torch.cuda.get_device_properties(self.device).is_integrated)
+        return self.device.type == "cpu" or is_integrated(self.device)
 
     @property
     def dtype_name(self) -> DtypeName:

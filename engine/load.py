@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from engine.devices import choose_device, choose_dtype, compute_dtype, keep_freed_memory
+from engine.devices import choose_device, choose_dtype, compute_dtype
 from engine.errors import ModelError
 from engine.heads.base import Outputs, VectorHead
 from engine.heads.chunks import ChunkHead
@@ -22,6 +22,7 @@ from engine.model.config import Backend, DenseConfig, HeadConfig, ModelConfig, P
 from engine.model.families import Transformers, family_of
 from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint
+from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.text.tokenizer import Tokenizer
@@ -73,10 +74,10 @@ def choose(config: ModelConfig, dtype: str, device: str) -> tuple[torch.dtype, t
 def _prepare(device: torch.device) -> None:
     """Set up torch's memory and arithmetic for this process."""
     if device.type == "cpu":
-        keep_freed_memory()
+        reserve.keep_freed_memory()
         return
     torch.cuda.set_device(device)
-    memory.grow_in_place(device)
+    reserve.grow_in_place(device)
     # Split products would be summed up in bf16 otherwise; everything else accumulates in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -88,7 +89,7 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype) as checkpoint:
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
-        memory.check_fits(num_bytes - memory.saved_bytes(config, dtype), device, str(folder))
+        reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
         model = family(config, checkpoint)
         head = [] if config.head is None else [_load_head(config, config.head, model, checkpoint)]
         vector_head: VectorHead

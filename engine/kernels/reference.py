@@ -51,10 +51,11 @@ def norm_rope(
 def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
     kv_heads = (qkv.shape[1] - n_heads) // 2
     angles = table[positions].to(qkv.dtype).unsqueeze(1)  # [T, 1, D / 2, 2]
-    cos, sin = (torch.cat((part, part), dim=-1) for part in angles.unbind(-1))  # [T, 1, D]
+    cos, sin = angles.unbind(-1)
     heads = qkv[:, : n_heads + kv_heads]
     first, second = heads.chunk(2, dim=-1)
-    heads.copy_(heads * cos + torch.cat((-second, first), dim=-1) * sin)
+    rotated = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin, sin), dim=-1))
+    heads.mul_(torch.cat((cos, cos), dim=-1)).add_(rotated)  # in place, for the memory of long texts
 
 
 def linear(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> Tensor:
@@ -104,12 +105,12 @@ def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:
     if interleaved:
         gate_up = gate_up.view(len(gate_up), -1, 2, 8).transpose(1, 2).flatten(1)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def geglu(gate_up: Tensor, tanh: bool) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh" if tanh else "none") * up
+    return F.gelu(gate, approximate="tanh" if tanh else "none").mul_(up)
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -135,10 +136,10 @@ def attention(
 
     Args:
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K (grouped queries). Any strides.
-        causal: a token sees itself and what is before it; else the whole sequence.
-        window: it sees no token further away than this.
+        causal: a token sees itself and the tokens before it; else the whole sequence.
+        window: a token sees no token further away than this.
         bias: [H, 2 R + 1], added to the scaled score of a key d tokens after the query: column R + d, at most R either way.
-        prefixes: where prefixes are shared, of each sequence the rows [first, end) that lie before it.
+        prefixes: for each sequence, the rows [first, end) of a shared prefix that lies before it; () without prefixes.
     Returns: [T, H, D], contiguous.
     """
     if len(lengths) == 1:
@@ -155,31 +156,79 @@ def attention(
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, bias: Tensor | None) -> Tensor:
-    """[L, H, D] -> [L, H, D]; k and v may be longer, q then being of the last tokens."""
-    mask = None
-    if window is not None or bias is not None or len(q) < len(k):
-        mask = q.new_zeros(1) if bias is None else distance_bias(bias, len(k))[:, -len(q) :].to(q.dtype)  # [H, L, keys]
-        mask = mask.masked_fill(~visible(len(k), causal, window, q.device)[-len(q) :], -math.inf)
-        causal = False
-    grouped = q.shape[1] != k.shape[1]
+    """[L, H, D] -> [L, H, D]. k and v may hold more tokens; q then belongs to the last L of them."""
+    grouped, first = q.shape[1] != k.shape[1], len(k) - len(q)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-    return out[0].transpose(0, 1)
+    if window is None and bias is None and not first:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)[0].transpose(0, 1)
+    table = bias_by_distance(k.shape[2], causal, window, bias, q.dtype, q.device)
+    out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])  # [L, H, D]
+    near = window if q.device.type == "cpu" else None  # a GPU takes longer for many launches than for keys it does not need
+    for queries, keys in query_blocks(first, k.shape[2], causal, near, BLOCK_BYTES // (len(table) * q.itemsize)):
+        mask = bias_by_key(table, queries, keys).flip(1).unsqueeze(0)  # [1, 1 or H, queries, keys]
+        rows = slice(queries.start - first, queries.stop - first)
+        mixed = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], attn_mask=mask, enable_gqa=grouped)
+        out[rows] = mixed[0].transpose(0, 1)
+    return out
 
 
-def visible(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Which keys (columns) a query (row) sees, [L, L]."""
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
-    window = length if window is None else window
-    return (distance <= window) & (distance >= (0 if causal else -window))
+# Attention on a CPU takes at most this much for scores, and at most this much for a mask.
+BLOCK_BYTES = 8 << 20
+# Queries in a block whose window leaves keys unread. With fewer, products are small; with more, each query's row has more keys
+# that it does not see.
+_LOCAL_QUERIES = 128
+# Blocks of keys begin and end at multiples of this: torch's bf16 softmax is twice as slow on a ragged row end.
+ALIGNED_KEYS = 32
 
 
-def distance_bias(bias: Tensor, length: int) -> Tensor:
-    """[H, 2 R + 1], by distance -> [H, L, L], by query and key."""
-    reach = bias.shape[1] // 2
-    at = torch.arange(length, device=bias.device)
-    return bias[:, (at[None, :] - at[:, None]).clamp(-reach, reach) + reach]
+def query_blocks(first: int, length: int, causal: bool, window: int | None, most_scores: int) -> list[tuple[slice, slice]]:
+    """The queries [first, length) of a sequence in blocks, and for each block the keys that its queries see.
+
+    A block has at most `most_scores` pairs of query and key, or one query.
+    """
+    most, most_keys, reach = length - first, length, length
+    if window is not None:
+        near = max(_LOCAL_QUERIES, window)
+        if near + 2 * (window + ALIGNED_KEYS) < length:
+            most, most_keys, reach = min(most, near), near + 2 * (window + ALIGNED_KEYS), window
+    if most * most_keys > most_scores:
+        most = max(1, most_scores // most_keys)
+        most = max(most // ALIGNED_KEYS * ALIGNED_KEYS, min(most, ALIGNED_KEYS))
+    blocks = []
+    for start in range(first, length, most):
+        stop = min(start + most, length)
+        end = stop if causal else stop + reach
+        keys = slice(max(0, start - reach) // ALIGNED_KEYS * ALIGNED_KEYS, min(length, -(-end // ALIGNED_KEYS) * ALIGNED_KEYS))
+        blocks.append((slice(start, stop), keys))
+    return blocks
+
+
+def bias_by_distance(
+    length: int, causal: bool, window: int | None, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What is added to a scaled score, by the distance from query to key: -inf where the query does not see the key.
+
+    Returns: [1 or H, 2 L - 1]; column L - 1 + d is for a key d tokens after the query.
+    """
+    distances = torch.arange(1 - length, length, device=device)
+    if bias is None:
+        table = torch.zeros(1, len(distances), device=device)
+    else:
+        reach = bias.shape[1] // 2
+        table = bias[:, distances.clamp(-reach, reach) + reach]
+    reach = length if window is None else window
+    hidden = (distances > (0 if causal else reach)) | (distances < -reach)
+    return table.masked_fill(hidden, -math.inf).to(dtype)
+
+
+def bias_by_key(table: Tensor, queries: slice, keys: slice) -> Tensor:
+    """A view of `table` (`bias_by_distance`) by query, the last one first, and key: [1 or H, queries, keys].
+
+    Queries run backwards because neighbouring rows of the view then begin one column further right: a stride of 1.
+    """
+    num_keys = keys.stop - keys.start
+    nearest = keys.start - (queries.stop - 1) + table.shape[1] // 2  # the first key, seen from the last query
+    return table[:, nearest : nearest + queries.stop - queries.start + num_keys - 1].unfold(1, num_keys, 1)
 
 
 def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:

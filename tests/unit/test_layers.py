@@ -10,10 +10,11 @@ from closeness import assert_as_close_as_torch
 from torch.nn import functional as F
 
 from engine.heads.pool import Pool
-from engine.kernels import quantize_weight
+from engine.kernels import quantize_weight, reference
 from engine.kernels.reference import attention, rope_table
 from engine.model.config import Pooling
 from engine.model.families.jina_bert import alibi_slopes, symmetric_alibi
+from engine.model.layers import attention as attention_layer
 from engine.model.layers.attention import Attention
 from engine.model.layers.linear import CudaLinear, Linear, PlainLinear
 from engine.model.layers.moe import Experts
@@ -154,6 +155,58 @@ def test_windows_and_biases_by_distance(
     ours = Attention(batch_of(lengths), heads, causal, window, bias)(qkv)
     exact = dense(*qkv.double().split((heads[0], heads[1], heads[1]), dim=1), lengths, causal, window, bias).flatten(1)
     torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("causal", "heads"), [(False, (4, 4)), (True, (4, 4)), (False, (4, 2))])
+@pytest.mark.parametrize("block_bytes", [1 << 12, 1 << 16])
+def test_attention_in_blocks_is_that_of_the_whole(
+    dtype: torch.dtype,
+    window: int | None,
+    biased: bool,
+    causal: bool,
+    heads: tuple[int, int],
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of queries, of heads, and of sequences."""
+    torch.manual_seed(0)
+    lengths = [133, 40, 3, 130, 40, 330]
+    bias = torch.randn(4, 2 * 30 + 1) if biased else None
+    qkv = torch.randn(sum(lengths), heads[0] + 2 * heads[1], 16).to(dtype)
+    how = (batch_of(lengths), heads, causal, window, bias)
+    low, exact = Attention(*how)(qkv), Attention(*how)(qkv.double())
+    monkeypatch.setattr(reference, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(attention_layer, "BLOCK_BYTES", block_bytes)
+    ours = Attention(*how)(qkv)
+    assert isinstance(low, torch.Tensor)
+    assert isinstance(exact, torch.Tensor)
+    assert isinstance(ours, torch.Tensor)
+    assert_as_close_as_torch(ours, low, exact)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 0, 64, 300])
+@pytest.mark.parametrize(("first", "length"), [(0, 1), (0, 321), (0, 1000), (700, 1000)])
+@pytest.mark.parametrize("most", [1, 1000, 100_000])
+def test_blocks_of_queries_hold_each_query_once_and_every_key_it_sees(
+    first: int, length: int, window: int | None, causal: bool, most: int
+) -> None:
+    blocks = reference.query_blocks(first, length, causal, window, most)
+    assert [query for queries, _ in blocks for query in range(queries.start, queries.stop)] == list(range(first, length))
+    for queries, keys in blocks:
+        reach = length if window is None else window
+        assert 0 <= keys.start <= max(0, queries.start - reach)
+        assert min(length, queries.stop if causal else queries.stop + reach) <= keys.stop <= length
+        num_queries, num_keys = queries.stop - queries.start, keys.stop - keys.start
+        assert num_queries * num_keys <= most or num_queries == 1
+
+
+def test_a_window_leaves_far_keys_unread() -> None:
+    pairs = sum((q.stop - q.start) * (k.stop - k.start) for q, k in reference.query_blocks(0, 8192, False, 64, 1 << 22))
+    assert pairs < 8192 * 320
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -1,27 +1,27 @@
 """Attention of a whole batch: our kernel on a GPU; on a CPU, batched products over sequences of like length."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine import kernels
 from engine.kernels import MaybeQuantized, Quantized, reference
+from engine.kernels.reference import ALIGNED_KEYS, BLOCK_BYTES
 from engine.model.layers.e4m3_values import E4M3
 from engine.run.batch import PackedBatch
 
-# Widths of the score matrix are multiples of this: torch's bf16 softmax is twice as slow on a ragged row end.
-_WIDTH = 32
-# Below this length one fused call is quicker than the steps of `_Group.attend`.
+# Up to this length one fused call is quicker than the steps of `_Chunk.attend`.
 _SHORT = 24
 
 
 class Attention:
     """softmax(q k^T / sqrt(D)) v within each sequence; made once a batch, used by each layer.
 
-    On a CPU, encoders' sequences of like length are laid side by side, padded to a common width for the score matrix
-    alone, and go through two batched products: torch's fused CPU attention takes a third longer on 110 tokens
-    (docs/decisions/002).
+    On a CPU, encoders' sequences of like length go through two batched products side by side, padded to a common width for the
+    score matrix alone. They go there in chunks of bounded memory (docs/decisions/027). In bf16 torch's fused CPU attention
+    takes 25 to 60 % longer.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Attention:
         """
         Args:
             heads: (query heads, key heads).
-            window: a token sees none further away than this.
-            bias: [H, 2 R + 1] fp32, what is added to a scaled score by the distance from query to key, -R to R.
+            window: a token sees no token further away than this.
+            bias: [H, 2 R + 1] fp32, added to a scaled score by the distance from query to key, -R to R.
             in_e4m3: give results in e4m3, of values that `e4m3_values` has scaled.
         """
         self._batch, self._causal, self._window, self._bias = batch, causal, window, bias
@@ -46,8 +46,10 @@ class Attention:
             self._ones = torch.ones(len(batch.token_ids), dtype=torch.float32, device=batch.token_ids.device)
         self._unscaled_bias: Tensor | None = None
         self._split = (heads[0], heads[1], heads[1])
-        encoder = not causal and heads[0] == heads[1] and not batch.token_ids.is_cuda
-        self._groups = _group(batch.lengths, window, bias) if encoder and max(batch.lengths) > _SHORT else []
+        is_encoder = not causal and heads[0] == heads[1]
+        self._in_chunks = is_encoder and not batch.token_ids.is_cuda and max(batch.lengths) > _SHORT
+        self._chunks: list[_Chunk] = []
+        self._table: Tensor | None = None  # `reference.bias_by_distance`, of the widest chunk
 
     def __call__(self, qkv: Tensor, pooled_only: bool = False) -> MaybeQuantized:
         """[T, H + 2 K, D] -> [T, H D]. With `pooled_only`, only rows that pooling reads need be right."""
@@ -56,7 +58,7 @@ class Attention:
 
     def _mixed(self, qkv: Tensor, pooled_only: bool) -> Tensor:
         """[T, H, D], contiguous."""
-        if self._groups:
+        if self._in_chunks:
             return self._encoder(qkv)
         q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
         batch = self._batch
@@ -71,55 +73,120 @@ class Attention:
         return kernels.attention(q, k, v, tiles, batch.tile_shape, batch.bounds, *how)
 
     def _encoder(self, qkv: Tensor) -> Tensor:
-        heads = self._split[0]
-        by_head = qkv.transpose(0, 1)  # [3 H, T, D]
-        out = torch.empty(qkv.shape[0], heads, qkv.shape[2], dtype=qkv.dtype)
-        for group in self._groups:
-            group.attend(by_head, out)
+        heads, head_dim = self._split[0], qkv.shape[2]
+        if not self._chunks:
+            window = None if self._window is None or self._window >= max(self._batch.lengths) else self._window
+            biased = window is not None or self._bias is not None
+            self._chunks = _chunks(self._batch.lengths, heads, head_dim, qkv.itemsize, window, biased)
+            if biased:
+                widest = max(chunk.width for chunk in self._chunks)
+                self._table = reference.bias_by_distance(widest, False, window, self._bias, qkv.dtype, qkv.device)
+        by_head = qkv.view(len(qkv), 3, heads, head_dim).permute(1, 2, 0, 3)  # [3, H, T, D]
+        out = torch.empty(len(qkv), heads, head_dim, dtype=qkv.dtype)
+        for chunk in self._chunks:
+            chunk.attend(by_head, out, self._table)
         return out
 
 
-class _Group:
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some queries of each sequence of a chunk, and the keys that they see."""
+
+    queries: slice
+    keys: slice
+    tokens: Tensor  # which of the chunk's n x queries are tokens, and no padding
+    rows: Tensor  # the rows of the packed batch that these tokens are
+
+
+class _Chunk:
     """Sequences whose lengths round up to the same width. n = sequences, W = width."""
 
-    def __init__(self, starts: list[int], lengths: list[int], width: int, window: int | None, bias: Tensor | None) -> None:
-        self.lengths, self.width = lengths, width
+    def __init__(
+        self,
+        starts: list[int],
+        lengths: list[int],
+        width: int,
+        heads: list[slice],
+        blocks: list[tuple[slice, slice]],
+        backwards: bool,
+    ) -> None:
+        """
+        Args:
+            heads: the heads that are computed together.
+            blocks: `reference.query_blocks`.
+            backwards: queries run from the last to the first, as in `reference.bias_by_key`.
+        """
+        self.lengths, self.width, self.heads, self.backwards = lengths, width, heads, backwards
         columns = torch.arange(width)
         limits = torch.tensor(lengths).unsqueeze(1)
         valid = columns < limits  # [n, W]
-        # Padding repeats the sequence's last token: finite, and masked out.
-        rows = torch.tensor(starts).unsqueeze(1) + torch.minimum(columns, limits - 1)
-        self.gather = rows.flatten()  # [n W], rows of the packed batch
-        self.scatter = rows[valid]  # where the tokens go back to
-        self.tokens = valid.flatten().nonzero().flatten()  # which of the n W they are
-        self.bias = None if bias is None else reference.distance_bias(bias, width).unsqueeze(1)  # [H, 1, W, W]
-        far = None if window is None or window >= max(lengths) else ~reference.visible(width, False, window, columns.device)
-        self.far = far  # [W, W]
+        # Padding repeats the sequence's last token. Its values are finite, and its scores are masked out.
+        rows = torch.tensor(starts).unsqueeze(1) + torch.minimum(columns, limits - 1)  # [n, W], rows of the packed batch
+        self.gather = rows.flatten()
+        self.blocks = []
+        for queries, keys in blocks:
+            theirs, are_tokens = (x[:, queries].flip(1) if backwards else x[:, queries] for x in (rows, valid))
+            self.blocks.append(_Block(queries, keys, are_tokens.flatten().nonzero().flatten(), theirs[are_tokens]))
 
-    def attend(self, by_head: Tensor, out: Tensor) -> None:
-        """[3 H, T, D] in; writes this group's rows of `out` [T, H, D]."""
+    def attend(self, by_head: Tensor, out: Tensor, table: Tensor | None) -> None:
+        """Writes these sequences' rows of `out` [T, H, D].
+
+        Args:
+            by_head: Q, K and V, [3, H, T, D].
+            table: `reference.bias_by_distance`, of this width or more; given if `backwards`.
+        """
+        for heads in self.heads:
+            of_heads = table if table is None or len(table) == 1 else table[heads]
+            self._attend(by_head[:, heads], out[:, heads], of_heads)
+
+    def _attend(self, by_head: Tensor, out: Tensor, table: Tensor | None) -> None:
         heads, head_dim = out.shape[1:]
-        q, k, v = by_head.index_select(1, self.gather).view(3, heads * len(self.lengths), self.width, head_dim)
-        scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=1 / math.sqrt(head_dim))
-        per_sequence = scores.view(heads, len(self.lengths), self.width, self.width)
-        if self.bias is not None:
-            per_sequence += self.bias.to(scores.dtype)
-        if self.far is not None:
-            per_sequence.masked_fill_(self.far, -math.inf)
-        for index, length in enumerate(self.lengths):
-            if length < self.width:
-                per_sequence[:, index, :, length:].fill_(-math.inf)
-        torch.softmax(scores, -1, out=scores)
-        mixed = torch.bmm(scores, v).view(heads, -1, head_dim)  # [H, n W, D]
-        out.index_copy_(0, self.scatter, mixed.index_select(1, self.tokens).transpose(0, 1))
+        q, k, v = by_head.index_select(2, self.gather).view(3, -1, self.width, head_dim)  # [H n, W, D] each
+        for block in self.blocks:
+            queries = q[:, block.queries].flip(1) if self.backwards else q[:, block.queries]
+            keys = k[:, block.keys].transpose(1, 2)
+            scores = torch.baddbmm(q.new_empty(1), queries, keys, beta=0, alpha=1 / math.sqrt(head_dim))
+            by_sequence = scores.view(heads, len(self.lengths), *scores.shape[1:])  # [H, n, queries, keys]
+            if table is not None:
+                by_sequence += reference.bias_by_key(table, block.queries, block.keys).unsqueeze(1)
+            for index, length in enumerate(self.lengths):
+                if length < block.keys.stop:
+                    by_sequence[:, index, :, max(0, length - block.keys.start) :].fill_(-math.inf)
+            torch.softmax(scores, -1, out=scores)
+            mixed = torch.bmm(scores, v[:, block.keys]).view(heads, -1, head_dim)  # [H, n queries, D]
+            out.index_copy_(0, block.rows, mixed.index_select(1, block.tokens).transpose(0, 1))
 
 
-def _group(lengths: tuple[int, ...], window: int | None, bias: Tensor | None) -> list[_Group]:
+# Tensors [n, W, D] of one head beside its scores: Q, K, V, the queries backwards, the result, its tokens.
+_COPIES = 6
+
+
+def _chunks(lengths: tuple[int, ...], heads: int, head_dim: int, itemsize: int, window: int | None, biased: bool) -> list[_Chunk]:
+    """A batch's sequences by width, in chunks that hold `attention_bytes` at most."""
     by_width: dict[int, tuple[list[int], list[int]]] = {}
     start = 0
     for length in lengths:
-        starts, members = by_width.setdefault(-(-length // _WIDTH) * _WIDTH, ([], []))
+        starts, members = by_width.setdefault(-(-length // ALIGNED_KEYS) * ALIGNED_KEYS, ([], []))
         starts.append(start)
         members.append(length)
         start += length
-    return [_Group(starts, members, width, window, bias) for width, (starts, members) in by_width.items()]
+    chunks = []
+    for width, (starts, members) in by_width.items():
+        blocks = reference.query_blocks(0, width, False, window, BLOCK_BYTES // itemsize)
+        scores = max((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in blocks)
+        fit = max(1, BLOCK_BYTES // (itemsize * (scores + _COPIES * width * head_dim)))  # heads of all sequences
+        of_heads = _parts(heads, fit)
+        for some in _parts(len(members), max(1, fit // heads)):
+            chunks.append(_Chunk(starts[some], members[some], width, of_heads, blocks, biased))
+    return chunks
+
+
+def _parts(count: int, most: int) -> list[slice]:
+    """range(count) in parts of like size, at most `most` each."""
+    size = -(-count // -(-count // most))
+    return [slice(start, min(count, start + size)) for start in range(0, count, size)]
+
+
+def attention_bytes(longest: int, head_dim: int, itemsize: int) -> int:
+    """What attention on a CPU holds at most beside Q, K, V and its result, for sequences of up to `longest` tokens."""
+    return BLOCK_BYTES + _COPIES * longest * head_dim * itemsize

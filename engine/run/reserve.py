@@ -1,0 +1,79 @@
+"""This process's memory: the allocators' settings, the check before a load, and the limit after it."""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from engine.devices import is_integrated
+from engine.errors import ModelError
+from engine.host import free_unified_bytes
+
+# What a loaded engine may still take: CUDA graphs captured later, and the allocator's rounding.
+_GROWTH_BYTES = 512 << 20
+# The smallest token budget's workspace, for which there must be memory beside the weights.
+_LEAST_WORKSPACE_BYTES = 256 << 20
+
+
+def grow_in_place(device: torch.device) -> None:
+    """Let torch's CUDA allocator extend one block in place, rather than allocate a block for each size.
+
+    A pass then takes what it needs. With separate blocks the 4B's longest input took 1.0 GiB more, a third. The setting stays
+    off on GPUs that share the host's memory, where it has led to errors of the driver (dgx-spark-playbooks#97). It also stays
+    off when the environment configures torch's allocator.
+    """
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if not chosen and not is_integrated(device):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Make the C library keep the memory that torch frees, rather than return it to the system.
+
+    On a CPU every layer's output is a fresh allocation of a few MB. glibc returns such blocks to the kernel, so each layer
+    would fault its pages in again: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). All threads use one
+    arena, because only the first arena can grow without bound. Does nothing where there is no mallopt.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, (1 << 31) - 1)
+    mallopt(top_pad, 64 << 20)
+    mallopt(arena_max, 1)
+
+
+def check_fits(weight_bytes: int, device: torch.device, model: str) -> None:
+    """Raises: ModelError with the numbers, before any weight is copied to a GPU that has no memory for all of them."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if is_integrated(device):
+        free = free_unified_bytes()
+    if weight_bytes + _LEAST_WORKSPACE_BYTES > free:
+        raise ModelError(
+            f"{model} has {weight_bytes / 2**30:.1f} GiB of weights in this dtype, {device} has {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB free; free some, take another GPU, or a smaller dtype or model"
+        )
+
+
+@contextmanager
+def reservation(device: torch.device) -> Iterator[None]:
+    """Load inside. Afterwards this process cannot take more of the GPU than it then holds and a small growth.
+
+    A load runs the largest batch, so by its end the process holds the memory that it needs. Other processes on the card can
+    count on the rest. A batch that needs more fails as out of memory in this process, and is split.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+    yield
+    total = torch.cuda.get_device_properties(device).total_memory
+    held = torch.cuda.memory_reserved(device) + _GROWTH_BYTES
+    torch.cuda.set_per_process_memory_fraction(min(1.0, held / total), device)

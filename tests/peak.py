@@ -1,0 +1,18 @@
+"""The most memory that a call holds at once, by torch's allocator."""
+
+from collections.abc import Callable
+
+from torch.autograd.profiler import profile
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Bytes of the CPU tensors that `call` allocates, at its worst moment."""
+    with profile(profile_memory=True) as profiler:
+        call()
+    held = most = 0
+    assert profiler.kineto_results is not None
+    for event in profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
