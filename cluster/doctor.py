@@ -81,7 +81,7 @@ def _kernels() -> Check:
         except EmberError as error:
             return Check("kernels", "none", str(error))
         return Check("kernels", found if torch.cuda.get_device_capability(device) >= (8, 0) else f"{found}; attention by torch")
-    wide = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in cpu_flags()]
+    wide = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "i8mm", "sve2") if flag in cpu_flags()]
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     onednn = "oneDNN" if has_onednn else "no oneDNN"
     return Check("kernels", f"torch operators on the CPU: {onednn}, {', '.join(wide) or platform.machine()}")

@@ -1,8 +1,8 @@
-"""The files that hold a model's weights: safetensors, and PyTorch's own format where a folder has nothing else.
+"""The files that hold a model's weights: safetensors, or PyTorch's own format if a folder has no safetensors.
 
-Both are memory maps: a tensor costs memory when it is read, in pages that the system may drop again. PyTorch files are read with
-`weights_only`, which builds tensors and runs nothing (docs/decisions/017); one without a zip, as torch wrote until 1.5, cannot be
-mapped and is in memory as a whole until all its tensors are taken.
+Both are mapped into memory: reading a tensor brings its pages in, and the system may drop them again. PyTorch files are read
+with `weights_only`, which builds tensors and runs nothing (docs/decisions/017). A PyTorch file that is no zip, as torch wrote
+until 1.5, cannot be mapped: the whole file is in memory until all its tensors are taken.
 """
 
 import json
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 
-# What torch names in a file that asks for more than tensors.
+# How torch names the first object of a file that is no tensor.
 _FORBIDDEN = re.compile(r"\bGLOBAL (\S+)")
 _CONVERT = (
     "import torch, safetensors.torch as s; d = torch.load('{}', weights_only=False); "
@@ -34,30 +34,30 @@ class WeightFile(Protocol):
     num_values: int  # in all tensors
 
     def tensor(self, name: str) -> Tensor:
-        """As it is stored, on the CPU."""
+        """The tensor as it is stored, on the CPU."""
         ...
 
     def close(self) -> None:
-        """Let go of the memory map. Tensors that share it stay valid, and keep it."""
+        """Release the mapping. Tensors that share it stay valid, and keep it alive."""
         ...
 
 
 def open_weights(folder: Path) -> list[WeightFile]:
     """Every file of weights of a folder, single or sharded.
 
-    Raises: ModelError naming the file that is missing, damaged or refused, and the way out.
+    Raises: ModelError naming the missing, damaged or refused file, and the way out.
     """
     return [_Safetensors(path) if path.suffix == ".safetensors" else _PyTorch(path) for path in _paths(folder)]
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether the folder's weights are safetensors; what else it has is not read then."""
+    """Whether the folder's weights are safetensors. Its other files of weights are not read then."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def read_linear(folder: Path, name: str, columns: int) -> tuple[Tensor, Tensor] | None:
-    """(weight [rows, columns], bias [rows]) of a layer that has a file of its own, `name`.safetensors or, as torch saves a state
-    dict, `name`.pt; None where there is neither.
+    """(weight [rows, columns], bias [rows]) of a layer with its own file, `name`.safetensors or torch's `name`.pt; None where
+    there is neither.
 
     Raises: ModelError naming the file.
     """
@@ -119,7 +119,7 @@ def _load(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than tensors ({found[1]}), which is never run; if you trust its authors, convert it: "
             f'python -c "{_CONVERT.format(path.name, path.stem.removeprefix("pytorch_"))}"'
         ) from error
-    except Exception as error:  # a damaged file stops the unpickler anywhere
+    except Exception as error:  # a damaged file makes the unpickler raise anything
         raise ModelError(f"{path} cannot be read as a PyTorch file: {(str(error) or repr(error)).splitlines()[0]}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}, expected tensors by name")

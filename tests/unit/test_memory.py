@@ -395,8 +395,7 @@ class _Random(ShapeCounter):
         super().__init__()
         self.device, self.dtype = torch.device("cpu"), torch.bfloat16
 
-    def take_table(self, name: str, *shape: int) -> torch.Tensor:
-        super().take_table(name)
+    def take_embedding(self, name: str, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self.dtype) / 50
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
+from engine.model import weights
 from engine.model.weights import Checkpoint
 
 Tiny = Callable[..., Path]
@@ -163,3 +164,25 @@ def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> No
     (folder / "2_Dense" / "pytorch_model.bin").unlink()
     save_file(tensors, folder / "2_Dense" / "model.safetensors")
     np.testing.assert_array_equal(from_pytorch, vectors(folder))
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+@pytest.mark.parametrize("pytorch", [False, True])
+def test_weights_go_to_an_integrated_gpu_from_memory_that_is_no_files_mapping(
+    integrated: bool, pytorch: bool, tiny: Tiny, as_pytorch: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tensor lies is seen on the CPU, which takes it as it is."""
+    monkeypatch.setattr(weights, "is_integrated", lambda device: integrated)
+    folder = as_pytorch("bert") if pytorch else tiny("bert")
+    with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
+        checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
+        tensor = checkpoint.take("embeddings.LayerNorm.weight", 64)
+        assert is_mapped_from(folder, tensor) == (not integrated)
+
+
+def is_mapped_from(folder: Path, tensor: torch.Tensor) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < end:
+            return str(folder.resolve()) in line
+    raise AssertionError("the tensor lies nowhere")
