@@ -402,7 +402,7 @@ class _Random(ShapeCounter):
 # One layer of each kind. The widths are a sixth of the published ones, so that 8,192 tokens are quick.
 _NARROW = {"hidden_size": 128, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192}
 _SHAPES = {
-    "nomic-ai/modernbert-embed-base": {"intermediate_size": 192, "n_layers": 2, "is_local": (True, False)},
+    "nomic-ai/modernbert-embed-base": {"intermediate_size": 192, "n_layers": 2, "local_layers": (0,)},
     "jinaai/jina-embeddings-v2-base-en": {"intermediate_size": 512, "n_layers": 1},
     "BAAI/bge-base-en-v1.5": {"intermediate_size": 512, "n_layers": 1},
 }
