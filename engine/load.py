@@ -89,8 +89,7 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype) as checkpoint:
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
-        num_bytes -= memory.bytes_saved_in_8_bits(config, dtype)
-        reserve.check_fits(num_bytes, device, str(folder))
+        reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
         model = family(config, checkpoint)
         head = [] if config.head is None else [_load_head(config, config.head, model, checkpoint)]
         vector_head: VectorHead
