@@ -23,7 +23,6 @@ from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
 from engine.run.flight import Flight
-from engine.run.reserve import reservation
 from engine.run.runner import CpuRunner
 from engine.run.tune import tune
 from engine.schedule.request import Request
