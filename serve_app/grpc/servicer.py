@@ -19,18 +19,18 @@ from grpc_health.v1 import health_pb2
 from engine.errors import EmberError
 from engine.hub import split_revision
 from engine.options import EmbedOptions, EncodeOptions
-from serve_app import encode
+from serve_app.admission.keys import Keys
 from serve_app.backend import Backend, ModelInfo, ServedModel
+from serve_app.compute.scores import best_first
+from serve_app.compute.service import TOKENIZING_THREADS, Call, Service
+from serve_app.compute.tasks import can_rerank, check_embed, check_embed_all, check_embed_sparse, check_predict, check_rerank
+from serve_app.dialects.schemas import Single
 from serve_app.errors import BadMessage, EmptyBatch, Unauthorized, Unhealthy, UnknownRoute, WrongTask, grpc_status
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.metadata import headers
-from serve_app.keys import Keys
-from serve_app.metrics import Metrics
-from serve_app.schemas import Single
-from serve_app.scores import best_first
-from serve_app.service import TOKENIZING_THREADS, Call, Service
+from serve_app.http import encode
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
-from serve_app.tasks import can_rerank, check_embed, check_embed_all, check_embed_sparse, check_predict, check_rerank
 from serve_app.version import VERSION
 
 log = logging.getLogger(__name__)

@@ -22,18 +22,18 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app import encode
+from serve_app.admission.terms import Terms
 from serve_app.app import deploy_config, machine_share
 from serve_app.backend import ModelInfo
+from serve_app.compute.service import Service
 from serve_app.grpc import servicer, tei_pb2_grpc
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
-from serve_app.metrics import Metrics
-from serve_app.service import Service
+from serve_app.http import encode
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings, SettingsError, load_settings
-from serve_app.terms import Terms
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 8

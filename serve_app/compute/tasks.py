@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from serve_app.backend import ModelInfo
+from serve_app.dialects.schemas import HybridOutput
 from serve_app.errors import WrongTask
-from serve_app.schemas import HybridOutput
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:

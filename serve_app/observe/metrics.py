@@ -10,8 +10,8 @@ from itertools import pairwise
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.loop import BatchReport
-from serve_app import tei_metrics
-from serve_app.tei_metrics import TeiMetrics
+from serve_app.observe import tei_metrics
+from serve_app.observe.tei_metrics import TeiMetrics
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # As TEI's te_batch_next_tokens and te_batch_next_size, which are read out of ours.

@@ -25,31 +25,13 @@ from engine.devices import CLOSENESS, DtypeName
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, split_revision
 from engine.options import EmbedOptions, EncodeOptions
-from serve_app import encode, openapi
+from serve_app.admission.keys import Keys
 from serve_app.backend import Backend, ModelInfo, ServedModel
-from serve_app.errors import (
-    BadBody,
-    BadInstance,
-    EmptyBatch,
-    Form,
-    Unauthorized,
-    UnknownModel,
-    UnknownRoute,
-    error_response,
-)
-from serve_app.keys import Keys
-from serve_app.metrics import Metrics
-from serve_app.native import (
-    NativeRequest,
-    answer,
-    check_task,
-    chunk_texts,
-    inputs_of,
-    meant,
-    quantized,
-)
-from serve_app.quantize import OutputDtype, quantize
-from serve_app.schemas import (
+from serve_app.compute.quantize import OutputDtype, quantize
+from serve_app.compute.scores import best_first
+from serve_app.compute.service import TOKENIZING_THREADS, Call, Chunks, Service
+from serve_app.compute.tasks import check_embed, check_rerank
+from serve_app.dialects.schemas import (
     CohereEmbedRequest,
     CohereRerankRequest,
     CohereType,
@@ -68,11 +50,29 @@ from serve_app.schemas import (
     parse_body,
     parse_instance,
 )
-from serve_app.scores import best_first
-from serve_app.service import TOKENIZING_THREADS, Call, Chunks, Service
+from serve_app.dialects.tei import (
+    NativeRequest,
+    answer,
+    check_task,
+    chunk_texts,
+    inputs_of,
+    meant,
+    quantized,
+)
+from serve_app.errors import (
+    BadBody,
+    BadInstance,
+    EmptyBatch,
+    Form,
+    Unauthorized,
+    UnknownModel,
+    UnknownRoute,
+    error_response,
+)
+from serve_app.gather import together
+from serve_app.http import encode, openapi
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
-from serve_app.tasks import check_embed, check_rerank
-from serve_app.together import together
 from serve_app.version import VERSION
 
 log = logging.getLogger(__name__)

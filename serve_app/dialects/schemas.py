@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from engine.options import EncodeOptions, InputType, TextOrIds
+from serve_app.compute.quantize import OutputDtype
 from serve_app.errors import BadBody, BadInstance
-from serve_app.quantize import OutputDtype
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -17,17 +17,17 @@ from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions, check_outputs
 from engine.run.flight import Vectors
 from engine.text.tokenizer import ChunkedText, Tokenizer
+from serve_app.admission.terms import Terms, read_terms
 from serve_app.backend import Backend, ServedModel
+from serve_app.compute.quantize import OutputDtype, check_dtype
+from serve_app.compute.scores import late_interaction, lexical, probabilities, weighted_mean
+from serve_app.compute.tasks import hybrid_outputs
+from serve_app.dialects.schemas import Chunking, HybridWeights, Single, TextOrPair
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded, ScoreNotFinite
-from serve_app.metrics import Metrics
-from serve_app.quantize import OutputDtype, check_dtype
-from serve_app.schemas import Chunking, HybridWeights, Single, TextOrPair
-from serve_app.scores import late_interaction, lexical, probabilities, weighted_mean
+from serve_app.gather import together
+from serve_app.observe.metrics import Metrics
+from serve_app.observe.tei_metrics import Task
 from serve_app.settings import Settings
-from serve_app.tasks import hybrid_outputs
-from serve_app.tei_metrics import Task
-from serve_app.terms import Terms, read_terms
-from serve_app.together import together
 
 T = TypeVar("T")
 

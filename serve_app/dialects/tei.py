@@ -11,9 +11,19 @@ from engine.model.config import OutputName
 from engine.options import EmbedOptions
 from engine.run.flight import Vectors
 from serve_app.backend import ModelInfo, ServedModel
-from serve_app.errors import EmptyBatch
-from serve_app.quantize import OutputDtype, quantize
-from serve_app.schemas import (
+from serve_app.compute.quantize import OutputDtype, quantize
+from serve_app.compute.scores import best_first
+from serve_app.compute.service import Call, Service
+from serve_app.compute.tasks import (
+    check_embed,
+    check_embed_all,
+    check_embed_hybrid,
+    check_embed_sparse,
+    check_predict,
+    check_rerank,
+    hybrid_outputs,
+)
+from serve_app.dialects.schemas import (
     EmbedAllRequest,
     EmbedHybridRequest,
     EmbedRequest,
@@ -25,17 +35,7 @@ from serve_app.schemas import (
     RerankRequest,
     SimilarityRequest,
 )
-from serve_app.scores import best_first
-from serve_app.service import Call, Service
-from serve_app.tasks import (
-    check_embed,
-    check_embed_all,
-    check_embed_hybrid,
-    check_embed_sparse,
-    check_predict,
-    check_rerank,
-    hybrid_outputs,
-)
+from serve_app.errors import EmptyBatch
 
 NativeRequest = (
     EmbedRequest | EmbedAllRequest | EmbedSparseRequest | EmbedHybridRequest | SimilarityRequest | PredictRequest | RerankRequest

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from engine.options import Priority
-from serve_app import schemas
+from serve_app.dialects import schemas
 from serve_app.version import VERSION
 
 _REF = "#/components/schemas/{model}"
