@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from serve_app.backend import ModelInfo
-from serve_app.dialects.schemas import HybridOutput
+from serve_app.compute.parameters import HybridOutput
 from serve_app.errors import WrongTask
 
 

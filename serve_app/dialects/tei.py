@@ -1,180 +1,94 @@
-"""TEI's routes, and ours in their form: which models can answer a body, and its answer as plain data."""
+"""TEI's routes, and routes of ours in TEI's form."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from engine.errors import InvalidInput
-from engine.loop import Embeddings
-from engine.model.config import OutputName
-from engine.options import EmbedOptions
-from engine.run.flight import Vectors
-from serve_app.backend import ModelInfo, ServedModel
-from serve_app.compute.quantize import OutputDtype, quantize
-from serve_app.compute.scores import best_first
-from serve_app.compute.service import Call, Service
-from serve_app.compute.tasks import (
-    check_embed,
-    check_embed_all,
-    check_embed_hybrid,
-    check_embed_sparse,
-    check_predict,
-    check_rerank,
-    hybrid_outputs,
-)
-from serve_app.dialects.schemas import (
-    EmbedAllRequest,
-    EmbedHybridRequest,
-    EmbedRequest,
-    EmbedSparseRequest,
-    Encoding,
-    HybridOutput,
-    Inputs,
-    PredictRequest,
-    RerankRequest,
-    SimilarityRequest,
-)
-from serve_app.errors import EmptyBatch
-
-NativeRequest = (
-    EmbedRequest | EmbedAllRequest | EmbedSparseRequest | EmbedHybridRequest | SimilarityRequest | PredictRequest | RerankRequest
-)
+from serve_app.admission.request_state import RequestState
+from serve_app.backend import ServedModel
+from serve_app.compute.service import Service
+from serve_app.dialects import cohere
+from serve_app.dialects.bodies import ModelBody, fields_of, parse_body, parse_instance
+from serve_app.dialects.cohere import CohereRerankRequest
+from serve_app.dialects.handler import Headers, Reply
+from serve_app.dialects.tei_answers import answer, check_task, inputs_of, schema_for
+from serve_app.dialects.tei_bodies import DecodeRequest, EmbedRequest, RerankRequest, TaskBody, TokenizeRequest, VertexRequest
+from serve_app.errors import BadInstance, EmptyBatch
+from serve_app.gather import gather
 
 
-def meant(info: ModelInfo, fields: Mapping[str, Any]) -> type[NativeRequest]:
-    """Which body was sent to a path that all tasks share."""
-    if "query" in fields and "texts" in fields:
-        return RerankRequest
-    if info.task != "embedding":
-        return RerankRequest if info.task == "reranker" and "inputs" not in fields else PredictRequest
-    if isinstance(fields.get("inputs"), dict):
-        return SimilarityRequest
-    return EmbedSparseRequest if info.pooling == "splade" else EmbedRequest
+async def task(service: Service, body: TaskBody, headers: Headers) -> Reply:
+    """The task that the body's schema stands for."""
+    inputs, model = inputs_of(body), _able_model(service, body)
+    with service.admission.admit(len(inputs)):
+        state = service.begin(inputs, headers)
+        content = await answer(service, state, model, body)
+    return Reply(content, state)
 
 
-def inputs_of(body: NativeRequest) -> Sequence[Any]:
-    """What a body wants computed, counted for limits and headers. Raises: EmptyBatch for an empty list."""
-    match body:
-        case RerankRequest(texts=texts):
-            if not texts:
-                raise EmptyBatch("`texts` cannot be empty")
-            return [(body.query, text) for text in texts]
-        case SimilarityRequest():
-            if not body.inputs.sentences:
-                raise EmptyBatch("`inputs.sentences` cannot be empty")
-            return [body.inputs.source_sentence, *body.inputs.sentences]
-        case _:
-            return body.inputs
+def parse_by_task(service: Service, content: bytes) -> TaskBody:
+    """A body of `POST /`, where huggingface_hub sends all tasks: the model's task and the body's fields decide the schema."""
+    model = service.backend.get(parse_body(ModelBody, content).model if b'"model"' in content else None)
+    is_embed = model.info.task == "embedding" and b'"source_sentence"' not in content and b'"texts"' not in content
+    return parse_body(schema_for(model.info, {} if is_embed else fields_of(content)), content)
 
 
-def check_task(info: ModelInfo, body: NativeRequest) -> None:
-    """Raises: WrongTask where a model of this kind has no answer."""
-    match body:
-        case RerankRequest():
-            check_rerank(info)
-        case PredictRequest():
-            check_predict(info)
-        case EmbedAllRequest():
-            check_embed_all(info)
-        case EmbedSparseRequest():
-            check_embed_sparse(info)
-        case EmbedHybridRequest():
-            check_embed_hybrid(info, body.outputs)
-        case EmbedRequest():
-            check_embed(info, body.normalize)
-        case SimilarityRequest():
-            check_embed(info, normalize=False)
+async def rerank(service: Service, body: RerankRequest | CohereRerankRequest, headers: Headers) -> Reply:
+    if isinstance(body, CohereRerankRequest):
+        return await cohere.rerank(service, body, headers, version="2")
+    return await task(service, body, headers)
 
 
-async def answer(service: Service, call: Call, model: ServedModel, body: NativeRequest) -> Any:
-    """Raises: as `Service`'s methods."""
-    truncating = service.settings.auto_truncate
-    match body:
-        case EmbedRequest():
-            return await _embed(service, call, model, body)
-        case EmbedAllRequest():
-            return await service.embed_all(call, model, body.inputs, body.encode_options(truncating))
-        case EmbedSparseRequest():
-            weights = await service.embed_sparse(call, model, body.inputs, body.encode_options(truncating))
-            return [sparse(each) for each in weights]
-        case EmbedHybridRequest():
-            return await _hybrid(service, call, model, body)
-        case SimilarityRequest(parameters=parameters):
-            encoding = (parameters or Encoding()).encode_options(truncating)
-            vectors = np.asarray((await service.embed(call, model, inputs_of(body), encoding, EmbedOptions())).vectors)
-            return vectors[1:] @ vectors[0]
-        case PredictRequest():
-            scores = await service.predict(call, model, body.inputs, body.encode_options(truncating), body.raw_scores)
-            answers = [_predictions(row, model.info.labels) for row in scores]
-            return answers[0] if call.method == "single" else answers
-        case RerankRequest():
-            scores = await service.rerank(
-                call,
-                model,
-                body.query,
-                body.texts,
-                body.encode_options(truncating),
-                raw_scores=body.raw_scores,
-                instruction=body.instruction,
-                weights=body.weights,
-            )
-            ranks = [{"index": index, "score": float(scores[index])} for index in best_first(scores)]
-            return [each | {"text": body.texts[int(each["index"])]} for each in ranks] if body.return_text else ranks
+def parse_rerank(_service: Service, content: bytes) -> RerankRequest | CohereRerankRequest:
+    """A body of `/rerank`: TEI's has `texts`, Cohere's and Jina's has `documents`."""
+    if "documents" in (fields := fields_of(content)) and "texts" not in fields:
+        return parse_body(CohereRerankRequest, content)
+    return parse_body(RerankRequest, content)
 
 
-def sparse(weights: Any) -> list[dict[str, Any]]:
-    """TEI's form of a sparse vector."""
-    pairs = zip(weights["index"].tolist(), weights["value"], strict=True)
-    return [{"index": index, "value": value} for index, value in pairs]
+async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Reply:
+    """Vertex AI's wrapper: its instances are bodies of other routes. They run concurrently; the first failure is the answer."""
+    instances = [_instance(service, index, each) for index, each in enumerate(body.instances)]
+    inputs = [inputs_of(each) for each in instances]
+    models = [_able_model(service, each) for each in instances]
+    with service.admission.admit(sum(map(len, inputs))):
+        terms = service.begin((), headers).terms  # read also without instances, so that a bad header is always refused
+        states = [RequestState(each, terms) for each in inputs]
+        num_chars = sum(state.num_chars for state in states)
+        for state in states:
+            state.chars_to_tokenize = num_chars  # many small instances together would hold up the event loop
+        work = [answer(service, *each) for each in zip(states, models, instances, strict=True)]
+        predictions = await gather(work)
+    return Reply({"predictions": predictions})
 
 
-def chunk_texts(inputs: Inputs) -> list[str]:
-    """Raises: InvalidInput for token ids, which have no characters to give offsets in."""
-    for index, each in enumerate(inputs):
-        if not isinstance(each, str):
-            raise InvalidInput(f"`chunking` needs texts, input {index} is a list of token ids")
-    return [str(each) for each in inputs]
+async def tokenize(service: Service, body: TokenizeRequest, _headers: Headers) -> Reply:
+    if not body.inputs:
+        raise EmptyBatch("`inputs` cannot be empty")
+    tokenizer = service.backend.get(body.model).tokenizer
+    with service.admission.admit(len(body.inputs)):
+        args = body.inputs, body.add_special_tokens, body.encode_options(service.settings.auto_truncate)
+        num_chars = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
+        return Reply(await service.off_loop(num_chars, tokenizer.tokens, *args))
 
 
-async def _embed(service: Service, call: Call, model: ServedModel, body: EmbedRequest) -> Any:
-    dtype, ranges = body.output_dtype or "float", model.info.int8_ranges
-    encoding = body.encode_options(service.settings.auto_truncate)
-    options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
-    if body.chunking is None:
-        return quantized(await service.embed(call, model, body.inputs, encoding, options, (dtype,)), dtype, model)
-    texts = chunk_texts(body.inputs)
-    chunked = await service.embed_chunks(call, model, texts, body.chunking, encoding, options, (dtype,))
-    vectors = [quantize(each.vectors, dtype, ranges) for each in chunked]
-    if body.chunking.pooling == "mean":
-        return [each[0] for each in vectors]
-    return [
-        [{"start": start, "end": end, "embedding": vector} for (start, end), vector in zip(each.offsets, rows, strict=True)]
-        for each, rows in zip(chunked, vectors, strict=True)
-    ]
+async def decode(service: Service, body: DecodeRequest, _headers: Headers) -> Reply:
+    tokenizer = service.backend.get(body.model).tokenizer
+    with service.admission.admit(len(body.ids)):
+        args = body.ids, body.skip_special_tokens
+        return Reply(await service.off_loop(sum(map(len, body.ids)), tokenizer.decode, *args))
 
 
-async def _hybrid(service: Service, call: Call, model: ServedModel, body: EmbedHybridRequest) -> list[dict[str, Any]]:
-    wanted = body.outputs or hybrid_outputs(model.info)
-    ragged: list[OutputName] = [each for each in ("sparse", "colbert") if each in wanted]
-    dense = "dense" in wanted  # what SPLADE gives besides would be cut and normalised with it
-    options = EmbedOptions(body.normalize and dense, body.dimensions if dense else None, pooled=dense, outputs=tuple(ragged))
-    result = await service.embed(call, model, body.inputs, body.encode_options(service.settings.auto_truncate), options)
-    columns: dict[HybridOutput, Any] = {}
-    if result.vectors is not None:
-        columns["dense"] = result.vectors
-    if "sparse" in wanted:
-        columns["sparse"] = [sparse(each) for each in result.ragged["sparse"]]
-    if "colbert" in wanted:
-        columns["colbert"] = result.ragged["colbert"]
-    return [{name: column[i] for name, column in columns.items()} for i in range(len(body.inputs))]
+def _able_model(service: Service, body: TaskBody) -> ServedModel:
+    """The model that the body names. Raises: UnknownModel, WrongTask."""
+    model = service.backend.get(body.model)
+    check_task(model.info, body)
+    return model
 
 
-def quantized(result: Embeddings, dtype: OutputDtype, model: ServedModel) -> Any:
-    """The vectors of a result as the type asked for."""
-    assert result.vectors is not None
-    return quantize(result.vectors, dtype, model.info.int8_ranges)
-
-
-def _predictions(scores: Vectors, labels: Sequence[str]) -> list[dict[str, Any]]:
-    return [{"score": float(scores[index]), "label": labels[index]} for index in best_first(scores)]
+def _instance(service: Service, index: int, instance: Any) -> TaskBody:
+    fields = instance if isinstance(instance, dict) else {}
+    name = fields.get("model")
+    model = service.backend.get(name if isinstance(name, str) else None)
+    body = parse_instance(schema_for(model.info, fields), index, instance)
+    if isinstance(body, EmbedRequest) and body.chunking is not None:
+        raise BadInstance(f"instances.{index}: `chunking` is not available here; send it to /embed")
+    return body

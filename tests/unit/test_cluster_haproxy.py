@@ -20,9 +20,11 @@ from jinja2 import ChainableUndefined, Environment
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from cluster import haproxy
+from cluster.error_forms import Form
 from cluster.haproxy import with_ours
 from cluster.local_ray import free_port
-from serve_app.errors import Form, Overloaded, Unhealthy, error_response
+from serve_app.errors import Overloaded, Unhealthy
+from serve_app.http.errors import error_response
 
 CONFIG = """global
     maxconn 7
