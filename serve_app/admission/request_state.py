@@ -5,8 +5,8 @@ from time import perf_counter
 
 from engine.loop import Embeddings
 from engine.options import TextOrIds, TokenIds
+from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.admission.terms import Terms
-from serve_app.compute.inputs import Single, TextOrPair
 
 
 class RequestState:

@@ -11,10 +11,10 @@ from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.run.flight import Vectors
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.request_state import RequestState
 from serve_app.backend import ServedModel
 from serve_app.compute.embedding import embed
-from serve_app.compute.inputs import TextOrPair
 from serve_app.compute.parameters import HybridWeights
 from serve_app.compute.scores import late_interaction, lexical, probabilities
 from serve_app.compute.service import Service

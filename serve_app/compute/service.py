@@ -9,10 +9,10 @@ from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
 from serve_app.admission.admission import Admission
+from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.request_state import RequestState
 from serve_app.admission.terms import Terms, read_terms
 from serve_app.backend import Backend, ServedModel
-from serve_app.compute.inputs import TextOrPair
 from serve_app.errors import DeadlineExceeded, Overloaded
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.tei_metrics import Task

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine.options import TextOrIds
-from serve_app.compute.inputs import Single, TextOrPair
+from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.compute.parameters import MAX_UINT32
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_UINT32}}

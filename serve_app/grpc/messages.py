@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.options import EmbedOptions, EncodeOptions
+from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.admission.request_state import RequestState
 from serve_app.backend import ModelInfo, ServedModel
 from serve_app.compute import embedding, scoring
-from serve_app.compute.inputs import Single, TextOrPair
 from serve_app.compute.scores import best_first
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import can_rerank, check_embed, check_embed_all, check_embed_sparse, check_predict, check_rerank

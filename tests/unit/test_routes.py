@@ -1,5 +1,6 @@
 """The table of routes: the form of each path's errors, here and in HAProxy."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from starlette.testclient import TestClient
 from cluster.error_forms import Form, form_of
 from engine.model.folder import load_model_config
 from engine.text.tokenizer import Tokenizer
+from serve_app.dialects import tei
 from serve_app.errors import UnknownRoute
 from serve_app.http.app import Api
 from serve_app.http.errors import error_response
@@ -67,3 +69,22 @@ def test_haproxys_wrapper_imports_the_standard_library_alone() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     others = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
     assert others == {"cluster"}
+
+
+ROOMS = ["observe", "admission", "compute", "dialects", "http"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_import_lower_rooms_alone(room: str) -> None:
+    """A request goes from http down to the model; nothing below knows what is above. gRPC stands beside http."""
+    above = {*ROOMS[ROOMS.index(room) + 1 :], "grpc"}
+    folder = Path(tei.__file__).parents[1] / room
+    imports = {
+        name
+        for file in folder.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    assert imports
+    assert {name.split(".")[1] for name in imports if name.startswith("serve_app.")}.isdisjoint(above)
