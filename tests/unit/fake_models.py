@@ -55,7 +55,8 @@ def vector(ids: TokenIds, width: int, options: EmbedOptions) -> np.ndarray:
 
 
 def tokens(ids: TokenIds) -> np.ndarray:
-    rows = np.stack([np.random.default_rng(int(each)).standard_normal(WIDTH) for each in ids]).astype(np.float32)
+    drawn = [np.random.default_rng(int(each)).standard_normal(WIDTH) for each in ids]
+    rows = np.array(drawn, dtype=np.float32).reshape(-1, WIDTH)  # no ids, no rows
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
