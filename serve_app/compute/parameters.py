@@ -17,10 +17,11 @@ class Body(BaseModel):
 
 
 class Chunking(Body):
-    """Cut each text into chunks of `size` tokens, of which `overlap` are the chunk's before.
+    """Cut each text into chunks of `size` tokens. A chunk starts with the last `overlap` tokens of the chunk before it.
 
-    `pooling` none: a vector of each chunk, as if it were a text; mean: their mean, weighted by tokens; late: the whole text goes
-    through the model once, and each chunk's tokens are pooled.
+    `pooling` none gives a vector for each chunk, computed as if the chunk were a text. mean gives one vector for each text: the
+    mean of the chunks' vectors, weighted by tokens. late sends the whole text through the model once, and pools the tokens of
+    each chunk.
     """
 
     size: Annotated[int, Field(ge=1, le=MAX_UINT32)]
@@ -35,7 +36,7 @@ class Chunking(Body):
 
 
 class HybridWeights(Body):
-    """What each score of a model of several counts."""
+    """The weight of each score, for a model with several scores."""
 
     dense: Weight = 1.0
     sparse: Weight = 0.3

@@ -13,13 +13,13 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class ModelBody(Body):
-    """A body that may name its model, on TEI's routes too: there is more than one behind a cluster's address."""
+    """A body that may name its model. TEI's bodies may, too: a cluster serves several models at one address."""
 
     model: str | None = None
 
 
 class Prompted(ModelBody):
-    """What is put before each text: see `EncodeOptions`."""
+    """A body that may choose the prompt before each text. `EncodeOptions` describes the fields."""
 
     prompt_name: str | None = None
     prompt: str | None = None

@@ -30,7 +30,7 @@ _INPUT_TYPES: dict[str | None, InputType] = {
 
 
 class CohereContent(Body):
-    type: Literal["text"]  # of Cohere's other kind, `image_url`, nothing can be embedded here
+    type: Literal["text"]  # Cohere also has `image_url`, which this server cannot embed
     text: str
 
 
@@ -39,7 +39,7 @@ class CohereInput(Body):
 
 
 class CohereEmbedRequest(ModelBody):
-    """Cohere's `/v1/embed` and `/v2/embed`: one of `texts` and `inputs`, in version 1 too."""
+    """Cohere's `/v1/embed` and `/v2/embed`. Both take either `texts` or `inputs`."""
 
     texts: TextList | None = None
     inputs: list[CohereInput] | None = None
@@ -59,7 +59,7 @@ class CohereEmbedRequest(ModelBody):
         return self
 
     def all_texts(self) -> list[str]:
-        """The texts to embed; the parts of an input are lines of one text."""
+        """The texts to embed. The parts of one input become lines of one text."""
         return self.texts or ["\n".join(part.text for part in each.content) for each in self.inputs or ()]
 
     def encode_options(self) -> EncodeOptions:
@@ -76,7 +76,7 @@ class Document(Body):
 
 
 class CohereRerankRequest(Ranking):
-    """Cohere's and Jina's form, on `/rerank` too where the body has `documents`."""
+    """Cohere's and Jina's rerank. `/rerank` takes it too, if the body has `documents`."""
 
     documents: list[str | Document]
     top_n: Count | None = None

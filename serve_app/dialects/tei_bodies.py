@@ -12,7 +12,7 @@ from serve_app.dialects.fields import Classified, Dimensions, Direction, IdLists
 
 
 class Encoding(Prompted):
-    """How the inputs are encoded. `truncate` null means the server's `auto_truncate`."""
+    """How the inputs are tokenised. `truncate` null means the server's `auto_truncate`."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
@@ -39,7 +39,7 @@ class EmbedSparseRequest(Encoding):
 
 
 class EmbedHybridRequest(Encoding):
-    """`outputs` are those wanted, by default all that the model has."""
+    """`outputs` null means all outputs that the model has."""
 
     inputs: Inputs
     outputs: Annotated[list[HybridOutput], Field(min_length=1)] | None = None
@@ -79,7 +79,7 @@ class RerankRequest(Ranking):
 
 
 class VertexRequest(Body):
-    """Each instance is a body of `/rerank`, or of the route for the model's task; see `parse_instance`."""
+    """Each instance is a body of `/rerank`, or of the route for the model's task."""
 
     instances: list[Any]
 

@@ -32,18 +32,18 @@ _ERRORS: dict[Form, dict[str, Any]] = {
     "cohere": {"type": "object", "required": ["message"], "properties": {"message": {"type": "string"}}},
 }
 _STATUSES = {
-    400: "Broken JSON, or an empty input",
-    401: "No valid API key, where the server wants one; without a body on TEI's routes",
+    400: "The JSON is broken, or an input is empty",
+    401: "The server wants an API key, and the request has no valid one. TEI's routes answer without a body",
     404: "Unknown model",
-    413: "Body too large",
-    415: "Not application/json",
-    422: "An input or field the model cannot take",
+    413: "The body is too large",
+    415: "The content type is not application/json",
+    422: "The model cannot take an input or a field",
     424: "The forward pass failed",
-    429: "Too many requests in flight, or a deadline out of reach; Retry-After says when to come back",
+    429: "Too many requests are in flight, or the deadline is out of reach. Retry-After says when to try again",
     503: "The engine does not answer",
-    504: "The request took longer than request_timeout_s or its own deadline",
+    504: "The request took longer than request_timeout_s or than its deadline",
 }
-_COHERE_STATUSES = {400: "A body, input or field that the model cannot take", 500: "The forward pass failed"}
+_COHERE_STATUSES = {400: "The model cannot take the body, an input or a field", 500: "The forward pass failed"}
 _COMPUTING = (424, 503, 504)
 # On TEI's routes, a body that the route cannot parse is answered in plain text, as TEI does.
 _PLAIN = (400, 413, 415, 422)
@@ -53,19 +53,19 @@ _QOS_HEADERS: list[dict[str, Any]] = [
     {
         "name": "x-priority",
         "in": "header",
-        "description": "Batch work gets what interactive work leaves",
+        "description": "batch requests use only capacity that interactive requests leave free",
         "schema": {"type": "string", "enum": list(get_args(Priority)), "default": "interactive"},
     },
     {
         "name": "x-request-deadline-ms",
         "in": "header",
-        "description": "Milliseconds that the answer may take; 429 at once if that is out of reach, else 504 when they are over",
+        "description": "Milliseconds until the response must be there. 429: it cannot be there in time. 504: it was not",
         "schema": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
     },
     {
         "name": "cache-control",
         "in": "header",
-        "description": "no-store keeps the request out of the server's cache, where it has one",
+        "description": "no-store keeps the request out of the server's vector cache",
         "schema": {"type": "string"},
     },
 ]

@@ -113,54 +113,54 @@ _health = partial(_get, endpoint=about.health, checks_health=True, public=True)
 
 # Starlette tries the routes in this order: the routes with the most requests stand first.
 ROUTES: tuple[Route, ...] = (
-    _post("/embed", tei.task, EmbedRequest, answers.EMBEDDED, "Embeddings, TEI's form"),
+    _post("/embed", tei.task, EmbedRequest, answers.EMBEDDED, "Embeddings in TEI's form"),
     _post(
-        "/v1/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "Embeddings, OpenAI's form"
+        "/v1/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "Embeddings in OpenAI's form"
     ),
     _post("/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "As /v1/embeddings"),
     _post(
         "/v1/rerank", partial(cohere.rerank, version="1"), CohereRerankRequest, answers.COHERE_RANKS,
-        "Documents by relevance, Cohere's version 1 and Jina's form",
+        "Documents by relevance, in the form of Cohere's version 1 and of Jina",
     ),
     _post(
         "/v2/rerank", partial(cohere.rerank, version="2"), CohereRerankRequest, answers.COHERE_RANKS,
-        "Documents by relevance, Cohere's version 2",
+        "Documents by relevance, in the form of Cohere's version 2",
     ),
     _post(
         "/v1/embed", partial(cohere.embed, version="1"), CohereEmbedRequest, answers.COHERE_EMBEDDINGS,
-        "Embeddings, the form of Cohere's version 1",
+        "Embeddings in the form of Cohere's version 1",
     ),
     _post(
         "/v2/embed", partial(cohere.embed, version="2"), CohereEmbedRequest, answers.COHERE_EMBEDDINGS,
-        "Embeddings, the form of Cohere's version 2",
+        "Embeddings in the form of Cohere's version 2",
     ),
-    _by_task("/", summary="As another route, by the model's task and the shape of the body"),
+    _by_task("/", summary="As the route for the model's task and the body's fields"),
     _by_task("/invocations", summary="As /"),
     _post_any(
         "/rerank", tei.rerank, tei.parse_rerank, (RerankRequest, CohereRerankRequest), answers.RERANKED,
         "Texts by relevance to a query: TEI's form, or Cohere's and Jina's",
     ),
-    _post("/predict", tei.task, PredictRequest, answers.PREDICTED, "Classes of texts or pairs of texts"),
+    _post("/predict", tei.task, PredictRequest, answers.PREDICTED, "Classes of texts, or of pairs of texts"),
     _post(
-        "/embed_sparse", tei.task, EmbedSparseRequest, answers.SPARSE_LIST, "Weights of tokens, of SPLADE models and BGE-M3"
+        "/embed_sparse", tei.task, EmbedSparseRequest, answers.SPARSE_LIST, "Sparse weights (SPLADE models, BGE-M3)"
     ),
     _post(
         "/embed_hybrid", tei.task, EmbedHybridRequest, answers.HYBRID,
-        "Vector, weights of tokens and vectors of tokens at once, of BGE-M3",
+        "Dense vectors, sparse weights and token vectors in one pass (BGE-M3)",
     ),
-    _post("/embed_all", tei.task, EmbedAllRequest, answers.TOKEN_VECTORS, "One vector per token"),
-    _post("/similarity", tei.task, SimilarityRequest, answers.FLOATS, "Cosine of one sentence with others"),
-    _post("/vertex", tei.vertex, VertexRequest, answers.VERTEX, "Bodies of other routes in Vertex AI's wrapper"),
+    _post("/embed_all", tei.task, EmbedAllRequest, answers.TOKEN_VECTORS, "One vector for each token"),
+    _post("/similarity", tei.task, SimilarityRequest, answers.FLOATS, "Cosine similarity of one sentence to others"),
+    _post("/vertex", tei.vertex, VertexRequest, answers.VERTEX, "Several bodies of other routes, in Vertex AI's wrapper"),
     _post("/tokenize", tei.tokenize, TokenizeRequest, answers.TOKENS, "Tokens of texts", computes=False),
     _post("/decode", tei.decode, DecodeRequest, answers.TEXTS, "Texts of token ids", computes=False),
     _health("/", summary="As /health"),
-    _health("/health", summary="200 while the engine computes, else 503"),
+    _health("/health", summary="200 while the engine works, 503 otherwise"),
     _health("/ping", summary="As /health"),
     _get("/info", about.info, "The model and its limits", answers.INFO),
     _get(
-        "/metrics", about.metrics, "Prometheus metrics of this replica", {"type": "string"}, media_type="text/plain", public=True
+        "/metrics", about.metrics, "Prometheus metrics of this process", {"type": "string"}, media_type="text/plain", public=True
     ),
-    _get("/v1/models", about.models, "The models served, OpenAI's form", answers.MODELS),
+    _get("/v1/models", about.models, "The models of this server, in OpenAI's form", answers.MODELS),
     _get("/v1/models/{name:path}", about.model),
     _get("/docs", about.docs, public=True),
     _get("/openapi.json", about.openapi, public=True),
