@@ -26,7 +26,8 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from cluster.error_forms import PATH_RULES, Form, error_body
 
 log = logging.getLogger(__name__)
 
@@ -119,16 +120,18 @@ def _limited(backend: re.Match[str]) -> str:
 
 
 def _refusals(instead_of: str, status: int, error_type: str, message: str, condition: str = "") -> str:
-    """The lines that answer with an error as `error_response` does: on OpenAI's routes, and on the others.
+    """The lines that answer with an error, in the form of the request's path. The first line that matches answers.
 
     Args:
-        instead_of: sending on the "request", or the "response".
+        instead_of: "request" answers in place of a server, "response" replaces a server's response.
     """
-    flat: dict[str, Any] = {"message": message, "type": error_type, "code": status}
-    openai, native = {"error": flat | {"param": None}} | flat, {"error": message, "error_type": error_type}
+    forms: list[tuple[Form, str]] = [
+        (rule.form, f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }} ") for rule in PATH_RULES
+    ]
     lines = ""
-    for route, body in (("{ var(txn.path) -m sub /v1/ } ", openai), ("", native)):
-        text, where = json.dumps(body, separators=(",", ":")), (route + condition).strip()
+    for form, has_form in [*forms, ("tei", "")]:
+        text = json.dumps(error_body(form, status, error_type, message), separators=(",", ":"))
+        where = (has_form + condition).strip()
         lines += f"    http-{instead_of} return status {status} content-type application/json hdr retry-after 1 string '{text}'"
         lines += f" if {where}\n" if where else "\n"
     return lines

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine import Engine
 from loadtests.report import write
-from serve_app import quantize
+from serve_app.compute import quantize
 
 QUERIES, DEPTH = 1_000, 10
 

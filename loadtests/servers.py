@@ -229,10 +229,10 @@ def _uvicorn(port: int) -> None:
     from engine.loop import EngineLoop
     from engine.options import EncodeOptions
     from engine.schedule.request import Request
-    from serve_app.api import Api
     from serve_app.backend import LocalBackend, LocalModel, ModelInfo
     from serve_app.health import Health
-    from serve_app.metrics import Metrics
+    from serve_app.http.app import Api
+    from serve_app.observe.metrics import Metrics
     from serve_app.settings import Settings
 
     engine = StubEngine()

@@ -13,10 +13,10 @@ from engine.model.config import ModelConfig, OutputName, Task
 from engine.options import EmbedOptions, TokenIds
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.terms import Terms
+from serve_app.compute.quantize import Ranges, read_ranges
 from serve_app.errors import UnknownModel
 from serve_app.health import Health
-from serve_app.quantize import Ranges, read_ranges
-from serve_app.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from cachetools import LRUCache
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Vectors
+from serve_app.admission.terms import Terms
 from serve_app.backend import ServedModel
-from serve_app.metrics import Metrics
-from serve_app.terms import Terms
+from serve_app.observe.metrics import Metrics
 
 # What an entry takes besides its vector's numbers: key, array, and their places in the cache.
 ENTRY_BYTES = 500

@@ -2,11 +2,11 @@
 
 import gc
 
-# Containers made and not freed between two collections of the young, 700 unless told: a server with some hundred requests in
-# flight made as many every few of them, and looked through what they hold each time (docs/decisions/026).
+# New container objects between two collections of the youngest generation. Python's default is 700. With some hundred requests
+# in flight, a few requests make 700 objects, and each collection walks through all requests (docs/decisions/026).
 _CONTAINERS = 50_000
 
 
 def collect_seldom() -> None:
-    """For this whole process. What is not part of a cycle is freed at once, as ever."""
+    """Collect cycles less often in this process. Objects outside of cycles are still freed at once."""
     gc.set_threshold(_CONTAINERS, *gc.get_threshold()[1:])

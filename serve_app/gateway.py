@@ -25,18 +25,18 @@ from engine.model.folder import load_model_config
 from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.api import Api
+from serve_app.admission.terms import Terms
 from serve_app.app import deployment_options
 from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.garbage import collect_seldom
+from serve_app.gather import gather
 from serve_app.grpc.servicer import TeiServicer
-from serve_app.metrics import Metrics
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.outbox import Outbox, joint_ticket, next_ticket
 from serve_app.parcel import Answer, Answered, Call, pack, unpack
 from serve_app.settings import IDLE_PROMPTS, Settings
-from serve_app.terms import Terms
-from serve_app.together import together
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class PooledModel:
         parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
         if len(parts) == 1:
             return await self._compute(sequences, options, terms)
-        results = await together(self._compute([sequences[i] for i in part], options, terms) for part in parts)
+        results = await gather(self._compute([sequences[i] for i in part], options, terms) for part in parts)
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:

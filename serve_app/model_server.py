@@ -14,13 +14,13 @@ from engine.hub import resolve_model
 from engine.loop import EngineLoop
 from engine.options import EncodeOptions
 from engine.schedule.request import Request
-from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import CachedModel
 from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.health import Health
-from serve_app.metrics import Metrics
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import IDLE_PROMPTS, Settings
 
 log = logging.getLogger(__name__)

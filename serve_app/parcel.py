@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
-from serve_app.terms import Terms
+from serve_app.admission.terms import Terms
 
 Call: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
 Answer: TypeAlias = Embeddings | Exception

@@ -18,11 +18,11 @@ from engine.errors import BackendError, EmberError
 from engine.loop import Embeddings, EngineLoop
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
+from serve_app.admission.terms import Terms
 from serve_app.app import deployment_options
 from serve_app.model_server import EngineServer
 from serve_app.parcel import Answer, Answered, Call, Parcel
 from serve_app.settings import Settings
-from serve_app.terms import Terms
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Which services Ray Serve's gRPC ingress has: it calls `add_services` wherever it listens (`Settings.grpc_options` names it).
+"""The services of Ray Serve's gRPC ingress. Serve calls `add_services` in each process that listens (`Settings.grpc_options`).
 
-Its proxy imports this too, so nothing of the engine is imported here.
+Serve's proxy imports this file, so it must not import the engine.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from serve_app.grpc import tei_pb2_grpc
 
 
 def add_services(servicer: Any, server: Any) -> None:
-    """Register TEI's services and the standard health service; reflection is Serve's own."""
+    """Register TEI's services and the standard health service. Serve adds reflection."""
     for add in (
         tei_pb2_grpc.add_InfoServicer_to_server,
         tei_pb2_grpc.add_EmbedServicer_to_server,

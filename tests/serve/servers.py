@@ -14,10 +14,10 @@ from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.run.flight import Finished, Flight
+from serve_app.admission.terms import Terms
 from serve_app.model_server import ModelServer
 from serve_app.pool import PoolServer
 from serve_app.settings import Settings
-from serve_app.terms import Terms
 
 Deploy = Callable[..., Any]  # the fixtures `deployed`, `deployed_together` and `clustered`
 DeployTogether = Callable[..., Any]

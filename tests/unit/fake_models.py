@@ -9,9 +9,9 @@ import numpy as np
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.terms import Terms
 from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import Unhealthy, UnknownModel
-from serve_app.terms import Terms
 
 WIDTH = 16
 SPARSE = np.dtype([("index", "<i4"), ("value", "<f4")])
@@ -55,7 +55,8 @@ def vector(ids: TokenIds, width: int, options: EmbedOptions) -> np.ndarray:
 
 
 def tokens(ids: TokenIds) -> np.ndarray:
-    rows = np.stack([np.random.default_rng(int(each)).standard_normal(WIDTH) for each in ids]).astype(np.float32)
+    drawn = [np.random.default_rng(int(each)).standard_normal(WIDTH) for each in ids]
+    rows = np.array(drawn, dtype=np.float32).reshape(-1, WIDTH)  # no ids, no rows
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 

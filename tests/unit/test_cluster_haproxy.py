@@ -20,9 +20,11 @@ from jinja2 import ChainableUndefined, Environment
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from cluster import haproxy
+from cluster.error_forms import PATH_RULES, Form
 from cluster.haproxy import with_ours
 from cluster.local_ray import free_port
-from serve_app.errors import Form, Overloaded, Unhealthy, error_response
+from serve_app.errors import Overloaded, Unhealthy
+from serve_app.http.errors import error_response
 
 CONFIG = """global
     maxconn 7
@@ -78,7 +80,9 @@ def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypat
     first, grpc_first = lines.index("backend http-app"), lines.index("backend grpc-app")
     assert lines[first + 2] == "    http-request set-var(txn.places) nbsrv(http-app),mul(77)"
     full = "{ nbsrv(http-app) gt 0 } { be_conn(http-app),sub(txn.places) gt 0 }"
-    assert [line.split(" if ")[1] for line in lines[first + 3 : first + 5]] == ["{ var(txn.path) -m sub /v1/ } " + full, full]
+    paths = [f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }} " for rule in PATH_RULES]
+    conditions = [line.split(" if ")[1] for line in lines[first + 3 : first + 4 + len(paths)]]
+    assert conditions == [path + full for path in [*paths, ""]]
     found = [line for line in lines[first:grpc_first] if line.startswith("    server ")]
     assert [line.endswith(" maxconn 77") for line in found] == [True, True, False], found
     assert not any("maxconn" in line or "429" in line for line in lines[grpc_first:])
@@ -108,7 +112,9 @@ class _Slow(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/pools/a/v1/embeddings", "openai")])
+@pytest.mark.parametrize(
+    ("path", "form"), [("/embed", "tei"), ("/pools/a/v1/embeddings", "openai"), ("/pools/a/v2/embed", "cohere")]
+)
 def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_form(
     path: str, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +172,7 @@ def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(t
         assert ask().status_code == 503
 
 
-@pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai")])
+@pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v1/rerank", "cohere")])
 def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: Form, tmp_path: Path) -> None:
     """And where another one is, that this one is not there; but not by the proxy that stands in for its processes."""
     app = {"name": "http-app", "path_prefix": "/"}

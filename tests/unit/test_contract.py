@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 from fake_models import FakeBackend
 
+from cluster.error_forms import Form
 from engine.errors import BackendError, EngineStopped, NotFinite, TokenizerError
 from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app import openapi
-from serve_app.api import Api
+from serve_app.admission.terms import Terms
 from serve_app.backend import ModelInfo
-from serve_app.errors import Form
-from serve_app.metrics import Metrics
+from serve_app.http import openapi
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
-from serve_app.terms import Terms
 
 P = "Input validation error: "
 LONG = " ".join(["word"] * 300)

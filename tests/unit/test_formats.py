@@ -21,12 +21,12 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.api import Api
+from serve_app.admission.terms import Terms
 from serve_app.backend import ModelInfo
-from serve_app.metrics import Metrics
-from serve_app.quantize import quantize
+from serve_app.compute.quantize import quantize
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
-from serve_app.terms import Terms
 
 PROMPTS = {"query": "query: ", "passage": "passage: ", "Clustering": "cluster: "}
 WIDTH = 64

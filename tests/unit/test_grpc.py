@@ -22,18 +22,20 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app import encode
+from serve_app.admission.terms import Terms
 from serve_app.app import deploy_config, machine_share
 from serve_app.backend import ModelInfo
-from serve_app.grpc import servicer, tei_pb2_grpc
+from serve_app.compute import embedding, scoring
+from serve_app.compute.service import Service
 from serve_app.grpc import tei_pb2 as tei
+from serve_app.grpc import tei_pb2_grpc
+from serve_app.grpc.encode import packed_floats
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
-from serve_app.metrics import Metrics
-from serve_app.service import Service
+from serve_app.grpc.streams import in_order
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings, SettingsError, load_settings
-from serve_app.terms import Terms
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 8
@@ -203,7 +205,7 @@ def test_names_and_numbers_are_teis() -> None:
 @pytest.mark.parametrize("width", [0, 1, 31, 32, 384, 4096, 20_000])
 def test_packed_floats_are_a_message(width: int) -> None:
     values = np.random.default_rng(width).standard_normal((width, 2)).astype(np.float32)[:, 0]  # not contiguous
-    assert tei.EmbedResponse.FromString(encode.packed_floats(values)) == tei.EmbedResponse(embeddings=values.tolist())
+    assert tei.EmbedResponse.FromString(packed_floats(values)) == tei.EmbedResponse(embeddings=values.tolist())
 
 
 # --- one message, one answer
@@ -507,10 +509,8 @@ def test_a_stream_that_is_left_while_it_waits_for_a_place_takes_none(make: Make)
 # --- streams
 
 
-def test_no_more_is_read_than_answers_are_taken(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servicer, "_WINDOW", 3)
-    server = make()
-    made = TeiServicer(server.service, server.backend, Settings(), server.metrics)
+def test_no_more_is_read_than_answers_are_taken(make: Make) -> None:
+    wait_for_slot = make().service.admission.wait_for_stream_slot
     num_read = 0
 
     async def messages() -> AsyncIterator[int]:
@@ -522,7 +522,7 @@ def test_no_more_is_read_than_answers_are_taken(make: Make, monkeypatch: pytest.
         return message, None
 
     async def scenario() -> None:
-        async with aclosing(made._in_order(messages(), one)) as answers:
+        async with aclosing(in_order(messages(), one, wait_for_slot, window=3)) as answers:
             for taken in range(1, 6):
                 assert await anext(answers) == (taken, None)
                 await asyncio.sleep(0.01)
@@ -589,13 +589,13 @@ def test_the_first_message_that_fails_ends_the_stream(make: Make) -> None:
 def test_predictions_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    async def predict(call: Any, model: Any, inputs: Any, encoding: Any, raw_scores: bool) -> Any:
+    async def predict(service: Any, state: Any, model: Any, inputs: Any, encoding: Any, raw_scores: bool) -> Any:
         asked.append((inputs, encoding.truncate, raw_scores))
         return np.array([[0.25, 0.75]], dtype=np.float32)
 
     server = make()
     server.model.info = replace(server.model.info, task="classifier", labels=("anger", "joy"))
-    monkeypatch.setattr(server.service, "predict", predict)
+    monkeypatch.setattr(scoring, "predict", predict)
 
     async def scenario(server: Server) -> None:
         answer = await server.predict.Predict(tei.PredictRequest(inputs="a", raw_scores=True))
@@ -611,13 +611,13 @@ def test_predictions_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch)
 def test_ranks_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    async def rerank(call: Any, model: Any, query: str, texts: list[str], encoding: Any, raw_scores: bool) -> Any:
+    async def rerank(service: Any, state: Any, model: Any, query: str, texts: list[str], encoding: Any, raw_scores: bool) -> Any:
         asked.append((query, texts, raw_scores))
         return np.array([len(text) for text in texts], dtype=np.float32)
 
     server = make()
     server.model.info = replace(server.model.info, task="reranker", labels=("yes",))
-    monkeypatch.setattr(server.service, "rerank", rerank)
+    monkeypatch.setattr(scoring, "rerank", rerank)
 
     async def scenario(server: Server) -> None:
         answer = await server.rerank.Rerank(tei.RerankRequest(query="q", texts=["a", "ccc", "bb"], return_text=True))
@@ -644,7 +644,7 @@ def test_sparse_values_go_out_as_they_come(make: Make, monkeypatch: pytest.Monke
 
     server = make()
     server.model.info = replace(server.model.info, pooling="splade", outputs=("sparse",))
-    monkeypatch.setattr(server.service, "embed_sparse", embed_sparse)
+    monkeypatch.setattr(embedding, "embed_sparse", embed_sparse)
 
     async def scenario(server: Server) -> None:
         answer = await server.embed.EmbedSparse(tei.EmbedSparseRequest(inputs="a"))

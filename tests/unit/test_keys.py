@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app import keys
+from serve_app.admission import keys
+from serve_app.admission.keys import Keys, KeysError, add_key, read_keys, remove_key
 from serve_app.app import PoolArgs, Share, deploy_config
-from serve_app.keys import Keys, KeysError, add_key, read_keys, remove_key
 from serve_app.settings import Settings, SettingsError, load_settings
 
 SECRET = "a key in clear, as TEI takes it"

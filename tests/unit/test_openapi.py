@@ -16,9 +16,9 @@ from schemathesis.python import asgi
 
 from engine.model.folder import load_model_config
 from engine.text.tokenizer import Tokenizer
-from serve_app import openapi
-from serve_app.api import Api
-from serve_app.metrics import Metrics
+from serve_app.http import openapi
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
 # The kind of model that answers a route; BGE-M3 the others.

@@ -13,13 +13,13 @@ from engine.errors import BackendError
 from engine.loop import BatchReport, Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.api import Api
+from serve_app.admission.keys import add_key
+from serve_app.admission.terms import Terms
 from serve_app.backend import ModelInfo
 from serve_app.errors import Unhealthy
-from serve_app.keys import add_key
-from serve_app.metrics import Metrics
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
-from serve_app.terms import Terms
 
 GUARDED = ["/info", "/v1/models"]
 PUBLIC = ["/", "/health", "/ping", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"]

@@ -11,9 +11,9 @@ from cluster.router import Ticket
 from engine.errors import BackendError, EngineStopped
 from engine.loop import Embeddings
 from engine.options import EmbedOptions
+from serve_app.admission.terms import USUAL
 from serve_app.outbox import Outbox, joint_ticket, next_ticket
 from serve_app.parcel import Answer, Call
-from serve_app.terms import USUAL
 
 MOST_TOKENS = 512
 

@@ -12,10 +12,10 @@ import pytest
 from engine.errors import BackendError, NotFinite
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from serve_app.admission.terms import USUAL, Terms
 from serve_app.outbox import next_ticket
 from serve_app.parcel import Answer, Call, pack, unpack
 from serve_app.pool import PoolServer
-from serve_app.terms import USUAL, Terms
 
 WHOLE = EmbedOptions()
 HALF = EmbedOptions(dimensions=2)

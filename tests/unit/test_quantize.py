@@ -10,7 +10,7 @@ from sentence_transformers.util.quantization import quantize_embeddings
 
 from cluster.catalogue import CATALOGUE
 from engine.errors import InvalidInput, ModelError
-from serve_app.quantize import RANGES_FILE, check_dtype, quantize, read_ranges
+from serve_app.compute.quantize import RANGES_FILE, check_dtype, quantize, read_ranges
 
 # Of a model with vectors of four dimensions.
 CONFIG = replace(CATALOGUE["sentence-transformers/all-MiniLM-L6-v2"], hidden_size=4)

@@ -27,17 +27,17 @@ from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
-from serve_app import openapi
-from serve_app.api import Api
+from serve_app.admission.terms import USUAL, Terms, read_terms
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.cache import ENTRY_BYTES, CachedModel
 from serve_app.errors import Unhealthy
 from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
 from serve_app.health import Health
-from serve_app.metrics import Metrics
+from serve_app.http import openapi
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
 from serve_app.parcel import Answered, Parcel
 from serve_app.settings import Settings
-from serve_app.terms import USUAL, Terms, read_terms
 
 INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
 

@@ -1,14 +1,14 @@
-"""What each kind of model can answer; what it cannot is refused in TEI's words, where it has some."""
+"""The tasks that each kind of model can do. Refusals have TEI's words where TEI has some."""
 
 from collections.abc import Sequence
 
 from serve_app.backend import ModelInfo
+from serve_app.compute.parameters import HybridOutput
 from serve_app.errors import WrongTask
-from serve_app.schemas import HybridOutput
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:
-    """Raises: WrongTask for a model that gives no vectors, or none of length 1."""
+    """Raises: WrongTask if the model gives no vectors, or if `normalize` is asked of SPLADE's weights."""
     _check_embeds(info)
     if info.pooling == "splade" and normalize:
         raise WrongTask("`normalize` is not available for SPLADE models")
@@ -29,7 +29,7 @@ def check_embed_sparse(info: ModelInfo) -> None:
 
 
 def check_embed_hybrid(info: ModelInfo, wanted: Sequence[HybridOutput] | None) -> None:
-    """Raises: WrongTask naming what the model lacks."""
+    """Raises: WrongTask naming the outputs that the model does not have."""
     _check_embeds(info)
     has = hybrid_outputs(info)
     if missing := [each for each in wanted or () if each not in has]:
@@ -43,18 +43,18 @@ def check_predict(info: ModelInfo) -> None:
 
 
 def check_rerank(info: ModelInfo) -> None:
-    """Raises: WrongTask for a model that cannot tell how well a text answers a query better than by a cosine."""
+    """Raises: WrongTask if the model has nothing better than a cosine to rank texts by."""
     if not can_rerank(info):
         raise WrongTask("model is not a re-ranker model")
 
 
 def can_rerank(info: ModelInfo) -> bool:
-    """Cross-encoders can, and models of several scores."""
+    """Whether the model can rank texts: cross-encoders and models with several scores can."""
     return info.task == "reranker" or len(hybrid_outputs(info)) > 1
 
 
 def hybrid_outputs(info: ModelInfo) -> list[HybridOutput]:
-    """What `/embed_hybrid` has of a model; the vector of a SPLADE model is its sparse weights."""
+    """The outputs of a model for `/embed_hybrid`. A SPLADE model has no dense one: its vector is the sparse weights."""
     dense: list[HybridOutput] = [] if info.pooling == "splade" or info.task != "embedding" else ["dense"]
     more: tuple[HybridOutput, ...] = ("sparse", "colbert")
     return dense + [each for each in more if each in info.outputs]

@@ -1,7 +1,7 @@
 """Float32 vectors -> int8, uint8 or bits, as sentence-transformers' `quantize_embeddings` defines them.
 
-A vector is cut to its dimensions and normalised before; why the default ranges are what they are, and what each type costs
-in recall, stands in docs/decisions/014.
+The vectors are already cut to their dimensions and normalised. docs/decisions/014 has the reasons for the default ranges and
+the recall of each type.
 """
 
 import json
@@ -19,19 +19,19 @@ from engine.model.config import ModelConfig
 Quantized = Literal["int8", "uint8", "binary", "ubinary"]
 OutputDtype = Literal["float", Quantized]
 Vectors = NDArray[np.float32]
-# Dimensions -> [2, dimensions] float32, the least and the greatest value of each.
+# Dimensions -> [2, dimensions] float32: the least and the greatest value of each dimension.
 Ranges = Mapping[int, Vectors]
 
 RANGES_FILE = "int8_ranges.json"
 
-# A component of a normalised vector of D dimensions is 1 / sqrt(D) in the root mean square; the default range holds so many.
+# The default range in units of 1 / sqrt(D), the root mean square of a component of a normalised vector with D dimensions.
 _DEFAULT_RANGE = 8.0
 
 
 def quantize(vectors: Vectors, dtype: OutputDtype, ranges: Ranges) -> Vectors | NDArray[np.int8] | NDArray[np.uint8]:
     """[B, D] float32 -> [B, D] (float, int8, uint8), or [B, D / 8] with the first dimension in the highest bit (binary, ubinary).
 
-    Of the two of a pair the signed one is the unsigned less 128. What `check_dtype` refuses must not come here.
+    A signed value is the unsigned value minus 128. `check_dtype` must have accepted the arguments.
     """
     if dtype == "float":
         return vectors
@@ -46,7 +46,7 @@ def quantize(vectors: Vectors, dtype: OutputDtype, ranges: Ranges) -> Vectors | 
 
 
 def check_dtype(dtype: OutputDtype, dimensions: int, normalized: bool, ranges: Ranges) -> None:
-    """Raises: InvalidInput where vectors of so many dimensions cannot be quantised so, before anything is computed."""
+    """Raises: InvalidInput if vectors of so many dimensions cannot be quantised to `dtype`."""
     if dtype in ("binary", "ubinary") and dimensions % 8:
         raise InvalidInput(
             f"`{dtype}` packs 8 dimensions into a byte, and {dimensions} is not a multiple of 8; choose other dimensions"
@@ -59,10 +59,11 @@ def check_dtype(dtype: OutputDtype, dimensions: int, normalized: bool, ranges: R
 
 
 def read_ranges(folder: Path, config: ModelConfig) -> dict[int, Vectors]:
-    """The calibrated ranges of a model: `{"384": [[384 minima], [384 maxima]], ...}` in its folder; none without the file, or
-    for a model that gives scores.
+    """The calibrated ranges in a model's folder: `{"384": [[384 minima], [384 maxima]], ...}`.
 
-    Raises: ModelError naming the file and what is wrong with it.
+    A folder without the file has no ranges, and a model that gives scores has none.
+
+    Raises: ModelError naming the file and the fault.
     """
     if config.task != "embedding":
         return {}
@@ -93,7 +94,7 @@ def _entry(path: Path, key: str, value: Any, embedding_size: int) -> tuple[int, 
 
 @lru_cache(maxsize=16)
 def _default_ranges(dimensions: int) -> Vectors:
-    """Ranges that make int8 the value times 127 / r, rounded and saturating: zero stays zero, a sign stays that sign."""
+    """Ranges for which int8 is the value times 127 / r, rounded and saturating. Zero stays zero, and signs stay."""
     step = min(1.0, _DEFAULT_RANGE / dimensions**0.5) / 127
     ranges = np.empty((2, dimensions), dtype=np.float32)
     ranges[0], ranges[1] = -128.5 * step, 126.5 * step

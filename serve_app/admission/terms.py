@@ -1,4 +1,4 @@
-"""On what terms a request is computed, as its headers say: how urgent it is, by when, and whether its vectors may be kept."""
+"""QoS of a request, from its headers: priority, deadline, and whether the vector cache may store its vectors."""
 
 import re
 from collections.abc import Iterable
@@ -15,15 +15,14 @@ _NUMBER = re.compile(r"\d+(\.\d*)?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`deadline_s` counts from when this is handed on, None for no deadline but the server's; `store` False keeps the
-    request out of the cache."""
+    """QoS of a request."""
 
     priority: Priority = "interactive"
-    deadline_s: float | None = None
-    store: bool = True
+    deadline_s: float | None = None  # from the time of the call that gets these terms; None: the server's timeout alone
+    store: bool = True  # False keeps the request out of the vector cache
 
     def after(self, seconds: float) -> "Terms":
-        """What is left of them so much later."""
+        """The terms `seconds` later: the deadline is nearer by as much."""
         return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s - seconds)
 
 
@@ -31,8 +30,8 @@ USUAL: Final = Terms()
 
 
 def read_terms(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Terms:
-    """The terms that a request's headers ask for, names in lower case as ASGI has them; a deadline beyond `timeout_s` is that,
-    and of two the sooner counts.
+    """The terms in a request's headers. Header names are in lower case. No deadline is later than `timeout_s`; the soonest of
+    several counts.
 
     Raises: BadHeader naming the header and its value.
     """

@@ -1,8 +1,8 @@
-"""API keys: who may call, what is kept of a key, and the file that holds several.
+"""API keys: which requests have a valid one, and the file of keys.
 
-What is kept is a key's SHA-256. `emberforge keys add` makes keys of 256 random bits: there is nothing to guess, so a hash that
-is slow on purpose (scrypt) would protect them no better, and would cost every request milliseconds. A key of your own choice
-for `--api-key` should be as random as those.
+The server stores the SHA-256 of a key. `emberforge keys add` makes keys of 256 random bits, which nobody can guess. A hash that
+is slow on purpose (scrypt) would protect such keys no better, and would cost each request milliseconds. A key that you choose
+yourself for `--api-key` should be as random.
 """
 
 import hashlib
@@ -21,23 +21,23 @@ from serve_app.settings import Settings, hash_key
 
 log = logging.getLogger(__name__)
 
-# How often a keys file is looked at, at most; it is read only when it has changed.
+# The shortest time between two checks of the keys file. The file is read again if it has changed.
 _LOOK_EVERY_S = 1.0
 _HEAD = "# API keys of emberforge, a name and a SHA-256 a line. Made by `emberforge keys`.\n"
 _LINE = re.compile(r"(?P<name>\S+)\s+sha256:(?P<digest>[0-9a-fA-F]{64})")
 
 
 class KeysError(EmberError):
-    """A keys file cannot be read or changed as asked; names it and the line."""
+    """A keys file cannot be read or changed. The text names the file and the line."""
 
 
 class Keys:
-    """The keys that requests may carry. Called from one thread."""
+    """The valid keys. Called from one thread."""
 
     def __init__(self, one: str | None, file: Path | None) -> None:
         """Args:
-            one: the hash of a key beside the file's, as `Settings.api_key` has it.
-        Raises: KeysError where the file is not one of keys.
+            one: the hash of one more key, from `Settings.api_key`.
+        Raises: KeysError if the file is not a keys file.
         """
         self._one = [_digest(one)] if one else []
         self._file = file
@@ -47,13 +47,13 @@ class Keys:
 
     @classmethod
     def of(cls, settings: Settings) -> "Keys | None":
-        """None where requests need no key."""
+        """The keys of these settings. None if requests need no key."""
         if settings.api_key is None and settings.api_keys_file is None:
             return None
         return cls(settings.api_key, Path(settings.api_keys_file) if settings.api_keys_file else None)
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether these raw headers, names in lower case, have one of the keys as `Authorization: Bearer KEY`."""
+        """Whether the headers have a valid key as `Authorization: Bearer KEY`. Header names are in lower case."""
         if self._file is not None and monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._look(self._file)
         given = next((value for name, value in headers if name == b"authorization"), b"")
@@ -62,12 +62,12 @@ class Keys:
             return False
         digest = hashlib.sha256(key.strip()).digest()
         found = False
-        for known in self._digests:  # all of them, whichever it is: how long that takes says nothing
+        for known in self._digests:  # always all of them, so that the time does not tell which key matches
             found |= compare_digest(digest, known)
         return found
 
     def _look(self, file: Path) -> None:
-        """Read the file again if it has changed; while it is not one of keys, those it had stay."""
+        """Read the file again if it has changed. The old keys stay valid while the file is not a keys file."""
         self._looked_at = monotonic()
         signature = _signature(file)
         if signature == self._seen:
@@ -81,7 +81,7 @@ class Keys:
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """Name -> hash (`sha256:HEX`) of every key in a file. Raises: KeysError naming the line that is none."""
+    """The hash (`sha256:HEX`) of each key in a file, by the key's name. Raises: KeysError naming the line at fault."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ def read_keys(file: Path) -> dict[str, str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
-        if match is None:  # the line is not shown: somebody may have put a key there in clear
+        if match is None:  # the text does not quote the line: the line may contain a key in clear
             raise KeysError(f"{file}, line {number} is not `NAME sha256:HEX`; use `emberforge keys add` and `remove`")
         if match["name"] in keys:
             raise KeysError(f"{file}, line {number}: there is a key {match['name']!r} already; remove one of the lines")
@@ -100,7 +100,7 @@ def read_keys(file: Path) -> dict[str, str]:
 
 
 def add_key(file: Path, name: str) -> str:
-    """A new key under `name`, which is returned and kept nowhere. Raises: KeysError."""
+    """Add a new key under `name`, and return the key. It is stored nowhere else. Raises: KeysError."""
     keys = read_keys(file) if file.exists() else {}
     if not name or name.startswith("#") or any(char.isspace() for char in name):
         raise KeysError(f"{name!r} is no name of a key: it must not be empty, hold spaces or begin with #")
@@ -112,7 +112,7 @@ def add_key(file: Path, name: str) -> str:
 
 
 def remove_key(file: Path, name: str) -> None:
-    """Raises: KeysError where there is none of that name."""
+    """Raises: KeysError if the file has no key of that name."""
     keys = read_keys(file)
     if name not in keys:
         raise KeysError(f"{file} has no key {name!r}; there is {', '.join(keys) or 'none'}")
@@ -120,8 +120,8 @@ def remove_key(file: Path, name: str) -> None:
 
 
 def _write_keys(file: Path, keys: Mapping[str, str]) -> None:
-    """All at once: a server that looks meanwhile reads the old file or the new one."""
-    file = file.resolve()  # a link stays one
+    """Replace the file in one step: a server that reads it meanwhile gets the old content or the new one."""
+    file = file.resolve()  # a symbolic link stays a link
     try:
         with NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
             new.write(_HEAD + "".join(f"{name} {value}\n" for name, value in keys.items()))
@@ -142,7 +142,7 @@ def _digest(value: str) -> bytes:
 
 
 def _signature(file: Path | None) -> tuple[int, int, int] | None:
-    """What changes when a file's content does; None where there is none."""
+    """Values that change when the file's content changes. None if there is no file."""
     try:
         stat = os.stat(file) if file is not None else None
     except OSError:

@@ -1,4 +1,4 @@
-"""Several computations at the same time."""
+"""Concurrent computations."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each gives, in their order. Raises: what the first to fail raises, once the others are ended."""
+async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in the order of `work`. Unlike `asyncio.gather`, the first failure cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

@@ -1,6 +1,6 @@
-"""Every counter, gauge and histogram, so that no name is typed twice.
+"""Every counter, gauge and histogram of a process, for `GET /metrics`.
 
-Served at `/metrics` by each replica that answers HTTP, labelled with its model, and by each gateway, labelled "gateway".
+A replica that answers HTTP labels its series with its model, a gateway with "gateway".
 """
 
 from collections.abc import Callable, Iterator
@@ -10,17 +10,17 @@ from itertools import pairwise
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from engine.loop import BatchReport
-from serve_app import tei_metrics
-from serve_app.tei_metrics import TeiMetrics
+from serve_app.observe import tei_metrics
+from serve_app.observe.tei_metrics import TeiMetrics
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# As TEI's te_batch_next_tokens and te_batch_next_size, which are read out of ours.
+# The buckets of TEI's te_batch_next_tokens and te_batch_next_size, which are made from our series.
 _TOKENS = tuple(float(2**k) for k in range(21))
 _SEQUENCES = tuple(float(2**k) for k in range(13))
 
 
 class Metrics:
-    """One replica's metrics. `model` is the served name, the same label on every series."""
+    """The metrics of one process. `model` is the served name, a label on every series."""
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
@@ -48,13 +48,13 @@ class Metrics:
         self.tei = TeiMetrics()
         self._queued_inputs: Callable[[], int] | None = None
         self._model = model
-        self._of_route = cache(self._series_of_route)  # `labels` looks for what it made before under a lock: 10 us a request
+        self._of_route = cache(self._series_of_route)  # `labels` looks series up under a lock, which costs 10 us a request
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
         self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
 
     def watch_queue(self, tokens: Callable[[], int], requests: Callable[[], int], inputs: Callable[[], int]) -> None:
-        """Gauges of this process's engine, read when they are asked for."""
+        """Add gauges of this process's engine. They are read at each scrape."""
         self.queued_tokens.set_function(tokens)
         self.queued_requests.set_function(requests)
         self._queued_inputs = inputs
@@ -62,13 +62,13 @@ class Metrics:
     def watch_pool(
         self, model: str, pool: str, replicas: Callable[[], float], queued: Callable[[], float], rate: Callable[[], float]
     ) -> None:
-        """Gauges of a pool as the gateway sees it, read when they are asked for."""
+        """Add gauges of a pool, as the gateway sees it. They are read at each scrape."""
         self._pool_replicas.labels(model, pool).set_function(replicas)
         self._pool_queued.labels(model, pool).set_function(queued)
         self._pool_rate.labels(model, pool).set_function(rate)
 
     def observe_request(self, route: str, status: int | str, seconds: float) -> None:
-        """`status` is HTTP's, or the name of gRPC's code."""
+        """Count a request. `status` is an HTTP status, or the name of a gRPC code."""
         count, histogram = self._of_route(route, status)
         count.inc()
         histogram.observe(seconds)
@@ -84,12 +84,12 @@ class Metrics:
         self.duplicates.inc(report.num_duplicates)
 
     def exposition(self) -> bytes:
-        """The Prometheus text format, ours and then TEI's."""
+        """All series in the Prometheus text format: ours, then TEI's."""
         lines = [*self.tei.exposition(), *self._tei_engine()]
         return generate_latest(self._registry) + "\n".join([*lines, ""]).encode()
 
     def _tei_engine(self) -> Iterator[str]:
-        """TEI's series of the queue and the batches, where this process has an engine."""
+        """TEI's series of the queue and the batches, if this process has an engine."""
         if self._queued_inputs is None:
             return
         yield from tei_metrics.sample("te_queue_size", "gauge", self._queued_inputs())

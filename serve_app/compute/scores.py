@@ -1,4 +1,4 @@
-"""What a model gave -> the scores that clients read."""
+"""The scores that clients get, from the outputs of a model."""
 
 from collections.abc import Sequence
 
@@ -9,35 +9,37 @@ from engine.run.flight import Vectors
 
 
 def probabilities(logits: Vectors, multi_label: bool = False) -> Vectors:
-    """[B, n_labels] logits of any size -> softmax, or sigmoids of a single label and of `multi_label`, several that may hold at
-    once. fp32, summed in fp64."""
+    """[B, n_labels] logits -> [B, n_labels] probabilities, fp32 computed in fp64.
+
+    Softmax; sigmoid for a single label, and for `multi_label`, where several labels may hold at once.
+    """
     x = logits.astype(np.float64)
     if x.shape[1] == 1 or multi_label:
-        return (0.5 * (1 + np.tanh(0.5 * x))).astype(np.float32)  # 1 / (1 + exp(-x)), which cannot overflow
+        return (0.5 * (1 + np.tanh(0.5 * x))).astype(np.float32)  # 1 / (1 + exp(-x)) without overflow
     shifted = np.exp(x - x.max(axis=1, keepdims=True))
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True), dtype=np.float32)
 
 
 def best_first(scores: NDArray[np.float32]) -> list[int]:
-    """The indices of `scores` [n] from the highest to the lowest; of equal ones the last comes first, as in TEI."""
+    """The indices of `scores` [n] from the highest score to the lowest. Of equal scores the last comes first, as in TEI."""
     return [int(index) for index in np.argsort(scores, kind="stable")[::-1]]
 
 
 def weighted_mean(vectors: Vectors, num_tokens: Sequence[int], normalize: bool) -> Vectors:
-    """[n, D] vectors of a text's chunks -> [D], their mean by tokens, of length 1 again where they were."""
+    """[n, D] vectors of a text's chunks -> [D], their mean weighted by tokens. `normalize` gives it length 1 again."""
     mean = np.average(vectors.astype(np.float64), axis=0, weights=num_tokens)
     return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-12) if normalize else mean, dtype=np.float32)
 
 
 def lexical(query: NDArray[np.void], texts: Sequence[NDArray[np.void]]) -> Vectors:
-    """[n]: the sum over the tokens that query and text share of both weights multiplied."""
+    """[n]: for each text, the dot product of its sparse weights and the query's."""
     return np.array([_shared(query, text) for text in texts], dtype=np.float32)
 
 
 def late_interaction(query: Vectors, texts: Sequence[Vectors]) -> Vectors:
-    """[n]: of each of the query's vectors the best cosine with one of the text's, on average.
+    """[n]: for each text, the mean over the query's vectors of the best cosine with one of the text's vectors.
 
-    A text of no vectors, of nothing but its first special token, scores 0.
+    A text without vectors scores 0: such a text has only its first special token.
     """
     return np.array(
         [(query @ text.T).max(axis=1).mean() if len(text) and len(query) else 0.0 for text in texts], dtype=np.float32

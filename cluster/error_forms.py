@@ -1,0 +1,52 @@
+"""The form of an error: which form a path has, and the JSON of each form.
+
+The API answers errors in the form of the client's SDK: TEI's, OpenAI's or Cohere's. HAProxy refuses requests in the same
+forms before they reach the API. Both read this module. It imports the standard library alone, because HAProxy's wrapper
+starts at each change of HAProxy's configuration.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+Form = Literal["tei", "openai", "cohere"]
+
+
+class PathRule(NamedTuple):
+    """A rule that gives a path its form."""
+
+    form: Form
+    match: Literal["end", "sub"]  # as HAProxy's `-m`: a pattern is the end of the path, or any part of the path
+    patterns: tuple[str, ...]
+
+    def matches(self, path: str) -> bool:
+        if self.match == "end":
+            return path.endswith(self.patterns)
+        return any(pattern in path for pattern in self.patterns)
+
+
+# The first rule that matches a path decides. No pattern starts at the start of the path: an application may have a prefix.
+# A path that the API does not serve has a form, too: an SDK reads the 404.
+PATH_RULES = (
+    PathRule("openai", "sub", ("/v1/models/",)),  # first: a model's name may contain any of the other patterns
+    PathRule("cohere", "end", ("/v1/embed", "/v1/rerank")),
+    PathRule("cohere", "sub", ("/v2/",)),
+    PathRule("openai", "sub", ("/v1/",)),
+    PathRule("openai", "end", ("/embeddings",)),
+)
+
+
+def form_of(path: str) -> Form:
+    """The form of the errors at `path`: TEI's, unless a rule says otherwise."""
+    return next((rule.form for rule in PATH_RULES if rule.matches(path)), "tei")
+
+
+def error_body(form: Form, status: int, error_type: str, message: str) -> dict[str, Any]:
+    """The JSON of an error.
+
+    OpenAI's form contains TEI's fields beside OpenAI's envelope: the openai SDK reads one, scripts written for TEI the other.
+    """
+    if form == "cohere":
+        return {"message": message}
+    if form == "openai":
+        flat = {"message": message, "type": error_type, "code": status}
+        return {"error": flat | {"param": None}} | flat
+    return {"error": message, "error_type": error_type}

@@ -1,0 +1,1 @@
+"""What requests compute, in any dialect and over gRPC: vectors, chunks, scores, quantisation."""

@@ -1,0 +1,96 @@
+"""Vectors of the chunks of long texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.errors import InvalidInput
+from engine.options import EmbedOptions, EncodeOptions, TextOrIds, check_outputs
+from engine.run.flight import Vectors
+from engine.text.chunks import ChunkedText
+from engine.text.tokenizer import Tokenizer
+from serve_app.admission.request_state import RequestState
+from serve_app.backend import ServedModel
+from serve_app.compute.embedding import check_options, embed
+from serve_app.compute.parameters import Chunking
+from serve_app.compute.quantize import OutputDtype
+from serve_app.compute.scores import weighted_mean
+from serve_app.compute.service import Service
+from serve_app.errors import BatchTooLarge
+from serve_app.gather import gather
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of one text."""
+
+    offsets: list[tuple[int, int]]  # of each chunk, [start, stop) in characters
+    vectors: Vectors  # [number of chunks, dims]; [1, dims] with the pooling mean
+
+
+async def embed_chunks(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    texts: Sequence[str],
+    chunking: Chunking,
+    encoding: EncodeOptions,
+    options: EmbedOptions,
+    dtypes: Sequence[OutputDtype] = (),
+) -> list[Chunks]:
+    """The chunks of each text.
+
+    Raises: as `embed`; InvalidInput if the model's pooling does not allow late chunking; BatchTooLarge for too many chunks.
+    """
+    late = chunking.pooling == "late"
+    if late:
+        check_outputs(EmbedOptions(outputs=("chunks",)), model.info.outputs, model.info.pooling, ())
+    check_options(model, options, dtypes)
+    limit, longest = service.settings.max_client_batch_size, model.info.max_input_length - model.tokenizer.num_special
+    if not late and chunking.size > longest:
+        raise InvalidInput(f"`chunking.size` must be at most {longest}, what the model takes. Given: {chunking.size}")
+    num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(texts) * late
+    args = model.tokenizer, texts, chunking, limit, encoding if late else None
+    cut = await service.within_timeout(state.terms, service.off_loop(num_chars, _cut, *args))
+    num_chunks = sum(len(each.offsets) for each in cut)
+    if num_chunks > limit:
+        raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger ones or send fewer texts")
+    if late:
+        return await _embed_late(service, state, model, cut, options)
+    pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
+    state.chars_to_tokenize = sum(map(len, pieces))
+    vectors = np.asarray((await embed(service, state, model, pieces, encoding, options, dtypes)).vectors)
+    parts = np.split(vectors, np.cumsum([len(each.offsets) for each in cut])[:-1])
+    if chunking.pooling == "mean":
+        lengths = [[stop - start for start, stop in each.spans] for each in cut]
+        parts = [weighted_mean(*each, options.normalize)[None] for each in zip(parts, lengths, strict=True)]
+    return [Chunks(each.offsets, part) for each, part in zip(cut, parts, strict=True)]
+
+
+def only_texts(inputs: Sequence[TextOrIds]) -> list[str]:
+    """The inputs, if all are texts. Raises: InvalidInput for token ids: chunks have offsets in characters."""
+    for index, each in enumerate(inputs):
+        if not isinstance(each, str):
+            raise InvalidInput(f"`chunking` needs texts, input {index} is a list of token ids")
+    return [str(each) for each in inputs]
+
+
+async def _embed_late(
+    service: Service, state: RequestState, model: ServedModel, cut: Sequence[ChunkedText], options: EmbedOptions
+) -> list[Chunks]:
+    """Compute each text as a job of its own: the chunks' positions are an option of a job."""
+    service.metrics.tei.started(state.method, state.num_inputs)
+    service.count_tokens(state, [each.token_ids for each in cut])
+    terms, late = state.terms.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
+    jobs = [(each.token_ids, replace(late, spans=each.spans)) for each in cut]
+    for token_ids, job_options in jobs:  # checked here: in a pass, a wrong job would fail other requests too
+        check_outputs(job_options, model.info.outputs, model.info.pooling, [len(token_ids)])
+    work = gather([model.embed([token_ids], job_options, terms) for token_ids, job_options in jobs])
+    results = await service.within_timeout(state.terms, work)
+    service.count_results(state, results, "embed")
+    return [Chunks(each.offsets, result.ragged["chunks"][0]) for each, result in zip(cut, results, strict=True)]
+
+
+def _cut(tokenizer: Tokenizer, texts: Sequence[str], how: Chunking, most: int, whole: EncodeOptions | None) -> list[ChunkedText]:
+    return [tokenizer.chunk(index, text, how.size, how.overlap, most, whole) for index, text in enumerate(texts)]

@@ -1,0 +1,57 @@
+"""Vectors of inputs: one for each input, one for each token, or sparse weights."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.loop import Embeddings
+from engine.options import EmbedOptions, EncodeOptions, TextOrIds, check_dimensions, check_outputs
+from engine.run.flight import Vectors
+from serve_app.admission.request_state import RequestState
+from serve_app.backend import ServedModel
+from serve_app.compute.quantize import OutputDtype, check_dtype
+from serve_app.compute.service import Service
+
+
+async def embed(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    inputs: Sequence[TextOrIds],
+    encoding: EncodeOptions,
+    options: EmbedOptions,
+    dtypes: Sequence[OutputDtype] = (),
+) -> Embeddings:
+    """What the model gives for each input.
+
+    Raises: as `Service.compute`; InvalidInput if the vectors cannot be quantised to one of `dtypes`.
+    """
+    service.metrics.tei.started(state.method, state.num_inputs)
+    check_options(model, options, dtypes)
+    num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(inputs)
+    return await service.compute(state, model, options, num_chars, model.tokenizer.encode, inputs, encoding)
+
+
+async def embed_tokens(
+    service: Service, state: RequestState, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions
+) -> list[Vectors]:
+    """For each input [tokens, hidden_size] fp32. Raises: as `embed`."""
+    options = EmbedOptions(pooled=False, outputs=("tokens",))
+    return (await embed(service, state, model, inputs, encoding, options)).ragged["tokens"]
+
+
+async def embed_sparse(
+    service: Service, state: RequestState, model: ServedModel, inputs: Sequence[TextOrIds], encoding: EncodeOptions
+) -> list[NDArray[np.void]]:
+    """For each input an array of (index, value), sorted by index. Raises: as `embed`."""
+    options = EmbedOptions(normalize=False, pooled=False, outputs=("sparse",))
+    return (await embed(service, state, model, inputs, encoding, options)).ragged["sparse"]
+
+
+def check_options(model: ServedModel, options: EmbedOptions, dtypes: Sequence[OutputDtype]) -> None:
+    """Raises: InvalidInput if the model cannot give vectors of these options and dtypes."""
+    check_dimensions(options.dimensions, model.info.embedding_size)
+    check_outputs(options, model.info.outputs, model.info.pooling, ())
+    for dtype in dtypes:
+        check_dtype(dtype, options.dimensions or model.info.embedding_size, options.normalize, model.info.int8_ranges)

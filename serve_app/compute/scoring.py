@@ -1,0 +1,118 @@
+"""Scores: the classes of inputs, and how well texts answer a query."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engine.errors import InvalidInput, NotFinite
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.run.flight import Vectors
+from engine.text.tokenizer import Tokenizer
+from serve_app.admission.inputs import TextOrPair
+from serve_app.admission.request_state import RequestState
+from serve_app.backend import ServedModel
+from serve_app.compute.embedding import embed
+from serve_app.compute.parameters import HybridWeights
+from serve_app.compute.scores import late_interaction, lexical, probabilities
+from serve_app.compute.service import Service
+from serve_app.compute.tasks import hybrid_outputs
+from serve_app.errors import ScoreNotFinite
+
+_SCORES: dict[OutputName, Callable[[Any, Sequence[Any]], Vectors]] = {"sparse": lexical, "colbert": late_interaction}
+
+
+async def predict(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    inputs: Sequence[TextOrPair],
+    encoding: EncodeOptions,
+    raw_scores: bool,
+) -> Vectors:
+    """[n, n_labels] fp32: probabilities, or logits for `raw_scores`. Raises: as `Service.compute`; ScoreNotFinite."""
+    args = model.tokenizer, inputs, encoding
+    return await _classify(service, state, model, raw_scores, state.chars_to_tokenize, encode_classified, *args)
+
+
+async def rerank(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    query: str,
+    texts: Sequence[str],
+    encoding: EncodeOptions,
+    *,
+    raw_scores: bool = False,
+    instruction: str | None = None,
+    weights: HybridWeights | None = None,
+) -> Vectors:
+    """[n] fp32: how well each text answers the query.
+
+    A cross-encoder gives the probability (`raw_scores`: the logit). A model with several scores gives their weighted mean.
+
+    Raises: as `predict`; InvalidInput for an instruction or weights that the model cannot use.
+    """
+    if model.info.task == "embedding":
+        if instruction is not None:
+            raise InvalidInput("`instruction` is for rerankers with a template, and this model has none; leave it out")
+        return await _score_hybrid(service, state, model, query, texts, encoding, weights or HybridWeights())
+    pairs = [(query, text) for text in texts]
+    num_chars = state.chars_to_tokenize + len(instruction or "") * len(pairs)
+    args = pairs, encoding, instruction
+    return (await _classify(service, state, model, raw_scores, num_chars, model.tokenizer.encode_pairs, *args))[:, 0]
+
+
+def encode_classified(tokenizer: Tokenizer, inputs: Sequence[TextOrPair], encoding: EncodeOptions) -> list[TokenIds]:
+    """Token ids of texts and pairs, in the order of `inputs`. Raises: as the tokenizer."""
+    texts = [each for each in inputs if isinstance(each, str)]
+    pairs = [each for each in inputs if not isinstance(each, str)]
+    encoded = iter(tokenizer.encode(texts, encoding)), iter(tokenizer.encode_pairs(pairs, encoding))
+    return [next(encoded[not isinstance(each, str)]) for each in inputs]
+
+
+async def _classify(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    raw_scores: bool,
+    num_chars: int,
+    encode: Callable[..., list[TokenIds]],
+    *args: Any,
+) -> Vectors:
+    service.metrics.tei.started(state.method, state.num_inputs, "predict")
+    options = EmbedOptions(normalize=False)
+    try:
+        logits = (await service.compute(state, model, options, num_chars, encode, *args, task="predict")).vectors
+    except NotFinite:
+        raise ScoreNotFinite from None
+    assert logits is not None
+    return logits if raw_scores else probabilities(logits, model.info.multi_label)
+
+
+async def _score_hybrid(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    query: str,
+    texts: Sequence[str],
+    encoding: EncodeOptions,
+    weights: HybridWeights,
+) -> Vectors:
+    available = hybrid_outputs(model.info)
+    used: dict[str, float] = {name: getattr(weights, name) for name in available if getattr(weights, name)}
+    if not used:
+        raise InvalidInput(f"`weights` of what the model has ({', '.join(available)}) are all 0; leave one above it")
+    ragged: list[OutputName] = [name for name in ("sparse", "colbert") if name in used]
+    options = EmbedOptions(pooled="dense" in used, outputs=tuple(ragged))
+    # No prompt: the server's default prompt is for one kind of text, and these inputs are a query and documents.
+    result = await embed(service, state, model, [query, *texts], replace(encoding, prompt=""), options)
+    scores = np.zeros(len(texts))
+    if result.vectors is not None:
+        scores += used["dense"] * (result.vectors[1:] @ result.vectors[0])
+    for name in ragged:
+        first, *rest = result.ragged[name]
+        scores += used[name] * await service.within_timeout(state.terms, service.in_thread(_SCORES[name], first, rest))
+    return np.asarray(scores / sum(used.values()), dtype=np.float32)

@@ -1,0 +1,106 @@
+"""The steps that HTTP's routes and gRPC's methods share: tokenise, compute within the timeout, count."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
+from engine.loop import Embeddings
+from engine.options import EmbedOptions, TextOrIds, TokenIds
+from serve_app.admission.admission import Admission
+from serve_app.admission.inputs import TextOrPair
+from serve_app.admission.request_state import RequestState
+from serve_app.admission.terms import Terms, read_terms
+from serve_app.backend import Backend, ServedModel
+from serve_app.errors import DeadlineExceeded, Overloaded
+from serve_app.observe.metrics import Metrics
+from serve_app.observe.tei_metrics import Task
+from serve_app.settings import Settings
+
+T = TypeVar("T")
+
+TOKENIZING_THREADS = 2
+# Up to this many characters are tokenised on the event loop: a thread hop costs more (docs/decisions/004).
+_INLINE_CHARS = 2_000
+# The most bytes of token vectors in one response, as float32.
+_MOST_ANSWER_BYTES = 1 << 30
+
+
+class Service:
+    """The models of one backend, with admission, timeouts and metrics. Called on one event loop."""
+
+    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+        self.backend, self.settings, self.metrics = backend, settings, metrics
+        self.admission = Admission(settings, metrics, backend.backlog_s)
+        self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
+
+    def begin(self, inputs: Sequence[TextOrIds | TextOrPair], headers: Iterable[tuple[bytes, bytes]]) -> RequestState:
+        """The state of a request that starts now. Raises: BadHeader."""
+        return RequestState(inputs, read_terms(headers, self.settings.request_timeout_s))
+
+    async def compute(
+        self,
+        state: RequestState,
+        model: ServedModel,
+        options: EmbedOptions,
+        num_chars: int,
+        encode: Callable[..., list[TokenIds]],
+        *args: Any,
+        task: Task = "embed",
+    ) -> Embeddings:
+        """Tokenise `num_chars` characters with `encode(*args)`, and compute. Raises: as the tokenizer and the engine, and as
+        `within_timeout`."""
+
+        async def tokenize_and_embed() -> Embeddings:
+            sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
+            self.count_tokens(state, sequences)
+            _check_answer_size(options, state.num_tokens, model.info.embedding_size)
+            return await model.embed(sequences, options, state.terms.after(state.tokenization_s))
+
+        result = await self.within_timeout(state.terms, tokenize_and_embed())
+        self.count_results(state, [result], task)
+        return result
+
+    async def within_timeout(self, terms: Terms, work: Awaitable[T]) -> T:
+        """Await `work` until the request's deadline, or the server's timeout. Raises: DeadlineExceeded, Overloaded."""
+        timeout_s = terms.deadline_s or self.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await work
+        except (TimeoutError, DeadlinePassed):
+            raise DeadlineExceeded(
+                f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later"
+            ) from None
+        except DeadlineOutOfReach as error:
+            self.metrics.rejected.inc()
+            raise Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}") from None
+
+    async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)`, on a thread if so many characters would hold up the event loop."""
+        if num_chars <= _INLINE_CHARS:
+            return function(*args)
+        return await self.in_thread(function, *args)
+
+    def in_thread(self, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
+        """`function(*args)` on a tokenising thread."""
+        return asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
+
+    def count_tokens(self, state: RequestState, sequences: Sequence[TokenIds]) -> None:
+        """Count a request that has been tokenised now."""
+        state.tokenized(sequences)
+        self.metrics.tokenize_seconds.observe(state.tokenization_s)
+        self.metrics.tei.tokenized(map(len, sequences))
+
+    def count_results(self, state: RequestState, results: Sequence[Embeddings], task: Task) -> None:
+        """Count a request that has been computed now."""
+        state.computed(results)
+        self.metrics.tei.succeeded(state.method, state.num_inputs, state.seconds(), task)
+        self.metrics.inputs.inc(state.num_inputs)
+        self.metrics.queue_seconds.observe(results[0].queue_s)
+
+
+def _check_answer_size(options: EmbedOptions, num_tokens: int, width: int) -> None:
+    """Raises: InvalidInput for more token vectors than one response can hold."""
+    if num_tokens * width * 4 > _MOST_ANSWER_BYTES and {"tokens", "colbert"} & set(options.outputs):
+        raise InvalidInput(f"{num_tokens} tokens' vectors of {width} numbers are too many for one answer; send fewer inputs")

@@ -1,0 +1,1 @@
+"""The APIs that clients speak: request bodies, handlers and response contents of TEI, OpenAI and Cohere."""

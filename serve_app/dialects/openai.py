@@ -1,0 +1,59 @@
+"""OpenAI's embeddings."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from engine.options import EmbedOptions
+from serve_app.compute.chunks import Chunks, embed_chunks, only_texts
+from serve_app.compute.embedding import embed
+from serve_app.compute.parameters import Chunking
+from serve_app.compute.quantize import OutputDtype, quantize
+from serve_app.compute.service import Service
+from serve_app.compute.tasks import check_embed
+from serve_app.dialects.bodies import Prompted
+from serve_app.dialects.fields import Dimensions, Inputs
+from serve_app.dialects.handler import Headers, Reply
+from serve_app.dialects.vectors import Vectors, encoded_rows, quantized
+
+
+class OpenAIEmbeddingsRequest(Prompted):
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+    output_dtype: OutputDtype | None = None
+    user: str | None = None
+    chunking: Chunking | None = None
+
+
+async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, headers: Headers) -> Reply:
+    model = service.backend.get(body.model)
+    check_embed(model.info)
+    dtype = body.output_dtype or "float"
+    with service.admission.admit(len(body.input)):
+        state = service.begin(body.input, headers)
+        encoding, options = body.encode_options(service.settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
+        if body.chunking is None:
+            result = await embed(service, state, model, body.input, encoding, options, (dtype,))
+            rows = encoded_rows(quantized(result, dtype, model), body.encoding_format)
+            data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+        else:
+            texts = only_texts(body.input)
+            chunked = await embed_chunks(service, state, model, texts, body.chunking, encoding, options, (dtype,))
+            data = [
+                {"object": "embedding", "index": index} | entry
+                for index, chunks in enumerate(chunked)
+                for entry in _chunk_entries(chunks, quantize(chunks.vectors, dtype, model.info.int8_ranges), body)
+            ]
+    usage = {"prompt_tokens": state.num_tokens, "total_tokens": state.num_tokens}
+    return Reply({"object": "list", "data": data, "model": model.info.served_model_name, "usage": usage}, state)
+
+
+def _chunk_entries(chunks: Chunks, vectors: Vectors, body: OpenAIEmbeddingsRequest) -> Iterator[dict[str, Any]]:
+    """The entries of one input: one for each chunk, or a single one with the pooling mean."""
+    assert body.chunking is not None
+    rows = encoded_rows(vectors, body.encoding_format)
+    if body.chunking.pooling == "mean":
+        yield {"embedding": rows[0]}
+        return
+    for index, (row, (start, end)) in enumerate(zip(rows, chunks.offsets, strict=True)):
+        yield {"embedding": row, "chunk": {"index": index, "start": start, "end": end}}

@@ -1,0 +1,94 @@
+"""TEI's routes, and routes of ours in TEI's form."""
+
+from typing import Any
+
+from serve_app.admission.request_state import RequestState
+from serve_app.backend import ServedModel
+from serve_app.compute.service import Service
+from serve_app.dialects import cohere
+from serve_app.dialects.bodies import ModelBody, fields_of, parse_body, parse_instance
+from serve_app.dialects.cohere import CohereRerankRequest
+from serve_app.dialects.handler import Headers, Reply
+from serve_app.dialects.tei_answers import answer, check_task, inputs_of, schema_for
+from serve_app.dialects.tei_bodies import DecodeRequest, EmbedRequest, RerankRequest, TaskBody, TokenizeRequest, VertexRequest
+from serve_app.errors import BadInstance, EmptyBatch
+from serve_app.gather import gather
+
+
+async def task(service: Service, body: TaskBody, headers: Headers) -> Reply:
+    """The task that the body's schema stands for."""
+    inputs, model = inputs_of(body), _able_model(service, body)
+    with service.admission.admit(len(inputs)):
+        state = service.begin(inputs, headers)
+        content = await answer(service, state, model, body)
+    return Reply(content, state)
+
+
+def parse_by_task(service: Service, content: bytes) -> TaskBody:
+    """A body of `POST /`, where huggingface_hub sends all tasks: the model's task and the body's fields decide the schema."""
+    model = service.backend.get(parse_body(ModelBody, content).model if b'"model"' in content else None)
+    is_embed = model.info.task == "embedding" and b'"source_sentence"' not in content and b'"texts"' not in content
+    return parse_body(schema_for(model.info, {} if is_embed else fields_of(content)), content)
+
+
+async def rerank(service: Service, body: RerankRequest | CohereRerankRequest, headers: Headers) -> Reply:
+    if isinstance(body, CohereRerankRequest):
+        return await cohere.rerank(service, body, headers, version="2")
+    return await task(service, body, headers)
+
+
+def parse_rerank(_service: Service, content: bytes) -> RerankRequest | CohereRerankRequest:
+    """A body of `/rerank`: TEI's has `texts`, Cohere's and Jina's has `documents`."""
+    if "documents" in (fields := fields_of(content)) and "texts" not in fields:
+        return parse_body(CohereRerankRequest, content)
+    return parse_body(RerankRequest, content)
+
+
+async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Reply:
+    """Vertex AI's wrapper: its instances are bodies of other routes. They run concurrently; the first failure is the answer."""
+    instances = [_instance(service, index, each) for index, each in enumerate(body.instances)]
+    inputs = [inputs_of(each) for each in instances]
+    models = [_able_model(service, each) for each in instances]
+    with service.admission.admit(sum(map(len, inputs))):
+        terms = service.begin((), headers).terms  # read also without instances, so that a bad header is always refused
+        states = [RequestState(each, terms) for each in inputs]
+        num_chars = sum(state.num_chars for state in states)
+        for state in states:
+            state.chars_to_tokenize = num_chars  # many small instances together would hold up the event loop
+        work = [answer(service, *each) for each in zip(states, models, instances, strict=True)]
+        predictions = await gather(work)
+    return Reply({"predictions": predictions})
+
+
+async def tokenize(service: Service, body: TokenizeRequest, _headers: Headers) -> Reply:
+    if not body.inputs:
+        raise EmptyBatch("`inputs` cannot be empty")
+    tokenizer = service.backend.get(body.model).tokenizer
+    with service.admission.admit(len(body.inputs)):
+        args = body.inputs, body.add_special_tokens, body.encode_options(service.settings.auto_truncate)
+        num_chars = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
+        return Reply(await service.off_loop(num_chars, tokenizer.tokens, *args))
+
+
+async def decode(service: Service, body: DecodeRequest, _headers: Headers) -> Reply:
+    tokenizer = service.backend.get(body.model).tokenizer
+    with service.admission.admit(len(body.ids)):
+        args = body.ids, body.skip_special_tokens
+        return Reply(await service.off_loop(sum(map(len, body.ids)), tokenizer.decode, *args))
+
+
+def _able_model(service: Service, body: TaskBody) -> ServedModel:
+    """The model that the body names. Raises: UnknownModel, WrongTask."""
+    model = service.backend.get(body.model)
+    check_task(model.info, body)
+    return model
+
+
+def _instance(service: Service, index: int, instance: Any) -> TaskBody:
+    fields = instance if isinstance(instance, dict) else {}
+    name = fields.get("model")
+    model = service.backend.get(name if isinstance(name, str) else None)
+    body = parse_instance(schema_for(model.info, fields), index, instance)
+    if isinstance(body, EmbedRequest) and body.chunking is not None:
+        raise BadInstance(f"instances.{index}: `chunking` is not available here; send it to /embed")
+    return body

@@ -1,0 +1,100 @@
+"""The request bodies of TEI's routes."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from engine.options import EncodeOptions
+from serve_app.compute.parameters import Body, Chunking, HybridOutput
+from serve_app.compute.quantize import OutputDtype
+from serve_app.dialects.bodies import ModelBody, Prompted, Ranking
+from serve_app.dialects.fields import Classified, Dimensions, Direction, IdLists, Inputs, TextList, Texts
+
+
+class Encoding(Prompted):
+    """How the inputs are tokenised. `truncate` null means the server's `auto_truncate`."""
+
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        truncate = auto_truncate if self.truncate is None else self.truncate
+        return EncodeOptions(truncate, self.truncation_direction, self.prompt_name, self.prompt, self.input_type)
+
+
+class EmbedRequest(Encoding):
+    inputs: Inputs
+    normalize: bool = True
+    dimensions: Dimensions | None = None
+    output_dtype: OutputDtype | None = None
+    chunking: Chunking | None = None
+
+
+class EmbedAllRequest(Encoding):
+    inputs: Inputs
+
+
+class EmbedSparseRequest(Encoding):
+    inputs: Inputs
+
+
+class EmbedHybridRequest(Encoding):
+    """`outputs` null means all outputs that the model has."""
+
+    inputs: Inputs
+    outputs: Annotated[list[HybridOutput], Field(min_length=1)] | None = None
+    normalize: bool = True
+    dimensions: Dimensions | None = None
+
+
+class Sentences(Body):
+    source_sentence: str
+    sentences: TextList
+
+
+class SimilarityRequest(ModelBody):
+    inputs: Sentences
+    parameters: Encoding | None = None
+
+
+class PredictRequest(ModelBody):
+    inputs: Classified
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    raw_scores: bool = False
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
+
+
+class RerankRequest(Ranking):
+    texts: TextList
+    truncate: bool | None = None
+    truncation_direction: Direction = "right"
+    raw_scores: bool = False
+    return_text: bool = False
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
+
+
+class VertexRequest(Body):
+    """Each instance is a body of `/rerank`, or of the route for the model's task."""
+
+    instances: list[Any]
+
+
+class TokenizeRequest(Prompted):
+    inputs: Texts
+    add_special_tokens: bool = True
+
+
+class DecodeRequest(ModelBody):
+    ids: IdLists
+    skip_special_tokens: bool = True
+
+
+# The bodies that the model's task can be done for.
+TaskBody = (
+    EmbedRequest | EmbedAllRequest | EmbedSparseRequest | EmbedHybridRequest | SimilarityRequest | PredictRequest | RerankRequest
+)

@@ -1,0 +1,1 @@
+"""TEI's gRPC services."""

@@ -1,0 +1,27 @@
+"""Errors as gRPC's status: the same texts as over HTTP, with a code for each error type."""
+
+from engine.errors import EmberError
+from serve_app.errors import ApiError, Unauthorized, WrongTask, describe
+
+_CODES = {
+    "Empty": "INVALID_ARGUMENT",
+    "Validation": "INVALID_ARGUMENT",
+    "Tokenizer": "FAILED_PRECONDITION",
+    "Backend": "FAILED_PRECONDITION",
+    "Overloaded": "RESOURCE_EXHAUSTED",
+    "Unhealthy": "UNAVAILABLE",
+    "Unauthorized": "UNAUTHENTICATED",
+    "NotFound": "NOT_FOUND",
+    "Timeout": "DEADLINE_EXCEEDED",
+}
+
+
+def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
+    """Name of the code, details and trailing metadata of a call that failed."""
+    status, error_type, message = describe(error)
+    if isinstance(error, Unauthorized):
+        message = "No valid auth token"  # TEI's words
+    if isinstance(error, WrongTask):
+        message = message.removeprefix("Backend error: ")  # TEI's gRPC leaves it out
+    code = "INTERNAL" if status == 500 else _CODES[error_type]
+    return code, message, error.headers if isinstance(error, ApiError) else {}

@@ -1,0 +1,46 @@
+"""What happens around every route: the API key, errors as responses, metrics."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from engine.errors import EmberError
+from serve_app.admission.keys import Keys
+from serve_app.compute.service import Service
+from serve_app.errors import Unauthorized
+from serve_app.http.errors import error_response
+from serve_app.http.routes import Route
+
+log = logging.getLogger(__name__)
+
+
+def guarded(route: Route, service: Service, keys: Keys | None) -> Callable[[Request], Awaitable[Response]]:
+    """The route's endpoint for Starlette. It always responds, unless the client disconnects."""
+    keys = None if route.public else keys
+    endpoint, path, form, metrics = route.endpoint, route.path, route.form, service.metrics
+
+    async def respond(request: Request) -> Response:
+        start = perf_counter()
+        try:
+            if keys is not None and not keys.admit(request.scope["headers"]):
+                raise Unauthorized
+            response = await endpoint(service, request)
+        except EmberError as error:
+            if request.method == "POST":  # TEI counts no failed health check
+                metrics.tei.failed(error)
+            response = error_response(error, form)
+        except (asyncio.CancelledError, ClientDisconnect):
+            metrics.cancelled.inc()
+            metrics.tei.dropped()
+            raise
+        except Exception:
+            log.exception("%s failed", path)
+            response = error_response(EmberError("internal error; the server's log has the details"), form)
+        metrics.observe_request(path, response.status_code, perf_counter() - start)
+        return response
+
+    return respond

@@ -1,0 +1,168 @@
+"""The table of routes.
+
+`app.py` makes Starlette's routes from the table, `openapi.py` the OpenAPI document. A path's error form comes from
+`cluster/error_forms.py`, where HAProxy finds it too.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.error_forms import Form, form_of
+from serve_app.compute.service import Service
+from serve_app.dialects import cohere, openai, tei
+from serve_app.dialects.bodies import parse_body
+from serve_app.dialects.cohere import CohereEmbedRequest, CohereRerankRequest
+from serve_app.dialects.handler import Handler, Headers, Reply
+from serve_app.dialects.openai import OpenAIEmbeddingsRequest
+from serve_app.dialects.tei_bodies import (
+    DecodeRequest,
+    EmbedAllRequest,
+    EmbedHybridRequest,
+    EmbedRequest,
+    EmbedSparseRequest,
+    PredictRequest,
+    RerankRequest,
+    SimilarityRequest,
+    TokenizeRequest,
+    VertexRequest,
+)
+from serve_app.http import about, answers
+from serve_app.http.body import read_body
+from serve_app.http.encode import json_response, to_json
+
+T = TypeVar("T", bound=BaseModel)
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A method of a path."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    endpoint: Endpoint
+    summary: str = ""  # empty: the OpenAPI document leaves the route out
+    answer: Schema | None = None  # JSON schema of the response; None for a response without content
+    media_type: str = "application/json"  # of the response
+    bodies: tuple[type[BaseModel], ...] = ()  # the route takes any of these
+    computes: bool = False  # runs the model: takes QoS headers, and can fail as a computation does
+    checks_health: bool = False  # answers 503 while the engine is down
+    public: bool = False  # needs no API key
+
+    @property
+    def form(self) -> Form:
+        """The form of the route's errors."""
+        return form_of(self.path)
+
+
+def _post(
+    path: str,
+    handler: Callable[[Service, T, Headers], Awaitable[Reply]],
+    schema: type[T],
+    answer: Schema,
+    summary: str,
+    *,
+    computes: bool = True,
+) -> Route:
+    """A route that takes one kind of body."""
+    endpoint = _endpoint(lambda _, content: parse_body(schema, content), handler)
+    return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=computes)
+
+
+def _post_any(
+    path: str,
+    handler: Callable[[Service, Any, Headers], Awaitable[Reply]],
+    parse: Callable[[Service, bytes], BaseModel],
+    bodies: tuple[type[BaseModel], ...],
+    answer: Schema,
+    summary: str,
+) -> Route:
+    """A route that takes several kinds of body. `parse` tells them apart."""
+    return Route("POST", path, _endpoint(parse, handler), summary, answer, bodies=bodies, computes=True)
+
+
+def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) -> Endpoint:
+    """Read the body, validate it, compute, encode."""
+
+    async def endpoint(service: Service, request: Request) -> Response:
+        body = parse(service, await read_body(request, service.settings.payload_limit))
+        reply = await handler(service, body, request.headers.raw)
+        content = to_json(reply.content)
+        return json_response(content, None if reply.state is None else reply.state.headers())
+
+    return endpoint
+
+
+_get = partial(Route, "GET")
+_by_task = partial(
+    _post_any,
+    handler=tei.task,
+    parse=tei.parse_by_task,
+    bodies=(EmbedRequest, SimilarityRequest, EmbedSparseRequest, PredictRequest, RerankRequest),
+    answer=answers.ANY_TASK,
+)
+_health = partial(_get, endpoint=about.health, checks_health=True, public=True)
+
+# Starlette tries the routes in this order: the routes with the most requests stand first.
+ROUTES: tuple[Route, ...] = (
+    _post("/embed", tei.task, EmbedRequest, answers.EMBEDDED, "Embeddings in TEI's form"),
+    _post(
+        "/v1/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "Embeddings in OpenAI's form"
+    ),
+    _post("/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "As /v1/embeddings"),
+    _post(
+        "/v1/rerank", partial(cohere.rerank, version="1"), CohereRerankRequest, answers.COHERE_RANKS,
+        "Documents by relevance, in the form of Cohere's version 1 and of Jina",
+    ),
+    _post(
+        "/v2/rerank", partial(cohere.rerank, version="2"), CohereRerankRequest, answers.COHERE_RANKS,
+        "Documents by relevance, in the form of Cohere's version 2",
+    ),
+    _post(
+        "/v1/embed", partial(cohere.embed, version="1"), CohereEmbedRequest, answers.COHERE_EMBEDDINGS,
+        "Embeddings in the form of Cohere's version 1",
+    ),
+    _post(
+        "/v2/embed", partial(cohere.embed, version="2"), CohereEmbedRequest, answers.COHERE_EMBEDDINGS,
+        "Embeddings in the form of Cohere's version 2",
+    ),
+    _by_task("/", summary="As the route for the model's task and the body's fields"),
+    _by_task("/invocations", summary="As /"),
+    _post_any(
+        "/rerank", tei.rerank, tei.parse_rerank, (RerankRequest, CohereRerankRequest), answers.RERANKED,
+        "Texts by relevance to a query: TEI's form, or Cohere's and Jina's",
+    ),
+    _post("/predict", tei.task, PredictRequest, answers.PREDICTED, "Classes of texts, or of pairs of texts"),
+    _post(
+        "/embed_sparse", tei.task, EmbedSparseRequest, answers.SPARSE_LIST, "Sparse weights (SPLADE models, BGE-M3)"
+    ),
+    _post(
+        "/embed_hybrid", tei.task, EmbedHybridRequest, answers.HYBRID,
+        "Dense vectors, sparse weights and token vectors in one pass (BGE-M3)",
+    ),
+    _post("/embed_all", tei.task, EmbedAllRequest, answers.TOKEN_VECTORS, "One vector for each token"),
+    _post("/similarity", tei.task, SimilarityRequest, answers.FLOATS, "Cosine similarity of one sentence to others"),
+    _post("/vertex", tei.vertex, VertexRequest, answers.VERTEX, "Several bodies of other routes, in Vertex AI's wrapper"),
+    _post("/tokenize", tei.tokenize, TokenizeRequest, answers.TOKENS, "Tokens of texts", computes=False),
+    _post("/decode", tei.decode, DecodeRequest, answers.TEXTS, "Texts of token ids", computes=False),
+    _health("/", summary="As /health"),
+    _health("/health", summary="200 while the engine works, 503 otherwise"),
+    _health("/ping", summary="As /health"),
+    _get("/info", about.info, "The model and its limits", answers.INFO),
+    _get(
+        "/metrics", about.metrics, "Prometheus metrics of this process", {"type": "string"}, media_type="text/plain", public=True
+    ),
+    _get("/v1/models", about.models, "The models of this server, in OpenAI's form", answers.MODELS),
+    _get("/v1/models/{name:path}", about.model),
+    _get("/docs", about.docs, public=True),
+    _get("/openapi.json", about.openapi, public=True),
+    _get("/api-doc/openapi.json", about.openapi, public=True),
+)  # fmt: skip
