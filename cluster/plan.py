@@ -408,7 +408,7 @@ class Plan:
         return {
             "name": pool.name,
             "route_prefix": None,
-            "import_path": "serve_app.pool:build",
+            "import_path": "serve_app.replica.pool:build",
             "args": {
                 "pool": pool.name,
                 "model": source_of(entry),
@@ -449,7 +449,7 @@ class Plan:
         return {
             "name": "gateway",
             "route_prefix": "/",
-            "import_path": "serve_app.gateway:build",
+            "import_path": "serve_app.gateway.app:build",
             "args": {
                 "models": models,
                 "default": default,

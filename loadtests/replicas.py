@@ -7,7 +7,7 @@ from ray import serve
 
 from engine.schedule.request import Request, Slice
 from loadtests.servers import StubEngine
-from serve_app.model_server import ModelServer
+from serve_app.replica.model_server import ModelServer
 from serve_app.settings import Settings
 
 

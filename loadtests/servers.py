@@ -157,7 +157,8 @@ def _serve_stub_behind_gateways(kind: str, port: int) -> None:
         from ray import serve
 
         from loadtests.stub_pool import FastPool, FreePool
-        from serve_app import gateway, pool
+        from serve_app.gateway import app as gateway
+        from serve_app.replica import pool
 
         server = FastPool if kind == "fast-gateways" else FreePool
         ref: dict[str, Any] = {"name": "stub", "tokens_per_s": server.planned_tokens_per_s}
@@ -226,8 +227,8 @@ def _uvicorn(port: int) -> None:
     from engine.schedule.request import Request
     from serve_app.api import Api
     from serve_app.backend import LocalBackend, LocalModel, ModelInfo
-    from serve_app.health import Health
     from serve_app.metrics import Metrics
+    from serve_app.replica.health import Health
     from serve_app.settings import Settings
 
     engine = StubEngine()

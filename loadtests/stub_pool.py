@@ -10,7 +10,7 @@ from pydantic import Field
 from ray import serve
 
 from loadtests.servers import StubEngine
-from serve_app import pool
+from serve_app.replica import pool
 from serve_app.settings import Settings
 
 

@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from cluster.local_ray import DRAIN_S
-from serve_app.model_server import ModelServer
+from serve_app.replica.model_server import ModelServer
 from serve_app.settings import Settings, pool_name
 
 

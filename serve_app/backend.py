@@ -1,4 +1,4 @@
-"""What the HTTP API needs of a model, and the local maker of it. The cluster's gateway has the other (`gateway.py`)."""
+"""What the HTTP API needs of a model, and the local maker of it. The cluster's gateway has the other (`gateway/app.py`)."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,8 +14,8 @@ from engine.options import EmbedOptions, TokenIds
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
 from serve_app.errors import UnknownModel
-from serve_app.health import Health
 from serve_app.quantize import Ranges, read_ranges
+from serve_app.replica.health import Health
 from serve_app.terms import Terms
 
 

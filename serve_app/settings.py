@@ -177,7 +177,7 @@ def load_settings(
     """Merge TEI's variables, `config` (YAML), `EMBERFORGE_*` variables and `flags`; a flag that is None was not given.
 
     Args:
-        tei: by setting, the variable of TEI's and its value (`tei.py`); whatever is ours wins over it.
+        tei: by setting, the variable of TEI's and its value (`cli/tei.py`); whatever is ours wins over it.
     Raises: SettingsError naming where the value stands, the value, and what is allowed.
     """
     known = Settings.model_fields

@@ -15,9 +15,10 @@ from servers import POOL_SETTINGS, Clustered, Deploy
 
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
-from serve_app import gateway, pool
 from serve_app.app import PoolArgs, bind
-from serve_app.model_server import ModelServer
+from serve_app.gateway import app as gateway
+from serve_app.replica import pool
+from serve_app.replica.model_server import ModelServer
 from serve_app.settings import Settings
 
 

@@ -14,8 +14,8 @@ from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.run.flight import Flight, Landed
-from serve_app.model_server import ModelServer
-from serve_app.pool import PoolServer
+from serve_app.replica.model_server import ModelServer
+from serve_app.replica.pool import PoolServer
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 

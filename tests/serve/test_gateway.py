@@ -15,9 +15,10 @@ from servers import MARKER, POOL_SETTINGS, BrokenPool, Clustered, DyingPool, Poi
 from test_behaviour import leave_at_once, metric, wait_for
 
 from engine.hub import EMBEDDED_MODEL
-from serve_app import gateway, pool
+from serve_app.gateway import app as gateway
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc import tei_pb2_grpc
+from serve_app.replica import pool
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.cli import _last_words
+from serve_app.cli.commands import _last_words
 
 SERVE = "The deployment failed to start 3 times in a row. See controller logs for details. Error:\n"
 TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", line 1, in load\n    raise ModelError(text)\n'

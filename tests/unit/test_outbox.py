@@ -11,8 +11,8 @@ from cluster.router import Ticket
 from engine.errors import BackendError, EngineStopped
 from engine.loop import Embeddings
 from engine.options import EmbedOptions
-from serve_app.outbox import Outbox, joint_ticket, next_ticket
-from serve_app.parcel import Answer, Call
+from serve_app.gateway.outbox import Outbox, joint_ticket, next_ticket
+from serve_app.gateway.parcel import Answer, Call
 from serve_app.terms import USUAL
 
 MOST_TOKENS = 512
@@ -62,7 +62,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 @pytest.fixture
 def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits leaves for another reason than that it has waited enough."""
-    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 1e6)
+    monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 1e6)
 
 
 def test_what_arrives_in_one_turn_leaves_as_one_call() -> None:
@@ -193,7 +193,7 @@ def test_what_waits_leaves_when_it_has_waited_enough(monkeypatch: pytest.MonkeyP
         assert [count for count, _ in replica.sent] == [1, 2]
         assert waited_s >= 0.1
 
-    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 0.1)
+    monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 0.1)
     run(test)
 
 

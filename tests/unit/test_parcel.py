@@ -12,9 +12,9 @@ import pytest
 from engine.errors import BackendError, NotFinite
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
-from serve_app.outbox import next_ticket
-from serve_app.parcel import Answer, Call, pack, unpack
-from serve_app.pool import PoolServer
+from serve_app.gateway.outbox import next_ticket
+from serve_app.gateway.parcel import Answer, Call, pack, unpack
+from serve_app.replica.pool import PoolServer
 from serve_app.terms import USUAL, Terms
 
 WHOLE = EmbedOptions()

@@ -24,8 +24,8 @@ from cluster.files import ClusterError
 from cluster.nodes import CARD_RESERVE, GIB, Card, Node, load_nodes
 from cluster.plan import ModelEntry, ModelsFile, Plan, load_models
 from engine.errors import EmberError, ModelError
-from serve_app.cli import cli
-from serve_app.gateway import GatewayArgs
+from serve_app.cli.commands import cli
+from serve_app.gateway.app import GatewayArgs
 
 NODES = """\
 nodes:

@@ -18,8 +18,9 @@ from engine.errors import InvalidInput
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app import cli, scores, service
+from serve_app import scores, service
 from serve_app.api import Api
+from serve_app.cli import commands as cli
 from serve_app.metrics import Metrics
 from serve_app.settings import Settings
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app import tei
+from serve_app.cli import tei
 from serve_app.settings import Settings, SettingsError, load_settings
 
 README = Path(__file__).parents[2] / "README.md"

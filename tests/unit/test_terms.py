@@ -30,12 +30,12 @@ from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
-from serve_app.cache import ENTRY_BYTES, CachedModel
 from serve_app.errors import Unhealthy
-from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
-from serve_app.health import Health
+from serve_app.gateway.app import GatewayModel, PooledModel, PoolRef, _joined
+from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.metrics import Metrics
-from serve_app.parcel import Answered, Parcel
+from serve_app.replica.cache import ENTRY_BYTES, CachedModel
+from serve_app.replica.health import Health
 from serve_app.settings import Settings
 from serve_app.terms import USUAL, Terms, read_terms
 
@@ -427,7 +427,7 @@ def test_a_pool_is_told_the_priority_and_the_time_left(pooled: Any) -> None:
 def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every_replica(
     replicas: int, tokens_of_calls: list[int], pooled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 1e6)
+    monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 1e6)
     model, (handle,) = pooled(vectors)
     model.pools[0].load.update({str(number): Report(1.0, 0, 100.0) for number in range(replicas)}, monotonic())
 

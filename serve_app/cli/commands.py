@@ -38,7 +38,8 @@ from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
-from serve_app import keys, tei
+from serve_app import keys
+from serve_app.cli import tei
 from serve_app.settings import IDLE_PROMPTS, Settings, SettingsError, load_settings
 
 cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)

@@ -30,10 +30,10 @@ from serve_app.app import deployment_options
 from serve_app.backend import ModelInfo
 from serve_app.errors import Asleep, Unhealthy, UnknownModel
 from serve_app.garbage import collect_seldom
+from serve_app.gateway.outbox import Outbox, joint_ticket, next_ticket
+from serve_app.gateway.parcel import Answer, Answered, Call, pack, unpack
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.metrics import Metrics
-from serve_app.outbox import Outbox, joint_ticket, next_ticket
-from serve_app.parcel import Answer, Answered, Call, pack, unpack
 from serve_app.settings import IDLE_PROMPTS, Settings
 from serve_app.terms import Terms
 from serve_app.together import together

@@ -16,11 +16,11 @@ from engine.options import EncodeOptions
 from engine.schedule.request import Request
 from serve_app.api import Api
 from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
-from serve_app.cache import CachedModel
 from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
-from serve_app.health import Health
 from serve_app.metrics import Metrics
+from serve_app.replica.cache import CachedModel
+from serve_app.replica.health import Health
 from serve_app.settings import IDLE_PROMPTS, Settings
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.router import Ticket
 from engine.loop import Embeddings
-from serve_app.parcel import Answer, Call
+from serve_app.gateway.parcel import Answer, Call
 
 _MOST_CALLS = 256
 # So many are worth a call of their own: they wait for no other to come back.

@@ -19,8 +19,8 @@ from engine.loop import Embeddings, EngineLoop
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
 from serve_app.app import deployment_options
-from serve_app.model_server import EngineServer
-from serve_app.parcel import Answer, Answered, Call, Parcel
+from serve_app.gateway.parcel import Answer, Answered, Call, Parcel
+from serve_app.replica.model_server import EngineServer
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 

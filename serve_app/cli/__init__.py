@@ -1,0 +1,5 @@
+"""The `emberforge` command."""
+
+from serve_app.cli.commands import main
+
+__all__ = ["main"]
