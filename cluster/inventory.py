@@ -136,20 +136,6 @@ def this_node(name: str | None = None, reserve_bytes: int | None = None, source:
     )
 
 
-def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -> tuple[Node, ...]:
-    """Every node of the running cluster, each as `this_node` reads it there at this moment.
-
-    Args:
-        address: of the head, HEAD[:PORT]; None takes the cluster that this machine is part of.
-        say: takes a line for each node that is left out, or that models would not find as what it is.
-    Raises: ClusterError where there is no cluster, or a node of it does not answer.
-    """
-    from cluster.node_live import Readings, connected, nodes_to_plan_with  # which asks `this_node`
-
-    with connected(address):
-        return nodes_to_plan_with(Readings().read(), say)
-
-
 def cards(facts: Facts) -> tuple[Card, ...]:
     """The cards a CUDA program would see, each MIG slice as one. Raises: ClusterError where a card's memory is unknown."""
     return tuple(_card(nvml, seen, facts) for nvml, seen in _devices(facts))

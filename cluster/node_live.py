@@ -105,6 +105,18 @@ def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tupl
     return tuple(nodes)
 
 
+def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -> tuple[Node, ...]:
+    """Every node of the running cluster. Each node reads itself with `this_node` at this moment.
+
+    Args:
+        address: the head's, HEAD[:PORT]; None takes the cluster that this machine is part of.
+        say: takes a line for each node that is left out, and for each node that has changed since it was started.
+    Raises: ClusterError where there is no cluster, or where a node does not answer.
+    """
+    with connected(address):
+        return nodes_to_plan_with(Readings().read(), say)
+
+
 class Readings:
     """Asks every node, again and again. A node that answers late is heard then; meanwhile it keeps what it said last."""
 

@@ -1,6 +1,5 @@
-"""A cluster's models and nodes -> which replica goes where, why, what does not fit, and the Serve config that does it."""
+"""A cluster's models and nodes -> which replica goes where, why, and what does not fit."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,23 +7,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from cluster.catalogue import hub_id, known_model
-from cluster.files import ClusterError, read_yaml
+from cluster.catalogue import known_model
+from cluster.files import ClusterError
+from cluster.model_folder import read_model, shortened
+from cluster.model_spec import Dtype, pool_name
+from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
 from cluster.throughput import Basis, Rate, capability_of, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
-from engine.hub import EMBEDDED_MODEL, resolve_model
-from engine.model.config import Backend, ModelConfig, Pooling
+from engine.model.config import ModelConfig
 from engine.model.families import family_of
-from engine.model.folder import load_model_config
 from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
-from serve_app.settings import Dtype, Settings, check_remote_code, pool_name
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
@@ -32,76 +30,6 @@ _CORES_A_REPLICA = 4
 # place: some seconds; with hundreds of nodes, only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
 _TRY_REPLICAS = 100_000
-# Settings that the plan gives each pool from its model's entry.
-_PER_MODEL = (
-    "models", "served_model_name", "dtype", "pooling", "default_prompt_name", "default_prompt", "max_batch_tokens",
-    "max_input_tokens", "num_threads", "backend", "trust_remote_code",
-)  # fmt: skip
-
-
-class ModelEntry(BaseModel):
-    """One model of models.yaml."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(min_length=1)
-    model: str = Field(min_length=1)
-    dtype: Dtype = "auto"
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
-    aliases: tuple[str, ...] = ()
-    pooling: Pooling | None = None
-    max_batch_tokens: PositiveInt | None = None
-    max_input_tokens: PositiveInt | None = None
-    default_prompt_name: str | None = None
-    default_prompt: str | None = None
-    backend: Backend = "emberforge"
-    trust_remote_code: bool = False
-    nodes: tuple[str, ...] | None = None
-    not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class
-
-    @model_validator(mode="after")
-    def _limits_agree(self) -> "ModelEntry":
-        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}")
-        if self.default_prompt_name is not None and self.default_prompt is not None:
-            raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
-        check_remote_code(self.backend, self.trust_remote_code)
-        return self
-
-    @property
-    def most_replicas(self) -> int:
-        return self.max_replicas or max(1, self.min_replicas)
-
-
-class ModelsFile(BaseModel):
-    """models.yaml. `default` answers where a request names no model; the first one where none is named here."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    models: tuple[ModelEntry, ...] = Field(min_length=1)
-    default: str | None = None
-    gateways: PositiveInt = 1  # replicas of the gateway
-    asleep: Literal["wait", "refuse"] = "wait"  # what a request hears that wakes a model scaled to zero
-    settings: Settings = Settings()
-
-    @model_validator(mode="after")
-    def _names_are_distinct(self) -> "ModelsFile":
-        names = Counter(name for entry in self.models for name in {entry.name, *entry.aliases})
-        twice = next((name for name, count in names.items() if count > 1), None)
-        if twice:
-            raise ValueError(f"two models are called {twice!r}; names and aliases must differ")
-        if self.default is not None and self.default not in names:
-            raise ValueError(f"default is {self.default!r}, which no model is called; there is {', '.join(names)}")
-        slugs = Counter(pool_name(entry.name) for entry in self.models)
-        slug, count = slugs.most_common(1)[0]
-        if count > 1:
-            raise ValueError(f"{count} models would have pools called {slug!r}; let their names differ in the last part")
-        misplaced = next((name for name in _PER_MODEL if name in self.settings.model_fields_set), None)
-        if misplaced:
-            raise ValueError(f"settings.{misplaced} is not for all models at once: it is taken from each model's entry")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +48,7 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PlannedPool:
     """The replicas of one model on one class of nodes: what becomes one Serve application."""
 
     model: str
@@ -149,31 +77,13 @@ class Unplaced:
     ways_out: tuple[str, ...]
 
 
-def load_models(path: Path) -> ModelsFile:
-    """Raises: ClusterError naming the place, the value and what is allowed."""
-    return read_yaml(path, ModelsFile)
-
-
 def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's shape: from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     ours = entry.backend == "emberforge" and not Path(entry.model).expanduser().is_dir()
     config = known_model(entry.model) if ours else None
     if config is None:
-        folder = resolve_model(entry.model, weights=False, code=entry.trust_remote_code)
-        config = load_model_config(folder, entry.pooling, backend=entry.backend, trust_remote_code=entry.trust_remote_code)
-    return _shortened(config, entry.max_input_tokens)
-
-
-def _shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:
-    return replace(config, max_input_length=min(config.max_input_length, max_input_tokens or config.max_input_length))
-
-
-def source_of(entry: ModelEntry) -> str:
-    """What a replica is told to load: a folder by its whole path, having another working directory, or a Hub id."""
-    folder = Path(entry.model).expanduser()
-    if folder.is_dir():
-        return str(folder.resolve())
-    return entry.model if entry.model == EMBEDDED_MODEL else hub_id(entry.model) or entry.model
+        _, config = read_model(entry)
+    return shortened(config, entry.max_input_tokens)
 
 
 class Plan:
@@ -206,7 +116,7 @@ class Plan:
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
-        config = _shortened(self.shapes[entry.name], entry.max_input_tokens)
+        config = shortened(self.shapes[entry.name], entry.max_input_tokens)
         return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
@@ -243,7 +153,7 @@ class Plan:
         return tuple(Unplaced(name, count, self._why_not(name), self._ways_out(name)) for name, count in without.items())
 
     @cached_property
-    def pools(self) -> tuple[Pool, ...]:
+    def pools(self) -> tuple[PlannedPool, ...]:
         """Largest replicas first: Ray then finds the arrangement that was planned."""
         groups: dict[tuple[str, str], list[Any]] = {}
         for each in self.placement.replicas:
@@ -263,12 +173,12 @@ class Plan:
             frozenset(entry.not_nodes),
         )
 
-    def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> Pool:
+    def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> PlannedPool:
         node = self.classes[node_class]
         # Rounded down: what fits to the byte must not fail for the fourth decimal, which is all that Ray counts.
         share = self.demands[name].bytes_on[node_class] / node.usable_bytes
         places = _places(node)
-        return Pool(
+        return PlannedPool(
             name,
             node_class,
             sum(each.required for each in replicas),
@@ -375,98 +285,9 @@ class Plan:
         needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
         return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
-    def serve_config(self) -> dict[str, Any]:
-        """The Serve config of the plan: a pool a model and class, and the gateway in front, as plain data for YAML.
-
-        Raises: ClusterError where the default model has no replica: the gateway would not know what to answer with.
-        """
-        settings = self.file.settings
-        applications = [self._pool_application(pool) for pool in self.pools]
-        return {
-            "proxy_location": "EveryNode",
-            "http_options": {"host": settings.host, "port": settings.port},
-            **settings.grpc_options,
-            "applications": [*applications, self._gateway_application()],
-        }
-
-    def _pool_application(self, pool: Pool) -> dict[str, Any]:
-        entry = self.entries[pool.model]
-        given: dict[str, Any] = {"dtype": entry.dtype, "pooling": entry.pooling, "num_threads": pool.num_threads}
-        given |= {"max_batch_tokens": entry.max_batch_tokens, "max_input_tokens": entry.max_input_tokens}
-        given |= {"backend": entry.backend, "trust_remote_code": entry.trust_remote_code}
-        settings = self.file.settings.model_copy(
-            update={"models": (source_of(entry),), "served_model_name": (entry.name,)} | {k: v for k, v in given.items() if v}
-        )
-        options: dict[str, Any] = {"num_cpus": pool.num_cpus}
-        if pool.num_gpus:
-            options["num_gpus"] = pool.num_gpus
-        options["label_selector"] = {"emberforge-class": pool.node_class}
-        if entry.nodes is not None:
-            options["label_selector"]["emberforge-node"] = f"in({','.join(entry.nodes)})"
-        elif entry.not_nodes:
-            options["label_selector"]["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
-        return {
-            "name": pool.name,
-            "route_prefix": None,
-            "import_path": "serve_app.replica.pool:build",
-            "args": {
-                "pool": pool.name,
-                "model": source_of(entry),
-                "name": entry.name,
-                "tokens_per_s": round(pool.tokens_per_s),
-                "settings": _plain(settings),
-                "min_replicas": pool.min_replicas,
-                "max_replicas": pool.max_replicas,
-            },
-            "deployments": [
-                {"name": "Engine", "max_replicas_per_node": pool.max_per_node, "ray_actor_options": options},
-            ],
-        }
-
-    def _gateway_application(self) -> dict[str, Any]:
-        models = []
-        for name, entry in self.entries.items():
-            pools = [
-                {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": round(pool.tokens_per_s)}
-                | {"min_replicas": pool.min_replicas, "max_replicas": pool.max_replicas}
-                for pool in self.pools
-                if pool.model == name
-            ]
-            if pools:
-                given: dict[str, Any] = {"pooling": entry.pooling, "max_input_tokens": entry.max_input_tokens}
-                given |= {"default_prompt_name": entry.default_prompt_name, "default_prompt": entry.default_prompt}
-                if entry.backend != "emberforge":
-                    given |= {"backend": entry.backend, "trust_remote_code": entry.trust_remote_code}
-                models.append(
-                    {"name": name, "model": source_of(entry), "aliases": list(entry.aliases)}
-                    | {key: value for key, value in given.items() if value is not None}
-                    | {"pools": pools}
-                )
-        default = self.file.default or self.file.models[0].name
-        answers = {alias for pool in self.pools for alias in (pool.model, *self.entries[pool.model].aliases)}
-        if default not in answers:
-            raise ClusterError(f"{default}, the default model, has no place, so there is no config; let default be another")
-        return {
-            "name": "gateway",
-            "route_prefix": "/",
-            "import_path": "serve_app.gateway.app:build",
-            "args": {
-                "models": models,
-                "default": default,
-                "asleep": self.file.asleep,
-                "settings": _plain(self.file.settings),
-            },
-            "deployments": [{"name": "Gateway", "num_replicas": self.file.gateways, "ray_actor_options": {"num_cpus": 0.5}}],
-        }
-
     def guesses(self) -> tuple[str, ...]:
         """Classes whose speed is a cautious guess, because nobody knows their card."""
         return tuple(name for name, node in self.classes.items() if not is_known(node))
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(settings.model_dump_json(exclude_defaults=True))
-    return content
 
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:

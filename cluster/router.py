@@ -32,6 +32,7 @@ class Report:
     busy: float = 0.0  # share of the last second that it computed
     batch_tokens: int = 0  # of those queued: of batch priority
     max_batch_tokens: int = 0  # in one pass
+    dtype: str = ""  # the dtype that the replica has loaded the model in
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class PoolLoad:
         self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
+        self.dtypes: frozenset[str] = frozenset()  # of all replicas that have reported
         self._replica_of: dict[int, str | None] = {}  # of each request that is not over, by ticket; None until it has one
         self._unrouted: dict[int, Ticket] = {}  # those that have none yet
 
@@ -107,6 +109,7 @@ class PoolLoad:
                 load = self.replicas.setdefault(name, ReplicaLoad())
                 load.report, load.heard_at = report, now
                 self._heard.at = max(self._heard.at, now)
+        self.dtypes = frozenset(report.dtype for report in reports.values() if report.dtype)
 
     def opened(self, ticket: Ticket) -> None:
         """A request is about to be sent here. From now on it counts, wherever it will go."""

@@ -222,9 +222,9 @@ def _most_replicas(deployment: Mapping[str, Any]) -> int:
 
 
 def _model_of(application: Mapping[str, Any], name: str) -> str:
-    """From the `args` of a pool or of a plain application, which only a config file leaves behind."""
+    """The model named in the `args` of a pool or of a plain application. Only a deployed config file leaves `args` behind."""
     args = (application.get("deployed_app_config") or {}).get("args") or {}
-    return str(args.get("name") or args.get("model") or name)
+    return str(args.get("spec", {}).get("name") or args.get("model") or name)
 
 
 def _age_s(seen: Seen, now: float) -> float | None:

@@ -1,6 +1,6 @@
 """The routes. Each is a few lines: validate, tokenise, await the backend, encode.
 
-One module builds the HTTP API of an engine replica and of the gateway alike, over the small `Backend` protocol.
+One module builds the HTTP API of an engine replica and of the gateway alike, over the small `ServedModels` protocol.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.settings import ServerSettings
 from engine.devices import CLOSENESS, DtypeName
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, split_revision
 from engine.options import EmbedOptions, EncodeOptions
 from serve_app import encode, openapi
-from serve_app.backend import Backend, ModelInfo, ServedModel
 from serve_app.errors import (
     BadBody,
     BadInstance,
@@ -39,6 +39,7 @@ from serve_app.errors import (
 )
 from serve_app.keys import Keys
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo, ServedModel, ServedModels
 from serve_app.native import (
     NativeRequest,
     answer,
@@ -70,7 +71,6 @@ from serve_app.schemas import (
 )
 from serve_app.scores import best_first
 from serve_app.service import TOKENIZING_THREADS, Call, Chunks, Service
-from serve_app.settings import Settings
 from serve_app.tasks import check_embed, check_rerank
 from serve_app.together import together
 from serve_app.version import VERSION
@@ -83,7 +83,7 @@ Body = TypeVar("Body", bound=BaseModel)
 class Api:
     """The HTTP API over one backend. `app` is the ASGI application."""
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self._backend, self._settings, self._metrics = backend, settings, metrics
         self._keys = Keys.of(settings)
         self._service = Service(backend, settings, metrics)

@@ -10,8 +10,8 @@ from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions
 from engine.run.flight import Vectors
-from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import EmptyBatch
+from serve_app.models import ModelInfo, ServedModel
 from serve_app.quantize import OutputDtype, quantize
 from serve_app.schemas import (
     EmbedAllRequest,

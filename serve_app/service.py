@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, NotFinite
 from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions, check_outputs
 from engine.run.flight import Vectors
 from engine.text.tokenizer import ChunkedText, Tokenizer
-from serve_app.backend import Backend, ServedModel
 from serve_app.errors import BatchTooLarge, DeadlineExceeded, Overloaded, ScoreNotFinite
 from serve_app.metrics import Metrics
+from serve_app.models import ServedModel, ServedModels
 from serve_app.quantize import OutputDtype, check_dtype
 from serve_app.schemas import Chunking, HybridWeights, Single, TextOrPair
 from serve_app.scores import late_interaction, lexical, probabilities, weighted_mean
-from serve_app.settings import Settings
 from serve_app.tasks import hybrid_outputs
 from serve_app.tei_metrics import Task
 from serve_app.terms import Terms, read_terms
@@ -89,7 +89,7 @@ class Chunks:
 class Service:
     """Over the models of one backend. Called on one event loop."""
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self._backend, self.settings, self._metrics = backend, settings, metrics
         self._in_flight = 0
         self._stream_places = asyncio.Semaphore(settings.max_concurrent_requests)

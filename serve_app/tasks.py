@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from serve_app.backend import ModelInfo
 from serve_app.errors import WrongTask
+from serve_app.models import ModelInfo
 from serve_app.schemas import HybridOutput
 
 

@@ -17,6 +17,7 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker"]
 # What a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8"]
 # Whose network runs: ours, or transformers' for architectures we do not have.
 Backend = Literal["emberforge", "transformers"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]

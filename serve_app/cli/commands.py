@@ -28,19 +28,22 @@ from rich.table import Table
 from cluster import doctor as doctor_report
 from cluster import node, plan_report, status
 from cluster.files import ClusterError
-from cluster.inventory import available_cpus, live_nodes
+from cluster.inventory import available_cpus
 from cluster.local_ray import SERVE_ENV, local_ray
+from cluster.model_folder import read_model
+from cluster.model_spec import IDLE_PROMPTS
+from cluster.models_file import load_models
 from cluster.node_head import DEFAULT_PORT
+from cluster.node_live import live_nodes
 from cluster.nodes import load_nodes
-from cluster.plan import Plan, load_models
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
 from engine.errors import EmberError, ModelError
-from engine.hub import resolve_model
 from engine.kernels import report as kernel_report
 from engine.model.config import ModelConfig
-from engine.model.folder import load_model_config
 from serve_app import keys
 from serve_app.cli import tei
-from serve_app.settings import IDLE_PROMPTS, Settings, SettingsError, load_settings
+from serve_app.settings import Settings, SettingsError, load_settings
 
 cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)
 console = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -129,21 +132,13 @@ def serve(settings: Settings) -> None:
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes have no business with it
     configs = []
-    for model in settings.models:
-        console.print(f"model {model}")
-        folder = resolve_model(model, code=settings.trust_remote_code)
-        config = load_model_config(
-            folder,
-            settings.pooling,
-            default_prompt_name=settings.default_prompt_name,
-            default_prompt=settings.default_prompt,
-            backend=settings.backend,
-            trust_remote_code=settings.trust_remote_code,
-        )
+    for spec in settings.specs:
+        console.print(f"model {spec.model}")
+        folder, config = read_model(spec, weights=True)
         configs.append(config)
         console.print(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
-            warning = IDLE_PROMPTS.format(model=model, names=", ".join(config.idle_prompts))
+            warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
@@ -240,7 +235,7 @@ def plan(
     else:
         plan_report.show(made, Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120))
     if output is not None:
-        text = plan_report.FILE_HEADER + yaml.safe_dump(made.serve_config(), sort_keys=False)
+        text = plan_report.FILE_HEADER + yaml.safe_dump(serve_config(made), sort_keys=False)
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:

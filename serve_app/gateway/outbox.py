@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.router import Ticket
 from engine.loop import Embeddings
-from serve_app.gateway.parcel import Answer, Call
+from serve_app.gateway.parcel import Answer, ReplicaCall
 
 _MOST_CALLS = 256
 # So many are worth a call of their own: they wait for no other to come back.
@@ -37,7 +37,7 @@ def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    call: Call
+    call: ReplicaCall
     ticket: Ticket
     answer: "asyncio.Future[Embeddings]"
 
@@ -60,7 +60,7 @@ class Outbox:
 
     def __init__(
         self,
-        send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]],
+        send: Callable[[Sequence[ReplicaCall], Sequence[Ticket]], Awaitable[list[Answer]]],
         most_tokens: Callable[[], float],
         has_room: Callable[[int], bool],
     ) -> None:
@@ -74,7 +74,7 @@ class Outbox:
         self._groups: dict[bool, _Group] = {}  # that have not left, by whether they are of batch priority
         self._on_the_way = {False: 0, True: 0}  # calls, likewise
 
-    async def put(self, call: Call, ticket: Ticket) -> Embeddings:
+    async def put(self, call: ReplicaCall, ticket: Ticket) -> Embeddings:
         """Raises: what the call gave, or what `send` raises. Cancelling it cancels what was sent once nobody waits for it."""
         group = self._group_for(ticket)
         waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())

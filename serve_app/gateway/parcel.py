@@ -14,7 +14,7 @@ from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from serve_app.terms import Terms
 
-Call: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
+ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
 Answer: TypeAlias = Embeddings | Exception
 # Of a parcel: of its calls as one, or of each.
 Answered: TypeAlias = Answer | list[Answer]
@@ -31,18 +31,18 @@ class Parcel:
     terms: Terms
 
     @classmethod
-    def of(cls, calls: Sequence[Call]) -> "Parcel":
+    def of(cls, calls: Sequence[ReplicaCall]) -> "Parcel":
         """`calls`: at least one, all of one's options and terms, each with at least one sequence."""
         sequences = [ids for each, _, _ in calls for ids in each]
         _, options, terms = calls[0]
         counts = tuple(len(each) for each, _, _ in calls)
         return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, terms)
 
-    def as_one(self) -> Call:
+    def as_one(self) -> ReplicaCall:
         """One call for all of their sequences."""
         return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.terms
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ReplicaCall]:
         sequences, options, terms = self.as_one()
         return [(sequences[part], options, terms) for part in _parts(self.counts)]
 
@@ -63,7 +63,7 @@ class Parcel:
         ]
 
 
-def pack(calls: Sequence[Call]) -> list[tuple[list[int], Parcel]]:
+def pack(calls: Sequence[ReplicaCall]) -> list[tuple[list[int], Parcel]]:
     """As few parcels as can be, each with the places of its calls among these."""
     alike: dict[tuple[EmbedOptions, Terms], list[int]] = {}
     for index, (_, options, terms) in enumerate(calls):

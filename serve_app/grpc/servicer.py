@@ -16,20 +16,20 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from cluster.settings import ServerSettings
 from engine.errors import EmberError
 from engine.hub import split_revision
 from engine.options import EmbedOptions, EncodeOptions
 from serve_app import encode
-from serve_app.backend import Backend, ModelInfo, ServedModel
 from serve_app.errors import BadMessage, EmptyBatch, Unauthorized, Unhealthy, UnknownRoute, WrongTask, grpc_status
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.metadata import headers
 from serve_app.keys import Keys
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo, ServedModel, ServedModels
 from serve_app.schemas import Single
 from serve_app.scores import best_first
 from serve_app.service import TOKENIZING_THREADS, Call, Service
-from serve_app.settings import Settings
 from serve_app.tasks import can_rerank, check_embed, check_embed_all, check_embed_sparse, check_predict, check_rerank
 from serve_app.version import VERSION
 
@@ -101,7 +101,7 @@ def _stream(method: str, one: "One[Answer]") -> "Stream[Answer]":
 class TeiServicer:
     """The methods, over one backend. Called on one event loop."""
 
-    def __init__(self, service: Service, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, service: Service, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self._service, self._backend, self._settings, self._metrics = service, backend, settings, metrics
         self._keys = Keys.of(settings)
 

@@ -10,8 +10,8 @@ from cachetools import LRUCache
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Vectors
-from serve_app.backend import ServedModel
 from serve_app.metrics import Metrics
+from serve_app.models import ServedModel
 from serve_app.terms import Terms
 
 # What an entry takes besides its vector's numbers: key, array, and their places in the cache.

@@ -9,8 +9,8 @@ import numpy as np
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.models import ModelInfo, ServedModel
 from serve_app.terms import Terms
 
 WIDTH = 16

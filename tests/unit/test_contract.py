@@ -23,9 +23,9 @@ from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
-from serve_app.backend import ModelInfo
 from serve_app.errors import Form
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 

@@ -22,8 +22,8 @@ from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.api import Api
-from serve_app.backend import ModelInfo
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo
 from serve_app.quantize import quantize
 from serve_app.settings import Settings
 from serve_app.terms import Terms

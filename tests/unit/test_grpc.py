@@ -24,13 +24,13 @@ from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app import encode
 from serve_app.app import deploy_config, machine_share
-from serve_app.backend import ModelInfo
 from serve_app.grpc import servicer, tei_pb2_grpc
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo
 from serve_app.service import Service
 from serve_app.settings import Settings, SettingsError, load_settings
 from serve_app.terms import Terms

@@ -14,10 +14,10 @@ from engine.loop import BatchReport, Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.api import Api
-from serve_app.backend import ModelInfo
 from serve_app.errors import Unhealthy
 from serve_app.keys import add_key
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo
 from serve_app.settings import Settings
 from serve_app.terms import Terms
 

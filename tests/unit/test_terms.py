@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster import router
+from cluster.model_spec import ModelSpec
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
 from engine.hub import EMBEDDED_MODEL
@@ -29,13 +30,15 @@ from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
 from serve_app.api import Api
-from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
 from serve_app.errors import Unhealthy
-from serve_app.gateway.app import GatewayModel, PooledModel, PoolRef, _joined
+from serve_app.gateway.config import GatewayModel, PoolRef
+from serve_app.gateway.models import PooledModel, _joined
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.metrics import Metrics
+from serve_app.models import ModelInfo, ServedModel
 from serve_app.replica.cache import ENTRY_BYTES, CachedModel
 from serve_app.replica.health import Health
+from serve_app.replica.local import LocalModel, LocalModels
 from serve_app.settings import Settings
 from serve_app.terms import USUAL, Terms, read_terms
 
@@ -110,7 +113,7 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         model: ServedModel = LocalModel(INFO, tokenizer, collect)
         if chosen.cache_bytes:
             model = CachedModel(model, chosen.cache_bytes, metrics)
-        loops.append(Replica(gate, loop, metrics, Api(LocalBackend(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
+        loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
         return loops[-1]
 
     yield make
@@ -355,7 +358,7 @@ class Handle:
         self.woken = 0
         self.may_answer: asyncio.Event | None = None
         self._answer = answer
-        self.embed_all, self.wake = self, self._Wake(self)
+        self.embed_parcels, self.wake = self, self._Wake(self)
 
     class _Wake:
         def __init__(self, handle: "Handle") -> None:
@@ -398,10 +401,10 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
         *answers: Callable[[Terms], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
     ) -> tuple[PooledModel, list[Handle]]:
         refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
-        model = PooledModel(GatewayModel(name="m", model=EMBEDDED_MODEL, pools=refs), Settings(), "wait")
+        model = PooledModel(GatewayModel(spec=ModelSpec(name="m", model=EMBEDDED_MODEL), pools=refs), "wait")
         handles = [Handle(answer) for answer in answers]
         for pool, handle, tokens in zip(model.pools, handles, queued, strict=False):
-            pool._handle = handle  # type: ignore[assignment]
+            pool.connection._handle = handle  # type: ignore[assignment]
             if awake:
                 pool.load.update({pool.ref.name: Report(1.0, tokens, 100.0)}, monotonic())
         return model, handles
@@ -469,7 +472,7 @@ def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
         short = [np.arange(1, dtype=np.int32)]  # so that they go together
         return await asyncio.gather(*(model.embed(short, EmbedOptions(), USUAL) for _ in range(2)), return_exceptions=True)
 
-    handle.embed_all = SimpleNamespace(remote=refuse)
+    handle.embed_parcels = SimpleNamespace(remote=refuse)
     assert [type(each) for each in asyncio.run(two())] == [Unhealthy, Unhealthy]
     assert model.pools[0].queued_tokens == 0
 
