@@ -83,10 +83,6 @@ class Facts:
         return min(self.mem_total_bytes, self.cgroup.memory_bytes or self.mem_total_bytes)
 
     @property
-    def available_bytes(self) -> int:
-        return min(self.mem_available_bytes, self.ram_bytes)
-
-    @property
     def usable_cpus(self) -> int:
         return max(1, int(min(self.num_cpus, self.cgroup.cpus or self.num_cpus)))
 
@@ -146,10 +142,13 @@ def capability(facts: Facts) -> tuple[int, int] | None:
     return next((_capability(nvml, seen) for nvml, seen in _devices(facts)), None)
 
 
-def free_host_bytes() -> int:
-    """What this process may still take of the machine's memory: MemAvailable, within its control group's limit."""
+def free_host_bytes(for_gpu: bool = False) -> int:
+    """Bytes of the machine's memory that this process may still take: MemAvailable, and within the control group's limit.
+
+    With `for_gpu`, bytes that an integrated GPU may take. The control group does not count this memory.
+    """
     available, group = psutil.virtual_memory().available, _own_cgroup()
-    if group.memory_bytes is None or group.memory_folder is None:
+    if for_gpu or group.memory_bytes is None or group.memory_folder is None:
         return available
     return max(0, min(available, group.memory_bytes - _held_bytes(group.memory_folder)))
 
@@ -215,7 +214,8 @@ def _card(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> Ca
     compute = _capability(nvml, seen)
     unified = _unified(nvml, seen, facts)
     if unified is not None:
-        return Card(name, facts.ram_bytes, facts.available_bytes, True, uuid, unified, compute)
+        # Without the control group's limit: it does not count memory that the GPU takes.
+        return Card(name, facts.mem_total_bytes, facts.mem_available_bytes, True, uuid, unified, compute)
     if nvml is not None and nvml.total_bytes:
         return Card(name, nvml.total_bytes - nvml.reserved_bytes, nvml.free_bytes, False, uuid, "NVML", compute)
     if seen is not None:

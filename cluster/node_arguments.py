@@ -56,10 +56,10 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dic
 
 
 def memory_monitor(node: Node) -> dict[str, str]:
-    """Let models fill a GPU that shares the host's memory; Ray would kill their replicas at 95 %.
+    """Ray's threshold for killing replicas, on a GPU that shares the host's memory. Ray's own 95 % is less than models may take.
 
-    It still does when three quarters of the reserve are gone: the kernel kills nobody for memory the GPU holds, and the
-    machine hangs.
+    The threshold is reached when three quarters of the reserve are gone. It must exist: the kernel kills no process for memory
+    that the GPU holds, so the machine would hang.
     """
     if not node.cards or not node.cards[0].unified:
         return {}

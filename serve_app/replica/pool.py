@@ -95,7 +95,7 @@ class PoolServer(EngineServer):
         longest = self._engine.longest_input
         if not self._takes_host_memory:
             return longest
-        room = free_host_bytes() - _HOST_FLOOR_BYTES
+        room = free_host_bytes(for_gpu=self._engine.device.type != "cpu") - _HOST_FLOOR_BYTES
         return max(0, min(longest, room // self._per_token))
 
 
