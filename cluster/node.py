@@ -20,13 +20,11 @@ from pathlib import Path
 from cluster.files import ClusterError
 from cluster.inventory import capability, read_machine, this_node
 from cluster.node_arguments import object_store_bytes, ray_arguments, ray_environment
-from cluster.node_head import DEFAULT_PORT, Member, ask, explain, joinable
+from cluster.node_head import DEFAULT_DASHBOARD_PORT, DEFAULT_PORT, Member, ask, explain, joinable
 from cluster.node_labels import NODE_LABEL, node_labels
 from cluster.node_processes import MARK, Started, content, end, find_processes, read_record, recorded, remove_record, write_record
 from cluster.node_token import Token, head_token, home_folder, worker_token
 from cluster.nodes import GIB, Node
-
-DEFAULT_DASHBOARD_PORT = 8265
 
 _START_TIMEOUT_S = 120.0
 _ALIVE_TIMEOUT_S = 60.0

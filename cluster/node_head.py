@@ -14,6 +14,7 @@ from cluster.files import ClusterError
 from cluster.node_labels import NODE_LABEL
 
 DEFAULT_PORT = 6379
+DEFAULT_DASHBOARD_PORT = 8265
 
 _ASK_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 5.0

@@ -127,22 +127,6 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
-def without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """A command line without the values that must not be seen in it, and the variables that say the same."""
-    kept: list[str] = []
-    secrets: dict[str, str] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        following = next(rest, None) if flag in _SECRETS and not equals else value
-        if flag in _SECRETS and following is not None:
-            secrets[_SECRETS[flag]] = following
-        else:
-            kept.append(argument)
-    return kept, secrets
-
-
-_SECRETS = {"--api-key": "EMBERFORGE_API_KEY", "--hf-token": "HF_TOKEN", "--hf-api-token": "HF_TOKEN"}
 _BOOLEANS = ("true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n")
 
 

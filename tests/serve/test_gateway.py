@@ -136,6 +136,7 @@ def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
         serve.run(pool.bind(late, ray_actor_options={"num_cpus": 0.1}), name="late", route_prefix=None)
         wait_for(lambda: gate.post("embed", json={"inputs": "in time"}).status_code == 200)
         assert gate.get("health").status_code == 200
+        assert gate.get("info").json()["model_dtype"] == "float32"
     for name in ("gatewaylate", "late"):
         serve.delete(name)
 

@@ -89,7 +89,7 @@ def test_an_error_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(command, "cli", fail)
     with pytest.raises(SystemExit):
-        command.main()
+        command.run()
     assert capsys.readouterr().err == "error: pip install 'ray[serve]' at [fd00::1]:6379\n"
 
 
