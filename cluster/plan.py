@@ -26,19 +26,19 @@ from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, foo
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
-# Steps of the search behind a way out; the plan itself takes more. And how many replicas all tries of ways out together may
-# place: some seconds; with hundreds of nodes, only the first unplaced models get ways out.
+# Limits on the search for ways out: steps of one search, and replicas placed by all searches together. The limits amount to some
+# seconds. With hundreds of nodes only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
 _TRY_REPLICAS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A replica of the plan, with its reason. One that is not `required` is room for autoscaling."""
+    """A replica of the plan, and why it is there. A replica that is not `required` is room for autoscaling."""
 
     model: str
     node: str
-    card: int | None  # None on a node without
+    card: int | None  # None on a node without cards
     needs_bytes: int
     capacity: int
     tokens_per_s: float
@@ -49,7 +49,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPool:
-    """The replicas of one model on one class of nodes: what becomes one Serve application."""
+    """The replicas of one model on one class of nodes. They become one Serve application."""
 
     model: str
     node_class: str
@@ -68,8 +68,10 @@ class PlannedPool:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Required replicas without a card, and what would make room for them. `count` is 0 for a model scaled to zero that has
-    none to wake on."""
+    """Required replicas that found no card, and the changes that would make room for them.
+
+    `count` is 0 for a model scaled to zero that has no card to wake on.
+    """
 
     model: str
     count: int
@@ -78,7 +80,7 @@ class Unplaced:
 
 
 def shape_of(entry: ModelEntry) -> ModelConfig:
-    """The model's shape: from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
+    """The model's configuration from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     ours = entry.backend == "emberforge" and not Path(entry.model).expanduser().is_dir()
     config = known_model(entry.model) if ours else None
     if config is None:
@@ -87,11 +89,11 @@ def shape_of(entry: ModelEntry) -> ModelConfig:
 
 
 class Plan:
-    """Where everything goes. Everything else is read off the placement."""
+    """Where every replica goes. All other properties derive from the placement."""
 
     def __init__(self, file: ModelsFile, nodes: Sequence[Node]) -> None:
-        """Raises: ClusterError for a pin to a node that is not there, or a dtype the model cannot have; ModelError for a
-        model that cannot be looked up."""
+        """Raises: ClusterError for a pin to an unknown node, or a dtype that the model cannot have; ModelError for a model that
+        cannot be read."""
         self.file, self.nodes = file, tuple(nodes)
         self.entries = {entry.name: entry for entry in file.models}
         self.shapes = {name: shape_of(entry) for name, entry in self.entries.items()}
@@ -112,7 +114,7 @@ class Plan:
         self.placement: Placement = place(list(self.demands.values()), self.slots)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
-        """Bytes of one replica there. `changes` are fields of the model's entry to imagine otherwise."""
+        """The bytes of one replica on a class of node. `changes` replaces fields of the model's entry."""
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
@@ -120,7 +122,7 @@ class Plan:
         return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
-        """As the model's entry gives it, or else by the best that is known."""
+        """The rate in the model's entry, or else the best known estimate."""
         if node_class in entry.tokens_per_s:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
@@ -154,7 +156,7 @@ class Plan:
 
     @cached_property
     def pools(self) -> tuple[PlannedPool, ...]:
-        """Largest replicas first: Ray then finds the arrangement that was planned."""
+        """The pools with the largest replicas first. In this order Ray finds the planned arrangement."""
         groups: dict[tuple[str, str], list[Any]] = {}
         for each in self.placement.replicas:
             groups.setdefault((each.model, each.slot.node_class), []).append(each)
@@ -175,7 +177,7 @@ class Plan:
 
     def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> PlannedPool:
         node = self.classes[node_class]
-        # Rounded down: what fits to the byte must not fail for the fourth decimal, which is all that Ray counts.
+        # Rounded down, because Ray counts four decimals. Rounded up, replicas that fit to the byte would exceed the card.
         share = self.demands[name].bytes_on[node_class] / node.usable_bytes
         places = _places(node)
         return PlannedPool(
@@ -232,23 +234,23 @@ class Plan:
         return f"a replica needs {_gib_up(needs)}, and {_where(closest)} has {_gib(free)} of {_gib(closest.capacity)} left"
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
-        """What would place all of this model and leave nothing else out: the smallest change of each kind, each tried."""
+        """Changes that place all replicas of this model and displace no other: of each kind the smallest that works."""
         smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
         for kind in self._changes(name):
-            if kind and self._would_fit(name, kind[-1][1]):  # where the largest change is not enough, none is
+            if kind and self._would_fit(name, kind[-1][1]):  # if the largest change is not enough, no smaller one is
                 found.append(next(text for text, changes in kind if changes is kind[-1][1] or self._would_fit(name, changes)))
         return (*found, self._another_node(name))
 
     def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
-        """To try instead of the model's own, the most exact first; int8 only for cards without float8."""
+        """The dtypes to try instead of the model's own, the most exact one first. int8 only for cards without float8."""
         if self.entries[name].backend != "emberforge":
             return ("bfloat16",)
         lacks_float8 = any(_runs("int8", node) and not _runs("float8", node) for node in self.classes.values())
         return ("bfloat16", "float8", "int8") if lacks_float8 else ("bfloat16", "float8")
 
     def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
-        """Changes of the model's entry to try, by kind, smallest first; each as the operator would write it."""
+        """Changes of the model's entry to try, by kind, the smallest first; each with the text that an operator would write."""
         entry, longest = self.entries[name], self.shapes[name].max_input_length
         budget = entry.max_batch_tokens or MOST_BATCH_TOKENS
         shorter = [
@@ -271,7 +273,9 @@ class Plan:
             return False
         self._tries -= 1
         demands = [changed if each.model == name else each for each in self.demands.values()]
-        required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # room to grow changes nothing
+        required = [
+            replace(each, max_replicas=max(1, each.min_replicas)) for each in demands
+        ]  # room for autoscaling is not needed here
         then = place(required, self.slots, _TRY_STEPS)
         others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
@@ -286,12 +290,12 @@ class Plan:
         return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
     def guesses(self) -> tuple[str, ...]:
-        """Classes whose speed is a cautious guess, because nobody knows their card."""
+        """The classes of node with an unknown card. Their speed is a cautious guess."""
         return tuple(name for name, node in self.classes.items() if not is_known(node))
 
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
-    """A node of each class, the one with the least for models: what fits there fits on all of them."""
+    """For each class the node with the least memory for models. A replica that fits there fits on every node of the class."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
@@ -312,7 +316,7 @@ def _slots(nodes: Iterable[Node], classes: dict[str, Node]) -> list[Slot]:
 
 
 def _places(node: Node) -> int:
-    """Replicas that a node without a card may compute with."""
+    """The largest number of replicas on a node without a card."""
     return max(1, node.num_cpus // _CORES_A_REPLICA)
 
 
@@ -321,7 +325,7 @@ def _kind(node: Node) -> MemoryKind:
 
 
 def _runs(dtype: Dtype, node: Node) -> bool:
-    """Whether a model of that dtype can run there at all."""
+    """Whether the node can compute in this dtype."""
     if dtype == "float16":
         return bool(node.cards)
     return (capability_of(node) or (0, 0)) >= (_least_capability(dtype) or (0, 0))
@@ -337,7 +341,7 @@ def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
 
 
 def _least_capability(dtype: Dtype) -> tuple[int, int] | None:
-    """Of a card for a dtype that not all have."""
+    """The compute capability that a dtype needs. None if every card has the dtype."""
     return None if dtype == "auto" else LEAST_CAPABILITY.get(DTYPES[dtype])
 
 
@@ -346,7 +350,7 @@ def _written(capability: tuple[int, int]) -> str:
 
 
 def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype:
-    """What the engine will take there; for "auto" on a CPU it depends on the chip, so the larger one is counted with."""
+    """The dtype that the engine chooses on this node. "auto" on a CPU depends on the chip, so the larger dtype is assumed."""
     if entry.dtype != "auto":
         return DTYPES[entry.dtype]
     if has_bf16(node):
@@ -372,10 +376,10 @@ def _where(slot: Slot) -> str:
 
 
 def _gib(size: float) -> str:
-    """What there is, rounded down."""
+    """Available bytes, rounded down."""
     return f"{math.floor(size / GIB * 10) / 10:.1f} GiB"
 
 
 def _gib_up(size: float) -> str:
-    """What is needed, rounded up: a card of just that is enough."""
+    """Needed bytes, rounded up. A card of this size is enough."""
     return f"{math.ceil(size / GIB * 10) / 10:.1f} GiB"
