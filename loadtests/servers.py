@@ -158,12 +158,13 @@ def _serve_stub_behind_gateways(kind: str, port: int) -> None:
 
         from loadtests.stub_pool import FastPool, FreePool
         from serve_app.gateway import app as gateway
+        from serve_app.gateway.config import GatewayArgs
         from serve_app.replica import pool
 
         server = FastPool if kind == "fast-gateways" else FreePool
         ref, spec = {"tokens_per_s": server.planned_tokens_per_s}, {"name": SERVED_NAME, "model": EMBEDDED_MODEL}
         given = {"spec": spec, "pools": [ref | {"name": "stub", "node_class": "stub"}]}
-        args = gateway.GatewayArgs.model_validate(
+        args = GatewayArgs.model_validate(
             {"models": [given], "default": SERVED_NAME, "settings": {"max_concurrent_requests": 4096}}
         )
         of_pool = pool.PoolArgs.model_validate(ref | {"pool": "stub", "spec": spec})
