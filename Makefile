@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make serve` and `make test`. Only Python 3.11+ and make are needed.
+# Two commands do everything on a fresh machine: `make serve` and `make test`. Only Python 3.11+ with venv, and make, are needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,10 +60,11 @@ proto: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV) $(CLIENTS)
 
+# Where python3-venv is missing, Debian's Python leaves a venv without pip behind: it is made again.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 1; }
-	@echo "installing emberforge into $(VENV) (once; a minute or more)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing emberforge into $(VENV) (once). pip prints nothing while it works, which takes minutes: on Linux it downloads about 3 GB, most of it CUDA libraries, which torch's package requires with or without a GPU"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
@@ -74,6 +75,6 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	@echo "installing the clients into $(CLIENTS) (once; a minute or two)"
-	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt
 	@touch $@

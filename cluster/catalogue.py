@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from engine.model.config import DenseConfig, HeadConfig, ModelConfig, Pooling, SpladeConfig
+from engine.model.config import DenseConfig, ModelConfig, Pooling, SpladeConfig, WordHeadConfig
+from engine.model.decoder import DecoderConfig
 from engine.model.families import MODELS
 from engine.model.families.bert import BertConfig
-from engine.model.families.decoder import DecoderConfig
 from engine.model.families.gemma3 import Gemma3Config
 from engine.model.families.gte import GteConfig
 from engine.model.families.jina_bert import JinaBertConfig
@@ -68,7 +68,8 @@ def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -
         architecture="ModernBertModel", vocab_size=50368, hidden_size=hidden, intermediate_size=intermediate,
         n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-5,
         max_position_embeddings=8192, causal=False, pooling=pooling, max_input_length=8192,
-        window=64, is_local=tuple(index % 3 != 0 for index in range(layers)), global_theta=160_000.0, local_theta=10_000.0,
+        window=64, local_layers=tuple(index for index in range(layers) if index % 3),
+        global_theta=160_000.0, local_theta=10_000.0,
     )  # fmt: skip
 
 
@@ -139,8 +140,8 @@ def _head(config: ModelConfig, architecture: str) -> ModelConfig:
     return replace(config, architecture=architecture, labels=("LABEL_0",), head=head, pooling=head.pooling)
 
 
-def _qwen3_reranker(layers: int, hidden: int, heads: int, intermediate: int, out: str) -> ModelConfig:
-    head = HeadConfig(out=out, activation="Identity", pooling="last_token", tokens=(9693, 2152))  # yes, no
+def _qwen3_reranker(layers: int, hidden: int, heads: int, intermediate: int, tied: bool) -> ModelConfig:
+    head = WordHeadConfig(tied=tied, yes=9693, no=2152)
     body = _qwen3(layers, hidden, heads, intermediate, 151669, 40960)
     return replace(body, labels=("LABEL_0",), head=head, instruction=DEFAULT_INSTRUCTION)
 
@@ -153,9 +154,9 @@ CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Embedding-0.6B": _qwen3(28, 1024, 16, 3072, 151669, 32768),
     "Qwen/Qwen3-Embedding-4B": _qwen3(36, 2560, 32, 9728, 151665, 40960),
     "Qwen/Qwen3-Embedding-8B": _qwen3(36, 4096, 32, 12288, 151665, 40960),
-    "Qwen/Qwen3-Reranker-0.6B": _qwen3_reranker(28, 1024, 16, 3072, "embed_tokens"),
-    "Qwen/Qwen3-Reranker-4B": _qwen3_reranker(36, 2560, 32, 9728, "embed_tokens"),
-    "Qwen/Qwen3-Reranker-8B": _qwen3_reranker(36, 4096, 32, 12288, "lm_head"),
+    "Qwen/Qwen3-Reranker-0.6B": _qwen3_reranker(28, 1024, 16, 3072, tied=True),
+    "Qwen/Qwen3-Reranker-4B": _qwen3_reranker(36, 2560, 32, 9728, tied=True),
+    "Qwen/Qwen3-Reranker-8B": _qwen3_reranker(36, 4096, 32, 12288, tied=False),
     "BAAI/bge-reranker-base": _head(_roberta(12, 768, _CLS), "XLMRobertaForSequenceClassification"),
     "BAAI/bge-reranker-large": _head(_roberta(24, 1024, _CLS), "XLMRobertaForSequenceClassification"),
     "BAAI/bge-reranker-v2-m3": _head(_roberta(24, 1024, _CLS, positions=8192), "XLMRobertaForSequenceClassification"),

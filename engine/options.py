@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from engine.model.config import ONE_TOKEN, OutputName
 
 TokenIds = NDArray[np.int32]
 TextOrIds = str | list[int]
+# What the library takes for one input: besides the types of a request's body, a 1-D array of whole numbers.
+Input = TextOrIds | NDArray[np.integer[Any]]
 InputType = Literal["query", "document", "classification", "clustering"]
 Priority = Literal["interactive", "batch"]
 

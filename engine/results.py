@@ -1,79 +1,127 @@
-"""What a pass gives besides one vector per sequence: arrays of lengths of their own, cut out of those of the whole pass.
+"""The end of a pass: its output goes to the requests that own its rows, and rows that are not finite are found.
 
-They are cut when they are asked for, by whoever hands out the results: the engine's thread has better to do.
+Short sequences share a tile of the attention kernel. One that has become NaN spoils its neighbours, because a weight of 0 times
+NaN is NaN. So a sequence that is not finite and had company is computed again alone, and fails only if it is not finite then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.options import EmbedOptions, TokenIds
-from engine.run.flight import Vectors
+from engine.errors import NotFinite
+from engine.model.config import OutputName
+from engine.run.flight import Output, Vectors
+from engine.schedule.request import Request, Slice
+from engine.step import Step
 
-# Of a sparse vector, in ascending order of `index`, which is a token's id.
-SPARSE = np.dtype([("index", "<i4"), ("value", "<f4")])
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Of all sequences, one after the other; those of sequence i are bounds[i] to bounds[i + 1], without the first `skip`."""
-
-    values: Vectors
-    bounds: Sequence[int]
-    skip: int = 0
-
-    def __getitem__(self, row: int, /) -> NDArray[Any]:
-        return self.values[self.bounds[row] + self.skip : self.bounds[row + 1]]
+# The arrays of one sequence besides its vector.
+_Arrays = Mapping[OutputName, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """The vectors of each sequence's spans, without the zeros past its dimensions."""
+class Embeddings:
+    """The result of a request, by its options.
 
-    vectors: Rows
-    options: Sequence[EmbedOptions]
-
-    def __getitem__(self, row: int, /) -> NDArray[Any]:
-        return np.ascontiguousarray(self.vectors[row][:, : self.options[row].dimensions])
-
-
-@dataclass(frozen=True, slots=True)
-class NonZero:
-    """The entries of SPLADE's vectors that are not zero."""
-
-    vectors: Vectors
-
-    def __getitem__(self, row: int, /) -> NDArray[Any]:
-        vector = self.vectors[row]
-        index = np.flatnonzero(vector)
-        return _sparse(index, vector[index])
-
-
-@dataclass(frozen=True, slots=True)
-class LexicalWeights:
-    """The largest weight of each token of a sequence, without those that are no words, and zeros; one that is not finite stays.
-
-    Source: `_process_token_weights` of FlagEmbedding.
+    `vectors` is [n, dims] float32, None where the request asks for no vectors. `ragged` has an array per input for each of the
+    request's `outputs`: "tokens" [tokens, hidden_size], "colbert" [tokens - 1, colbert_size] and "chunks" [len(spans), dims],
+    float32; "sparse" [entries] of `heads.ragged.SPARSE`. `queue_s` is the wait for the first pass, `inference_s` the time of
+    all passes.
     """
 
-    weights: Rows
-    sequences: Sequence[TokenIds]
-    no_words: NDArray[np.int32]
-
-    def __getitem__(self, row: int, /) -> NDArray[Any]:
-        ids, weights = self.sequences[row], self.weights[row][:, 0]
-        kept = ~(weights <= 0) & ~np.isin(ids, self.no_words)
-        index, place = np.unique(ids[kept], return_inverse=True)
-        largest = np.zeros(len(index), dtype=np.float32)
-        with np.errstate(invalid="ignore"):
-            np.maximum.at(largest, place, weights[kept])
-        return _sparse(index, largest)
+    vectors: Vectors | None
+    ragged: dict[OutputName, list[NDArray[Any]]]
+    queue_s: float
+    inference_s: float
 
 
-def _sparse(index: NDArray[Any], value: NDArray[Any]) -> NDArray[Any]:
-    array = np.empty(len(index), dtype=SPARSE)
-    array["index"], array["value"] = index, value
-    return array
+def deliver(step: Step, output: Output, seconds: float) -> list[Slice]:
+    """Give each request its rows; a request that has all of them ends.
+
+    Returns: the slices that are not finite in company, to be computed again alone.
+    """
+    arrays, finite = _arrays(step, output)
+    again: list[Slice] = []
+    for first, stop in _runs(step.slices, finite):
+        part = step.slices[first]
+        request = part.request
+        if finite[first]:
+            vectors = _rows(step, output, request, first, stop)
+            _hand_over(request, part.sequence, vectors, arrays[first:stop], seconds)
+        elif len(step.sequences) == 1:
+            request.fail(NotFinite())
+        else:
+            again.append(part)
+    return again
+
+
+def _arrays(step: Step, output: Output) -> tuple[list[_Arrays], NDArray[np.bool_]]:
+    """For each slice the arrays that its request asks for, and whether all values of the slice are finite."""
+    finite, given = output.finite, [_NO_ARRAYS] * len(step.sequences)
+    if output.ragged:
+        given = [{name: output.ragged[name][row] for name in each.outputs} for row, each in enumerate(step.options)]
+        finite = finite & [all(map(_is_finite, arrays.values())) for arrays in given]
+    if step.rows is None:
+        return given, finite
+    return [given[row] for row in step.rows], finite[step.rows]
+
+
+_NO_ARRAYS: _Arrays = {}
+
+
+def _runs(slices: list[Slice], finite: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """[first, stop) of the slices that follow one another in one request; a slice that is not finite stands alone."""
+    whole = finite.tolist()
+    first = 0
+    for (_, is_whole), group in groupby(range(len(slices)), lambda row: (id(slices[row].request), whole[row])):
+        rows = list(group)
+        if is_whole:
+            yield first, first + len(rows)
+        else:
+            yield from ((row, row + 1) for row in rows)
+        first += len(rows)
+
+
+def _rows(step: Step, output: Output, request: Request, first: int, stop: int) -> Vectors | None:
+    if not request.options.pooled:
+        return None
+    rows = slice(first, stop) if step.rows is None else step.rows[first:stop]
+    return _own(output.vectors[rows, : request.options.dimensions])
+
+
+def _own(array: NDArray[Any]) -> NDArray[Any]:
+    """The array itself, or a contiguous copy where the array is a small part of another one, which it would keep alive."""
+    whole = array.base
+    if isinstance(whole, np.ndarray) and whole.nbytes > 2 * array.nbytes:
+        return array.copy()
+    return np.ascontiguousarray(array)
+
+
+def _is_finite(array: NDArray[Any]) -> bool:
+    return bool(np.isfinite(array["value"] if array.dtype.names else array).all())
+
+
+def _hand_over(request: Request, first: int, vectors: Vectors | None, arrays: list[_Arrays], seconds: float) -> None:
+    """Give a request the results of its sequences from `first` on."""
+    request.results[first] = vectors, [{name: _own(each) for name, each in of_one.items()} for of_one in arrays]
+    request.num_done += len(arrays)
+    request.inference_s += seconds
+    if request.num_done == len(request.sequences):
+        _succeed(request)
+
+
+def _succeed(request: Request) -> None:
+    parts = [request.results[index] for index in sorted(request.results)]
+    vectors = None
+    if request.options.pooled:
+        vectors = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
+    ragged = {name: [arrays[name] for _, part in parts for arrays in part] for name in request.options.outputs}
+    assert request.first_scheduled_at is not None, "a request that is done was scheduled"
+    queue_s = request.first_scheduled_at - request.submitted_at
+    with suppress(InvalidStateError):  # the caller left during the last pass
+        request.future.set_result(Embeddings(vectors, ragged, queue_s, request.inference_s))

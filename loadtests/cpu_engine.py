@@ -58,7 +58,9 @@ def latency(systems: dict[str, Callable[[list[str]], Any]]) -> dict[str, list[fl
 @torch.inference_mode()
 def gemm_ceiling(dtype: torch.dtype, rows: int = 2048) -> float:
     """FLOP/s of the model's own linear layers, nothing else, back to back."""
-    layers = [(Linear(torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)), torch.randn(rows, k).to(dtype)) for k, n in SHAPES]
+    layers = [
+        (Linear.of(torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)), torch.randn(rows, k).to(dtype)) for k, n in SHAPES
+    ]
     seconds = []
     for _ in range(25):
         start = perf_counter()

@@ -16,10 +16,10 @@ import torch
 
 from engine import Engine
 from engine.devices import DtypeName
+from engine.kernels.tiles import hopper_shape
 from engine.loop import EngineLoop
 from engine.model.footprint import MOST_BATCH_TOKENS
 from engine.options import EmbedOptions
-from engine.run.tiles import hopper_shape
 from engine.schedule.request import Request
 from loadtests import peers
 from loadtests.checkpoints import PUBLISHED, Published, save_random

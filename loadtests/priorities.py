@@ -1,4 +1,4 @@
-"""Interactive queries beside bulk work, simulated: the packer itself, an engine that is arithmetic, a clock that only counts.
+"""Interactive queries beside bulk work, simulated: the queue itself, an engine that is arithmetic, a clock that only counts.
 
 python -m loadtests.priorities
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.options import EmbedOptions, Priority
-from engine.schedule.queue import Packer
+from engine.schedule.queue import Queue
 from engine.schedule.request import Request
 from loadtests.report import write
 from loadtests.traces import percentile
@@ -51,7 +51,7 @@ def queries(card: Card, load: float, seed: int) -> Iterator[tuple[float, int]]:
 
 def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[str, Any]:
     """Queries at `load` beside `clients` of bulk work of this priority."""
-    packer, rng = Packer(card.budget), random.Random(2)
+    queue, rng = Queue(card.budget), random.Random(2)
     arriving = queries(card, load, seed=1)
     events: list[tuple[float, int, Request | None]] = []  # a job arrives; None: the pass ends
     order = count()
@@ -79,7 +79,7 @@ def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[
     while now < SECONDS:
         now, _, arrived = heappop(events)
         if arrived is not None:
-            packer.add(arrived)
+            queue.add(arrived)
             if arrived not in bulk:
                 push(query())
         else:
@@ -87,13 +87,13 @@ def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[
             for job in running:
                 if job not in bulk:
                     query_s.append(now - job.submitted_at)
-                elif job.num_cut == len(job.sequences):
+                elif job.is_scheduled and job in bulk:
                     bulk.discard(job)
                     push(request(now))
-        if not busy and (batch := packer.take(now)):
-            num_tokens = sum(len(ids) for part in batch for ids in part.sequences)
-            bulk_tokens += sum(len(ids) for part in batch if part.job in bulk for ids in part.sequences)
-            running, busy = [part.job for part in batch], True
+        if not busy and (slices := queue.schedule(now)):
+            num_tokens = sum(part.stop - part.start for part in slices)
+            bulk_tokens += sum(part.stop - part.start for part in slices if part.request in bulk)
+            running, busy = list(dict.fromkeys(part.request for part in slices)), True
             heappush(events, (now + card.pass_s + num_tokens / card.rate, next(order), None))
     return {
         "p50 ms": 1e3 * percentile(query_s, 50),

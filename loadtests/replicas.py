@@ -21,8 +21,13 @@ class CutByServeBatch(ModelServer):
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
     async def _collect(self, jobs: list[Request]) -> list[None]:
-        await asyncio.to_thread(self._loop._launch, [Slice(job, 0, len(job.sequences)) for job in jobs])
+        slices = [Slice(job, row, 0, len(ids)) for job in jobs for row, ids in enumerate(job.sequences)]
+        await asyncio.to_thread(self._run, slices)
         return [None] * len(jobs)
+
+    def _run(self, slices: list[Slice]) -> None:
+        for launched in self._loop._passes.launch(slices):
+            self._loop._deliver(launched)
 
 
 REPLICAS: dict[str, type[ModelServer]] = {"stub": StubServer, "model": ModelServer, "model-cut": CutByServeBatch}

@@ -15,7 +15,7 @@ import numpy as np
 from engine import Engine
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, TokenIds
-from engine.run.batch import BatchPacker
+from engine.run.pack import BatchPacker
 from engine.schedule.request import Request
 from loadtests.checkpoints import save_random
 from loadtests.report import write
@@ -81,9 +81,7 @@ def pack_seconds(packer: BatchPacker, texts: list[TokenIds]) -> float:
 
 
 def use(engine: Engine, packer: BatchPacker) -> None:
-    engine.packer = packer
-    if engine._cuda is not None:
-        engine._cuda._packer = packer
+    engine.packer = engine.runner.packer = packer
 
 
 def measure(engine: Engine) -> list[dict[str, Any]]:

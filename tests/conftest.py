@@ -1,4 +1,7 @@
-"""Fixtures the whole suite shares: the embedded model and tiny random checkpoints saved by transformers."""
+"""Fixtures the whole suite shares: the embedded model and tiny random checkpoints saved by transformers.
+
+Also here: what a run says about the tests that this machine cannot run.
+"""
 
 import os
 
@@ -7,6 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["RAY_AUTH_MODE"] = "token"
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,6 +123,41 @@ _CLASSIFIERS: dict[str, type[Any]] = {
     "gemma3": transformers.Gemma3TextForSequenceClassification,
 }
 TINY |= {f"{kind}_classifier": replace(TINY[kind], model=model) for kind, model in _CLASSIFIERS.items()}
+
+_NUM_GPU_TESTS = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the tests marked `gpu` on a machine without a GPU: thousands of skips would hide everything else.
+
+    `-k` and `-m` select first, so that the number which `pytest_terminal_summary` prints is true of the selection.
+    """
+    if torch.cuda.is_available():
+        return
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_tests:
+        config.stash[_NUM_GPU_TESTS] = len(gpu_tests)
+        config.hook.pytest_deselected(items=gpu_tests)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A selection of GPU tests alone is a success on a machine without a GPU, as a run of skipped tests is."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _NUM_GPU_TESTS in session.config.stash:
+        session.exitstatus = pytest.ExitCode.OK
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints one line for each reason why tests did not run."""
+    num_gpu_tests = terminalreporter.config.stash.get(_NUM_GPU_TESTS, 0)
+    if num_gpu_tests:
+        terminalreporter.write_line(
+            f"not run: {num_gpu_tests:,} GPU tests (no GPU on this machine; make test-gpu runs them on one that has a GPU)"
+        )
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
+    for reason, num_tests in sorted(reasons.items()):
+        terminalreporter.write_line(f"not run: {num_tests:,} {'test' if num_tests == 1 else 'tests'} ({reason})")
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from engine.heads.dense import ACTIVATIONS
-from engine.model.config import HeadConfig, ModelConfig
+from engine.model.config import DenseActivation, HeadConfig, ModelConfig, WordHeadConfig
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
-from engine.model.weights import Tensors
+from engine.model.weights import WeightSource
 
 
 class Head:
@@ -16,16 +16,18 @@ class Head:
     Source: the `...ForSequenceClassification` of transformers; `LogitScore` of sentence-transformers.
     """
 
-    def __init__(self, config: HeadConfig, out: Linear, dense: Linear | None = None, norm: LayerNorm | None = None) -> None:
-        self.out, self.dense, self.norm, self.activation = out, dense, norm, ACTIVATIONS[config.activation]
+    def __init__(
+        self, out: Linear, dense: Linear | None = None, activation: DenseActivation = "Identity", norm: LayerNorm | None = None
+    ) -> None:
+        self.out, self.dense, self.norm, self.activation = out, dense, norm, ACTIVATIONS[activation]
 
     @classmethod
-    def load(cls, config: ModelConfig, head: HeadConfig, checkpoint: Tensors) -> "Head":
+    def load(cls, config: ModelConfig, head: HeadConfig, checkpoint: WeightSource) -> "Head":
         """Raises: ModelError where the checkpoint has a part of it in another shape, as with another number of labels."""
 
         def linear(name: str, rows: int, biased: bool) -> Linear:
             weight = checkpoint.take(f"{name}.weight", rows, c, dtype=torch.float32)
-            return Linear(weight, checkpoint.take(f"{name}.bias", rows, dtype=torch.float32) if biased else None)
+            return Linear.of(weight, checkpoint.take(f"{name}.bias", rows, dtype=torch.float32) if biased else None)
 
         c = config.hidden_size
         dense, norm = None, None
@@ -35,15 +37,17 @@ class Head:
             weight = checkpoint.take(f"{head.norm}.weight", c, dtype=torch.float32)
             shift = checkpoint.take(f"{head.norm}.bias", c, dtype=torch.float32) if head.norm_bias else torch.zeros_like(weight)
             norm = LayerNorm(weight, shift, config.norm_eps)
-        return cls(head, linear(head.out, len(config.labels), head.out_bias), dense, norm)
+        return cls(linear(head.out, len(config.labels), head.out_bias), dense, head.activation, norm)
 
     @classmethod
-    def of_words(cls, head: HeadConfig, table: Tensor) -> "Head":
-        """One logit: yes's less no's. `table`: [vocab_size, C], what a hidden state is multiplied with for each word's."""
-        assert head.tokens is not None
-        yes, no = head.tokens
-        row = table[yes].float()
-        return cls(head, Linear((row if no is None else row - table[no].float()).unsqueeze(0)))
+    def of_words(cls, head: WordHeadConfig, table: Tensor) -> "Head":
+        """The head of a language model that answers with a word.
+
+        Args:
+            table: [vocab_size, C], a row for each word's logit.
+        """
+        row = table[head.yes].float()
+        return cls(Linear.of((row if head.no is None else row - table[head.no].float()).unsqueeze(0)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C], any dtype -> [B, labels] fp32."""

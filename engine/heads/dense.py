@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from engine.model.config import DenseActivation, DenseConfig
 from engine.model.layers.linear import Linear
-from engine.model.weights import Tensors
+from engine.model.weights import WeightSource
 
 ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
@@ -23,11 +23,11 @@ ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
 class Dense:
     """activation(x W^T + b) of pooled vectors, in the model's dtype. Source: `Dense` of sentence-transformers."""
 
-    def __init__(self, config: DenseConfig, checkpoint: Tensors) -> None:
+    def __init__(self, config: DenseConfig, checkpoint: WeightSource) -> None:
         weight = checkpoint.take("linear.weight", config.out_features, config.in_features)
         bias = checkpoint.take("linear.bias", config.out_features) if config.bias else None
         self.dtype = weight.dtype
-        self.linear, self.activation = Linear(weight, bias), ACTIVATIONS[config.activation]
+        self.linear, self.activation = Linear.of(weight, bias), ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, in_features], any dtype -> [B, out_features]."""

@@ -1,16 +1,23 @@
 """SPLADE: a masked-LM head over every token, and per word of the vocabulary the most that any token of a sequence gives it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from engine.heads.base import OutputHead, VectorHead
+from engine.heads.ragged import NonZero
 from engine.kernels import reference
 from engine.model.config import ModelConfig, SpladeConfig
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
-from engine.model.weights import Tensors
+from engine.model.weights import WeightSource
+from engine.options import EmbedOptions, TokenIds
+from engine.run.batch import PackedBatch
+from engine.run.flight import Vectors
 
 # Of the logits that are there at a time, and of what cutting and normalising vectors leaves on its way.
 CHUNK_BYTES = 64 << 20
@@ -39,14 +46,17 @@ class MaskedLMNames:
     bias: str
 
 
-class Splade:
+class Splade(VectorHead):
     """max over a sequence's tokens of log(1 + relu(masked-LM logits)). Source: SPLADE v2, arXiv:2109.10086, section 3.
 
     The logarithm and the decoder's bias do not change which token gives a word the most, so they come after the maximum, which
     runs along with the logits of a few tokens at a time: those of all would be as many as 16,384 x 30,522.
     """
 
-    def __init__(self, config: ModelConfig, checkpoint: Tensors, names: MaskedLMNames, words: Tensor) -> None:
+    reads_pooled_rows = False
+    is_wide: ClassVar[bool] = True
+
+    def __init__(self, config: ModelConfig, checkpoint: WeightSource, names: MaskedLMNames, words: Tensor) -> None:
         """`words`: the model's table, [vocab_size, C], which is the decoder where the two are tied."""
         assert config.splade is not None, "the config of another pooling"
         how: SpladeConfig = config.splade
@@ -61,9 +71,9 @@ class Splade:
             name = first if checkpoint.has(first) else second
             self.bias = checkpoint.take(name, self.vocab_size, dtype=torch.float32)
 
-    def __call__(self, hidden: Tensor, cu_seqlens: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
-        """[T, C] -> [B, vocab_size] fp32, cut and normalised as `kernels.pool_finish` does it."""
-        weights = self._most(self.norm(self.dense(hidden)), cu_seqlens)[:, : self.vocab_size]
+    def __call__(self, hidden: Tensor, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        """[T, C] -> [B, vocab_size]."""
+        weights = self._most(self.norm(self.dense(hidden)), batch.cu_seqlens)[:, : self.vocab_size]
         weights = weights.float() if self.bias is None else weights + self.bias  # [B, V] fp32
         weights = weights.contiguous().relu_().log1p_()
         if self.log_twice:
@@ -71,7 +81,7 @@ class Splade:
         step = max(1, CHUNK_BYTES // (20 * self.vocab_size))
         for start in range(0, len(weights), step):
             rows = slice(start, start + step)
-            weights[rows] = reference.pool_finish(weights[rows], dimensions[rows], normalize[rows])
+            weights[rows] = reference.pool_finish(weights[rows], batch.dimensions[rows], batch.normalize[rows])
         return weights
 
     def _most(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -89,3 +99,13 @@ class Splade:
             most = here if most is None else torch.maximum(most, here, out=most)
         assert most is not None, "a batch has a token"
         return most
+
+
+class SpladeEntries(OutputHead):
+    """The entries of each SPLADE vector that are not zero: the vector has them all."""
+
+    def __call__(self, hidden: Tensor, vectors: Tensor, batch: PackedBatch) -> Tensor:
+        return vectors.new_empty(len(hidden), 0)
+
+    def split(self, rows: Vectors, vectors: Vectors, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions]) -> NonZero:
+        return NonZero(vectors)

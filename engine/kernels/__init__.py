@@ -6,14 +6,15 @@ Which of the two runs is decided here, by where the tensor lies, so that a model
 from engine.kernels.activation import geglu, gelu, swiglu
 from engine.kernels.attention import attention
 from engine.kernels.embed import embed
-from engine.kernels.linear import Matrix, interleaved, linear, linear_add, linear_onto, linear_swiglu
+from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
+from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
 from engine.kernels.pool import pool_finish, pool_mean
-from engine.kernels.quantize import Quantized, quantize_weight
+from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope
 
 __all__ = [
-    "Matrix", "Quantized", "attention", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear",
-    "linear_add", "linear_onto", "linear_swiglu", "norm_rope", "pool_finish", "pool_mean", "quantize_weight", "rms_norm",
-    "rope", "swiglu",
+    "MaybeQuantized", "Quantized", "attention", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8",
+    "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish", "pool_mean", "quantize_weight",
+    "rms_norm", "rope", "swiglu",
 ]  # fmt: skip

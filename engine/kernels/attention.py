@@ -9,9 +9,10 @@ from torch import Tensor
 
 from engine.kernels.attention_hopper import attention_hopper
 from engine.kernels.launch import Kernel, half
-from engine.run.tiles import HopperShape, Shape, TileShape
+from engine.kernels.tiles import HopperShape, Shape, TileShape
 
 _NO_LIMIT = 1 << 29
+_MOST_TILES = (1 << 16) - 1  # tiles of one launch: the limit of a grid's y
 
 
 def attention(
@@ -33,8 +34,7 @@ def attention(
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K. D is contiguous, heads lie D apart, tokens any multiple of 8.
         tiles: [n, 2] int32 on the device, as `Tiling.cut` cuts them for `shape`; rows of no tile are left unwritten. [n, 4]
             where sequences share prefixes: then a tile's tokens see the rows [third, fourth) besides, before their own.
-        bounds: [T, 2] int32, the sequence each token belongs to: [first token, one past its last); behind a prefix, the first
-            token that it would have were the prefix its own.
+        bounds: [T, 2] int32, the rows [first, end) of the sequence that each token belongs to, without its shared prefix.
         causal: a token sees itself and what is before it; else its whole sequence.
         window: it sees no token further away than this; None for no limit.
         bias: [H, 2 R + 1] fp32 times sqrt(D), added to the score of a key d tokens after the query: column R + d.
@@ -56,23 +56,24 @@ def attention(
         attention_hopper(q, k, v, out, tiles, shape, bounds, queue, left, right, scale_log2)
         return out
     kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device, out.itemsize == 1)
-    kernel(
-        (k.shape[1], len(tiles)),
-        q,
-        k,
-        v,
-        out,
-        tiles,
-        bounds,
-        q.stride(0),
-        k.stride(0),
-        out.stride(0),
-        left,
-        right,
-        scale_log2,
-        bias,
-        0 if bias is None else bias.shape[1] // 2,
-    )
+    for some in (tiles,) if len(tiles) <= _MOST_TILES else torch.split(tiles, _MOST_TILES):
+        kernel(
+            (k.shape[1], len(some)),
+            q,
+            k,
+            v,
+            out,
+            some,
+            bounds,
+            q.stride(0),
+            k.stride(0),
+            out.stride(0),
+            left,
+            right,
+            scale_log2,
+            bias,
+            0 if bias is None else bias.shape[1] // 2,
+        )
     return out
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels.launch import Kernel, half, num_sms
 from engine.kernels.tensor_map import tensor_map
-from engine.run.tiles import HopperShape
+from engine.kernels.tiles import HopperShape
 
 FEATURES = "a"  # wgmma is no other chip's
 

@@ -62,6 +62,11 @@ def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[s
     return found
 
 
+def read_source(source: str) -> str:
+    """The text of `csrc/<source>.cu`."""
+    return _read(f"{source}.cu")
+
+
 def nvrtc_version() -> str:
     """Raises: ModelError where there is no NVRTC."""
     major, minor = _ask(nvrtc.nvrtcVersion)
@@ -90,6 +95,10 @@ def _ask(question: Callable[[], Any]) -> list[Any]:
     return answer
 
 
+def _read(name: str) -> str:
+    return (_SOURCES / name).read_text(encoding="utf-8")
+
+
 def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = False) -> Program:
     options = ProgramOptions(
         arch=arch,
@@ -98,7 +107,7 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=["-v"] if report else None,
     )
-    text = "".join((_SOURCES / name).read_text(encoding="utf-8") for name in ("common.cuh", "async.cuh", f"{source}.cu"))
+    text = "".join(_read(name) for name in ("common.cuh", "async.cuh", f"{source}.cu"))
     try:
         return Program(text, "c++", options)
     except Exception as error:  # no library to load: cuda.core raises what its loader raises

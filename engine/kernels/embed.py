@@ -11,21 +11,21 @@ from engine.kernels.launch import Kernel, half, runs_on
 THREADS, PER_THREAD = 256, 4
 
 
-def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
-    """words[token_ids], plus positions[place in the sequence] where there is a position table.
+def embed(token_ids: Tensor, positions: Tensor, words: Tensor, position_table: Tensor | None = None) -> Tensor:
+    """Returns words[token_ids], plus position_table[positions] if there is a position table.
 
     Args:
-        token_ids: [T] int32; bounds: [T, 2] int32, the sequence each token belongs to.
-        words: [vocab_size, C]; positions: [max_position_embeddings, C].
+        token_ids, positions: [T] int32. On a GPU, an id outside of `words` gives the nearest row; on a CPU it is an error.
+        words: [vocab_size, C]; position_table: [max_position_embeddings, C].
     Returns: [T, C], dtype of `words`.
     """
     if not runs_on(words):
-        return reference.embed(token_ids, bounds, words, positions)
+        return reference.embed(token_ids, positions, words, position_table)
     num_tokens, width = len(token_ids), words.shape[1]
     out = torch.empty(num_tokens, width, dtype=words.dtype, device=words.device)
-    kernel = _kernel(width, positions is not None, words.dtype, words.device)
+    kernel = _kernel(width, position_table is not None, words.dtype, words.device)
     grid = -(-(-(-num_tokens // PER_THREAD) * width) // (8 * THREADS))
-    kernel(grid, token_ids, bounds, words, positions, out, num_tokens)
+    kernel(grid, token_ids, positions, words, position_table, out, num_tokens, len(words))
     return out
 
 

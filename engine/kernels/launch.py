@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.errors import BackendError
 from engine.kernels.compile import compile_kernel
+from engine.kernels.signature import signature
 
 NO_DEFINES: Mapping[str, int] = MappingProxyType({})
 
@@ -37,6 +38,7 @@ class Kernel:
         self._code = code  # keeps the module loaded
         self._kernel = code.get_kernel(entry)
         self._entry = entry
+        self._signature = signature(source, entry, defines)
         self._device = device
         self._threads, self._shared_bytes = threads, shared_bytes
         self._overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
@@ -47,18 +49,19 @@ class Kernel:
                 raise BackendError(f"kernel {entry} needs {shared_bytes} bytes of shared memory: {status}")
 
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
-        """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32;
-        nothing is checked here.
+        """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32.
 
-        Raises: RuntimeError for what the driver says, of this launch or of one before it, as torch's operations do.
+        Raises: BackendError for arguments that the source does not take. RuntimeError, as torch's operations do, for an error
+            that the driver reports: the error may be an earlier launch's.
         """
+        values = self._signature.values(arguments)
         config = LaunchConfig(
             grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
         )
         # What torch.cuda.current_stream asks, without the object around it: 0.1 us instead of 4.
         stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
         try:
-            launch(_stream(stream), config, self._kernel, *map(_argument, arguments))
+            launch(_stream(stream), config, self._kernel, *values)
         except Exception as error:  # cuda.core keeps the class of what it raises to itself
             raise RuntimeError(f"launching {self._entry}: {error}") from error
 
@@ -88,10 +91,6 @@ def is_hopper(device: torch.device) -> bool:
 def half(dtype: torch.dtype) -> int:
     """The HALF macro."""
     return int(dtype == torch.float16)
-
-
-def _argument(value: object) -> object:
-    return value.data_ptr() if isinstance(value, Tensor) else 0 if value is None else value
 
 
 @cache

@@ -1,7 +1,9 @@
-"""x W^T of rows and matrices in 8 bits, in bf16.
+"""x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`, each with what follows it fused; everything
-else is cuBLAS's. docs/decisions/023.
+On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`. Both fuse the operation that follows. All
+other products are cuBLAS's. docs/decisions/023.
+
+Every function here takes x in 16 bits, [M, K], and quantises it. It takes x in 8 bits as it is.
 """
 
 import torch
@@ -12,41 +14,52 @@ from engine.kernels import reference
 from engine.kernels.few_rows import few_rows, few_rows_cut
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.launch import is_hopper
-from engine.kernels.quantize import Quantized, quantize
+from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 
-# Rows of x of which `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. A wide W has more of them, and
-# cuBLAS's sums in 32 bits are as wide.
+# Up to this many rows of x, `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. A wide W has more
+# tiles, and cuBLAS's sums in 32 bits are as wide as W.
 _FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
-_INT32_BYTES = 64 << 20  # of the sums there are at a time
-_LEAST_ROWS = 32  # of an int8 product of cuBLAS's
+_INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
+_LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
 
 
-def linear8(x: Quantized, weight: Quantized) -> Tensor:
-    """[M, K] x [N, K] -> [M, N] bf16."""
-    ours = _ours(x, weight)
-    return _product(x, weight) if ours is None else ours
+def linear8(
+    x: MaybeQuantized, weight: Quantized, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
+) -> Tensor:
+    """x W^T. weight [N, K] -> [M, N] bf16.
+
+    Args:
+        norm: [K], the weight of an RMSNorm that x goes through first.
+        pending: [M, K], added to x in place before the norm. `linear8_add` gives it.
+    """
+    x8 = quantize(x, weight.values.dtype, norm, eps, pending=pending)
+    ours = _ours(x8, weight)
+    return _product(x8, weight) if ours is None else ours
 
 
-def linear8_add(x: Quantized, weight: Quantized, residual: Tensor) -> Tensor:
-    """residual += x W^T, in place. Returns: `residual` [M, N]."""
-    pending = linear8_onto(x, weight, residual)
-    return residual if pending is None else residual.add_(pending)
+def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tensor | None:
+    """residual += x W^T, in place, where the product can add. Returns: None, or x W^T [M, N] that is still to be added."""
+    x8 = quantize(x, weight.values.dtype)
+    return _product(x8, weight) if _ours(x8, weight, "residual", residual) is None else None
 
 
-def linear8_onto(x: Quantized, weight: Quantized, residual: Tensor) -> Tensor | None:
-    """residual += x W^T, in place, by a product that can; else x W^T, [M, N]."""
-    return _product(x, weight) if _ours(x, weight, "residual", residual) is None else None
+def linear8_swiglu(
+    x: MaybeQuantized, gate_up: Quantized, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
+) -> Quantized:
+    """silu(x G^T) * (x U^T), in 8 bits again. `norm` and `pending` as in `linear8`.
 
-
-def linear8_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
-    """silu(x G^T) * (x U^T), in 8 bits again. gate_up [2 I, K], eight rows of G and of U in turn -> [M, I]."""
-    dtype = x.values.dtype
-    ours = _ours(x, gate_up, "swiglu")
-    return quantize(_product(x, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
+    Args:
+        gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
+    Returns: [M, I].
+    """
+    dtype = gate_up.values.dtype
+    x8 = quantize(x, dtype, norm, eps, pending=pending)
+    ours = _ours(x8, gate_up, "swiglu")
+    return quantize(_product(x8, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
 
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
-    """The result of a product of our own; None where there is none, or cuBLAS's is faster."""
+    """The result of one of our own products. None where we have none, or cuBLAS's is faster."""
     if (shape := few_rows_cut(x.values, weight.values)) is not None:
         return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
     few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
@@ -65,7 +78,7 @@ def _product(x: Quantized, weight: Quantized) -> Tensor:
 
 
 def _int8(x: Quantized, weight: Quantized) -> Tensor:
-    """cuBLAS gives whole sums in 32 bits, of some rows at a time so that they do not take twice the result's memory."""
+    """cuBLAS's product of int8, of some rows at a time: its sums in 32 bits take twice the memory of the result."""
     rows, columns = len(x), len(weight)
     y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.values.device)
     step = max(_LEAST_ROWS, _INT32_BYTES // (4 * columns))

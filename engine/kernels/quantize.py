@@ -36,8 +36,11 @@ class Quantized:
         return Quantized(values, self.scale.index_select(0, index))
 
 
+MaybeQuantized = Tensor | Quantized
+
+
 def quantize(
-    x: Tensor | Quantized,
+    x: MaybeQuantized,
     dtype: torch.dtype,
     norm: Tensor | None = None,
     eps: float = 0.0,

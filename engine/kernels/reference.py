@@ -38,17 +38,19 @@ def rope_table(head_dim: int, theta: float, positions: int, device: torch.device
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
-def norm_rope(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, bounds: Tensor, eps: float, n_heads: int) -> None:
+def norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, eps: float, n_heads: int
+) -> None:
     """Source: `apply_rotary_pos_emb` of transformers' Qwen3, cos and sin rounded to the dtype of `qkv` as there."""
     kv_heads = (qkv.shape[1] - n_heads) // 2
     for heads, weight in ((qkv[:, :n_heads], q_weight), (qkv[:, n_heads : n_heads + kv_heads], k_weight)):
         heads.copy_(rms_norm(heads, weight, eps))
-    rope(qkv, table, bounds, n_heads)
+    rope(qkv, table, positions, n_heads)
 
 
-def rope(qkv: Tensor, table: Tensor, bounds: Tensor, n_heads: int) -> None:
+def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
     kv_heads = (qkv.shape[1] - n_heads) // 2
-    angles = table[places(bounds)].to(qkv.dtype).unsqueeze(1)  # [T, 1, D / 2, 2]
+    angles = table[positions].to(qkv.dtype).unsqueeze(1)  # [T, 1, D / 2, 2]
     cos, sin = (torch.cat((part, part), dim=-1) for part in angles.unbind(-1))  # [T, 1, D]
     heads = qkv[:, : n_heads + kv_heads]
     first, second = heads.chunk(2, dim=-1)
@@ -114,14 +116,9 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-def embed(token_ids: Tensor, bounds: Tensor, words: Tensor, positions: Tensor | None = None) -> Tensor:
+def embed(token_ids: Tensor, positions: Tensor, words: Tensor, position_table: Tensor | None = None) -> Tensor:
     hidden = F.embedding(token_ids, words)
-    return hidden if positions is None else hidden + F.embedding(places(bounds), positions)
-
-
-def places(bounds: Tensor) -> Tensor:
-    """Each token's position in its own sequence. [T, 2] int32 -> [T] int32."""
-    return torch.arange(len(bounds), device=bounds.device, dtype=torch.int32) - bounds[:, 0]
+    return hidden if position_table is None else hidden + F.embedding(positions, position_table)
 
 
 def attention(
@@ -195,9 +192,9 @@ def pool_max(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(hidden.float(), "max", offsets=cu_seqlens.long(), unsafe=True)
 
 
-def pool_weighted_mean(hidden: Tensor, cu_seqlens: Tensor, bounds: Tensor) -> Tensor:
-    """A token weighs as much as its place, from 1. Source: `Pooling(pooling_mode="weightedmean")` of sentence-transformers."""
-    mean = pool_mean(hidden.float() * (places(bounds) + 1).unsqueeze(1), cu_seqlens)
+def pool_weighted_mean(hidden: Tensor, cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """A token's weight is its position plus 1. Source: `Pooling(pooling_mode="weightedmean")` of sentence-transformers."""
+    mean = pool_mean(hidden.float() * (positions + 1).unsqueeze(1), cu_seqlens)
     return mean * (2 / (cu_seqlens.diff() + 1)).unsqueeze(1)  # n tokens weigh n (n + 1) / 2, not n
 
 

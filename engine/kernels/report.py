@@ -20,7 +20,7 @@ from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
 from engine.kernels.quantize import quantize_defines
 from engine.kernels.rope import rope_defines
-from engine.run.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
+from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
 
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
 # Query heads a key head of published models, by head_dim.

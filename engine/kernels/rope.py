@@ -13,25 +13,27 @@ from engine.kernels.launch import Kernel, half, runs_on
 _PER_THREAD = 4
 
 
-def norm_rope(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, bounds: Tensor, eps: float, n_heads: int) -> None:
-    """Normalise and rotate the Q and K heads of `qkv` where they lie; V is not touched.
+def norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, eps: float, n_heads: int
+) -> None:
+    """Normalises and rotates the Q and K heads of `qkv` in place. V stays as it is.
 
     Args:
         qkv: [T, H + 2 K, D], contiguous; `n_heads` is H.
-        q_weight, k_weight: [D], of the two norms.
-        table: [positions, D / 2, 2] fp32, cos and sin.
-        bounds: [T, 2] int32, the sequence each token belongs to.
+        q_weight, k_weight: [D], the weights of the two norms.
+        table: [max_position_embeddings, D / 2, 2] fp32, cos and sin.
+        positions: [T] int32, each token's row of `table`.
     """
     if not _takes(qkv):
-        return reference.norm_rope(qkv, q_weight, k_weight, table, bounds, eps, n_heads)
-    _kernel(qkv, n_heads, norm=True)(len(qkv), qkv, q_weight, k_weight, table, bounds, np.float32(eps))
+        return reference.norm_rope(qkv, q_weight, k_weight, table, positions, eps, n_heads)
+    _kernel(qkv, n_heads, norm=True)(len(qkv), qkv, q_weight, k_weight, table, positions, np.float32(eps))
 
 
-def rope(qkv: Tensor, table: Tensor, bounds: Tensor, n_heads: int) -> None:
-    """As `norm_rope`, without the norms."""
+def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
+    """Does what `norm_rope` does, without the norms."""
     if not _takes(qkv):
-        return reference.rope(qkv, table, bounds, n_heads)
-    _kernel(qkv, n_heads, norm=False)(len(qkv), qkv, None, None, table, bounds, np.float32(0))
+        return reference.rope(qkv, table, positions, n_heads)
+    _kernel(qkv, n_heads, norm=False)(len(qkv), qkv, None, None, table, positions, np.float32(0))
 
 
 def _takes(qkv: Tensor) -> bool:

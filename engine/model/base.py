@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json is read, its network, and what that takes."""
+"""`Model`: one family of networks. A family reads its config.json, loads its weights, and computes hidden states."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -6,61 +6,61 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from engine.heads.splade import MaskedLMNames
-from engine.model.config import HeadConfig, Keys, ModelConfig
-from engine.model.weights import Tensors
+from engine.model.config import HeadConfig, ModelConfig, SpladeConfig
+from engine.model.keys import Keys
+from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
 
 class Model(ABC):
-    """A network whose weights are loaded."""
+    """A network whose weights are loaded. `Encoder` and `Decoder` have the `forward` that families share."""
 
-    Config: ClassVar[type[ModelConfig]] = ModelConfig
-    architectures: ClassVar[tuple[str, ...]]  # as config.json names them
-    classifiers: ClassVar[tuple[str, ...]] = ()  # those with a head for classification
-    head: ClassVar[HeadConfig] = HeadConfig()
-    needless: ClassVar[tuple[str, ...]] = ()  # tensors of the checkpoint that embeddings do not use, as glob patterns
-    masked_lm: ClassVar[MaskedLMNames | None] = None  # where SPLADE can be made of its masked-LM head
-    words: Tensor  # [vocab_size, hidden_size], the tokens' table; there wherever `masked_lm` is
+    architectures: ClassVar[tuple[str, ...]]  # config.json's names for the body, alone or below a language model's head
+    classifiers: ClassVar[tuple[str, ...]] = ()  # config.json's names for the body below a classifier's head
+    head: ClassVar[HeadConfig] = HeadConfig()  # the head of `classifiers`
+    masked_lm: ClassVar[MaskedLMNames | None] = None  # the names in the masked-LM head, where SPLADE can use it
+    unused: ClassVar[tuple[str, ...]] = ()  # glob patterns of the checkpoint's tensors that embeddings do not need
     overflows_float16: ClassVar[bool] = False
-    shares_prefixes: bool = False  # whether a token sees all before it and nothing else: then what begins alike is the same
-    walks_lengths: ClassVar[bool] = False  # `forward` reads batch.lengths: no CUDA graphs, which know none, and no tiles
-    biases_scores: ClassVar[bool] = False  # by the distance from query to key
+    biases_scores: ClassVar[bool] = False  # attention adds a bias by the distance from query to key
+    eager_only: ClassVar[bool] = False  # `forward` reads batch.lengths on the host: there are no CUDA graphs and no tiles
+    shares_prefixes: bool = False  # a token sees all tokens before it and no others, so equal prefixes have equal states
+    words: Tensor  # [vocab_size, hidden_size], the table of words; `Transformers` has none
 
     @staticmethod
     @abstractmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
-        """The fields of `Config` that config.json decides. Raises: ModelError for a key that cannot be honoured."""
+    def read_config(keys: Keys) -> ModelConfig:
+        """The family's own config, from config.json alone. Raises: ModelError for a key that the engine cannot honour."""
 
     @classmethod
     def read_head(cls, keys: Keys) -> HeadConfig:  # noqa: ARG003
-        """The head of `classifiers`. Raises: ModelError for a key that cannot be honoured."""
+        """The head of `classifiers`. Raises: ModelError for a key that the engine cannot honour."""
         return cls.head
 
-    @staticmethod
-    def read_masked_lm(keys: Keys) -> dict[str, bool]:  # noqa: ARG004
-        """The fields of `SpladeConfig` that a family's config.json decides. Raises: ModelError, as `read_config`."""
-        return {}
+    @classmethod
+    def read_masked_lm(cls, keys: Keys) -> SpladeConfig:
+        """The masked-LM head. Raises: ModelError for a key that the engine cannot honour."""
+        return SpladeConfig(tied=keys.get("tie_word_embeddings", True) is not False)
 
     @abstractmethod
-    def __init__(self, config: Any, checkpoint: Tensors) -> None:
-        """`config` is of the family's `Config`. Raises: ModelError for a tensor that is missing or of another shape."""
+    def __init__(self, config: Any, checkpoint: WeightSource) -> None:
+        """`config`: as `read_config` gives it. Raises: ModelError for a tensor that is missing or has another shape."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         """The last hidden states after the final norm, [T, hidden_size].
 
-        With `pooled_only`, only the rows that pooling reads, [B, hidden_size]: the last layer computes no other.
+        With `pooled_only`, only the rows that pooling reads, [B, hidden_size]. The last layer then computes no other rows.
         """
 
     @staticmethod
     @abstractmethod
     def peak_values(config: Any) -> int:
-        """Values a token holds at the most crowded moment of a pass, the holes that freed ones leave behind included.
+        """The most values that a pass holds for each token, gaps between the allocator's blocks included.
 
-        Read off the layers' `forward`: the allocator lays what it is asked for into the first gap that is large enough.
+        The figure follows from the layers' `forward`: the allocator puts each tensor into the first gap that is large enough.
         """
 
     @staticmethod
     def table_bytes(config: Any) -> int:  # noqa: ARG004
-        """What is computed at load and kept beside the weights."""
+        """Bytes of the tables that are computed at load and kept beside the weights."""
         return 0

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -13,14 +14,15 @@ from engine.model.config import (
     DenseActivation,
     DenseConfig,
     HeadConfig,
-    Keys,
     ModelConfig,
     Pooling,
     SpladeConfig,
+    WordHeadConfig,
     named_prompt,
-    read_labels,
 )
-from engine.model.families import MODELS, Model, Transformers
+from engine.model.families import MODELS, Transformers
+from engine.model.families.transformers import TransformersConfig
+from engine.model.keys import Keys, read_labels
 from engine.model.weight_files import read_linear
 from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
 
@@ -41,62 +43,74 @@ def load_model_config(
     Args:
         folder: a model folder as the Hub has it.
         pooling: overrides the folder's own pooling; needed where the folder names none.
-        default_prompt_name: the prompt of texts whose request asks for none; overrides the folder's own choice.
+        default_prompt_name: the prompt of texts whose request names none; overrides the folder's own choice.
         default_prompt: the same, as a text.
-        backend: whose network is to run.
-        trust_remote_code: whether the folder's own code may, with transformers.
-    Raises: ModelError naming the file, the key and what would help.
+        backend: the implementation of the network.
+        trust_remote_code: whether transformers may run the folder's own code.
+    Raises: ModelError naming the file, the key and a way out.
     """
     hf = _read_json(folder / "config.json")
     if hf is None:
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
-    architectures = hf.get("architectures") or []
-    architecture = architectures[0] if architectures else f"(none, model_type {hf.get('model_type')!r})"
-    if architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
-        # Published as its body alone, with the head in the weights; the model card's code loads it with one label.
-        architecture, hf = "JinaBertForSequenceClassification", hf | {"num_labels": 1}
     keys = Keys(folder / "config.json", hf)
-    family: type[Model] = Transformers
-    if backend == "transformers":
-        fields = Transformers.read_config(keys, trust_remote_code)
-    elif architecture in MODELS:
-        family = MODELS[architecture]
-        fields = family.read_config(keys)
-    else:
-        raise ModelError(
-            f"{keys.path}: architecture {architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
-            "others may run, slower, with --backend transformers"
-        )
+    if keys.architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
+        # config.json names the body alone, and the weights hold the head. The model card's code loads it with one label.
+        keys = Keys(keys.path, hf | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
     prompts, own_default = _read_prompts(folder)
     if default_prompt_name is not None:
         try:
             default_prompt = named_prompt(prompts, default_prompt_name)
         except InvalidInput as error:
             raise ModelError(f"{folder}: {error}") from None
-    head = _read_head(folder, keys, architecture, pooling) if family is not Transformers else None
-    pooling_folder, is_splade, dense = ("", False, ()) if head else _read_modules(folder, fields["hidden_size"])
-    if head:
-        pooling = head.pooling
-    pooling = pooling or ("splade" if is_splade else _read_pooling(folder, pooling_folder, fields["hidden_size"]))
-    if pooling == "splade" and family is Transformers:
-        raise ModelError(f"{keys.path}: pooling splade is not supported with backend transformers; leave the backend out")
-    lexical, colbert_size = _read_token_layers(folder, architecture, fields["hidden_size"])
-    limit, lower_case = _read_transformer_module(folder, fields["max_position_embeddings"])
-    fields["max_position_embeddings"] = fields["max_position_embeddings"] or limit
-    return family.Config(
-        architecture=architecture,
-        pooling=pooling,
-        **(_classifier_fields(folder, keys, head) if head else {}),
-        dense=dense,
-        splade=_read_splade(keys, pooling_folder if is_splade else None, dense) if pooling == "splade" else None,
-        lexical=lexical,
-        colbert_size=colbert_size,
+    if backend == "transformers":
+        config = _read_embedder(folder, keys, Transformers.read_config(keys, trust_remote_code), pooling)
+    elif keys.architecture in MODELS:
+        config = MODELS[keys.architecture].read_config(keys)
+        head = _read_head(folder, keys, pooling)
+        config = _read_embedder(folder, keys, config, pooling) if head is None else _with_head(folder, keys, config, head)
+    else:
+        raise ModelError(
+            f"{keys.path}: architecture {keys.architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
+            "others may run, slower, with --backend transformers"
+        )
+    limit, lower_case = _read_transformer_module(folder, config.max_position_embeddings or None)
+    lexical, colbert_size = _read_token_layers(folder, config)
+    return replace(
+        config,
+        max_position_embeddings=config.max_position_embeddings or limit,
         max_input_length=limit,
         lower_case=lower_case,
+        lexical=lexical,
+        colbert_size=colbert_size,
         prompts=prompts,
         default_prompt=own_default if default_prompt is None else default_prompt,
         stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
-        **fields,
+    )
+
+
+def _read_embedder(folder: Path, keys: Keys, config: ModelConfig, pooling: Pooling | None) -> ModelConfig:
+    """`config` with the folder's pooling and the layers after it. A given `pooling` overrides the folder's."""
+    pooling_folder, is_splade, dense = _read_modules(folder, config.hidden_size)
+    pooling = pooling or ("splade" if is_splade else _read_pooling(folder, pooling_folder, config.hidden_size))
+    splade = None
+    if pooling == "splade":
+        if isinstance(config, TransformersConfig):
+            raise ModelError(f"{keys.path}: pooling splade is not supported with backend transformers; leave the backend out")
+        splade = _read_splade(keys, pooling_folder if is_splade else None, dense)
+    return replace(config, pooling=pooling, dense=dense, splade=splade)
+
+
+def _with_head(folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig | WordHeadConfig) -> ModelConfig:
+    """`config` of a classifier or a reranker."""
+    answers = isinstance(head, WordHeadConfig)
+    return replace(
+        config,
+        pooling=head.pooling,
+        head=head,
+        labels=("LABEL_0",) if answers else read_labels(keys),
+        multi_label=keys.get("problem_type") == "multi_label_classification",
+        padding_id=keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
+        instruction=DEFAULT_INSTRUCTION if _uses_chat_template(folder, answers) else None,
     )
 
 
@@ -113,7 +127,7 @@ def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, 
 
 
 def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:
-    """`model_max_length` where it means something: transformers writes 1e30 for "not known"."""
+    """`model_max_length`. transformers writes 1e30 for "not known"; the result is then `positions`."""
     limit = (_read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
     return int(limit) if isinstance(limit, int | float) and 0 < limit < 1e9 else positions
 
@@ -130,8 +144,10 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     return prompts, None if default is None else prompts[default]
 
 
-def _read_head(folder: Path, keys: Keys, architecture: str, pooling: Pooling | None) -> HeadConfig | None:
-    """The head of a classifier or a reranker, None of an embedding model (docs/decisions/016)."""
+def _read_head(folder: Path, keys: Keys, pooling: Pooling | None) -> HeadConfig | WordHeadConfig | None:
+    """The head of a classifier or a reranker; None for an embedding model (docs/decisions/016)."""
+    head: HeadConfig | WordHeadConfig
+    architecture = keys.architecture
     kinds = [module.get("type", "").rsplit(".", 1)[-1] for module in _read_json(folder / "modules.json") or []]
     family = MODELS[architecture]
     if architecture in family.classifiers:
@@ -141,9 +157,9 @@ def _read_head(folder: Path, keys: Keys, architecture: str, pooling: Pooling | N
             )
         head = family.read_head(keys)
     elif "LogitScore" in kinds:
-        head = _read_logit_score(folder, keys, architecture, kinds)
+        head = _read_logit_score(folder, keys, kinds)
     elif architecture == "Qwen3ForCausalLM" and _is_named(folder, pooling, "qwen3-reranker"):
-        head = _words_head(keys, *(_token_id(folder, word) for word in ("yes", "no")))
+        head = _word_head(keys, _token_id(folder, "yes"), _token_id(folder, "no"))
     else:
         return None
     if pooling not in (None, head.pooling):
@@ -152,17 +168,19 @@ def _read_head(folder: Path, keys: Keys, architecture: str, pooling: Pooling | N
 
 
 def _is_named(folder: Path, pooling: Pooling | None, name: str) -> bool:
-    """Whether a folder that says nothing of pooling is called by this name, itself or as a model in the Hub's cache."""
+    """Whether a folder without a pooling has this name, or is that model in the Hub's cache."""
     silent = pooling is None and not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
     model = folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
     return silent and name in model.lower().replace("_", "-")
 
 
-def _read_logit_score(folder: Path, keys: Keys, architecture: str, kinds: list[str]) -> HeadConfig:
+def _read_logit_score(folder: Path, keys: Keys, kinds: list[str]) -> WordHeadConfig:
     """Source: `LogitScore` of sentence-transformers."""
     path = folder / "modules.json"
-    if architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
-        raise ModelError(f"{path}: {kinds} of {architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)")
+    if keys.architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
+        raise ModelError(
+            f"{path}: {kinds} of {keys.architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)"
+        )
     path = folder / Path(_read_json(path)[1].get("path", "")).name / "config.json"
     module = Keys(path, _read_json(path) or {})
     module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
@@ -170,16 +188,15 @@ def _read_logit_score(folder: Path, keys: Keys, architecture: str, kinds: list[s
     for name, token in (("true_token_id", yes), ("false_token_id", no)):
         if not (isinstance(token, int) and 0 <= token < keys.number("vocab_size")) and (name, token) != ("false_token_id", None):
             raise ModelError(f"{module.path}: {name} is {token!r}, expected a token of the vocabulary")
-    return _words_head(keys, yes, no)
+    return _word_head(keys, yes, no)
 
 
-def _words_head(keys: Keys, yes: int, no: int | None) -> HeadConfig:
-    tied = keys.get("tie_word_embeddings")
-    return HeadConfig(out="embed_tokens" if tied else "lm_head", activation="Identity", pooling="last_token", tokens=(yes, no))
+def _word_head(keys: Keys, yes: int, no: int | None) -> WordHeadConfig:
+    return WordHeadConfig(tied=bool(keys.get("tie_word_embeddings")), yes=yes, no=no)
 
 
 def _asks_as_qwen3(folder: Path) -> bool:
-    """Whether the folder's chat template, which sentence-transformers puts pairs into, is the one of `InstructTemplate`."""
+    """Whether the folder's chat template is the one of `InstructTemplate`. sentence-transformers puts pairs into it."""
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else None
     template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
@@ -193,26 +210,14 @@ def _token_id(folder: Path, word: str) -> int:
     except Exception as error:  # tokenizers raises bare Exception
         raise ModelError(f"{folder / 'tokenizer.json'} cannot be loaded: {error}") from error
     if token is None:
-        raise ModelError(f"{folder / 'tokenizer.json'}: no token {word!r}, with which a reranker of this name answers")
+        raise ModelError(f"{folder / 'tokenizer.json'}: there is no token {word!r}, but a reranker of this name answers with it")
     return int(token)
 
 
-def _classifier_fields(folder: Path, keys: Keys, head: HeadConfig) -> dict[str, Any]:
-    """What a `ModelConfig` has of a classifier or a reranker."""
-    answers = head.tokens is not None
-    return {
-        "head": head,
-        "labels": ("LABEL_0",) if answers else read_labels(keys),
-        "multi_label": keys.get("problem_type") == "multi_label_classification",
-        "padding_id": keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
-        "instruction": DEFAULT_INSTRUCTION if _uses_chat_template(folder, answers) else None,
-    }
-
-
 def _uses_chat_template(folder: Path, answers: bool) -> bool:
-    """Whether pairs go through a chat template, as sentence-transformers decides it; there is one that we have.
+    """Whether pairs go through a chat template, as sentence-transformers decides it.
 
-    Raises: ModelError for another one.
+    Raises: ModelError for a template that we do not have.
     """
     if not (folder / "modules.json").exists():
         return answers
@@ -223,14 +228,14 @@ def _uses_chat_template(folder: Path, answers: bool) -> bool:
     return uses
 
 
-# In which order sentence-transformers' modules may follow one another; only Dense may come several times.
+# The order of sentence-transformers' modules. Only Dense may come several times.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
-# Those of a SparseEncoder, which stand in the place of another.
+# A SparseEncoder's modules, and the modules in whose place they stand.
 _SPARSE_MODULES = {"MLMTransformer": "Transformer", "SpladePooling": "Pooling"}
 
 
 def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[DenseConfig, ...]]:
-    """(folder of the pooling, whether that is SPLADE's, the layers after it)."""
+    """(folder of the pooling, whether the pooling is SPLADE's, the layers after it)."""
     path, pooling, is_splade, kinds = folder / "modules.json", "1_Pooling", False, ["Transformer"]
     dense: list[DenseConfig] = []
     for module in _read_json(path) or []:
@@ -252,8 +257,8 @@ def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[Dens
 
 
 def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -> SpladeConfig:
-    """Of the folder that has `keys`; `name` is its SpladePooling's, None for a plain masked LM: TEI's SPLADE then."""
-    folder, architecture = keys.path.parent, keys.get("architectures")[0]
+    """`name`: the folder of the SpladePooling. None: the folder has a plain masked LM, and pooling is as in TEI."""
+    folder, architecture = keys.path.parent, keys.architecture
     family = MODELS.get(architecture)
     if family is None or family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
         able = (each for each in MODELS if each.endswith("ForMaskedLM") and MODELS[each].masked_lm is not None)
@@ -267,29 +272,25 @@ def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -
     how.refuse("activation_function", ("relu", "log1p_relu", None), "only relu and log1p_relu")
     for width in ("word_embedding_dimension", "embedding_dimension"):
         how.refuse(width, (keys.number("vocab_size"), None), "a vector is as wide as the vocabulary")
-    return SpladeConfig(
-        tied=keys.get("tie_word_embeddings", True) is not False,
-        log_twice=how.get("activation_function") == "log1p_relu",
-        **family.read_masked_lm(keys),
-    )
+    return replace(family.read_masked_lm(keys), log_twice=how.get("activation_function") == "log1p_relu")
 
 
-def _read_token_layers(folder: Path, architecture: str, hidden_size: int) -> tuple[bool, int | None]:
-    """Which of BGE-M3's layers lie beside the weights: (the one of lexical weights, the width of the one of ColBERT vectors)."""
-    if architecture != "XLMRobertaModel":
+def _read_token_layers(folder: Path, config: ModelConfig) -> tuple[bool, int | None]:
+    """BGE-M3's layers beside the weights: (whether there is one of lexical weights, the width of the ColBERT vectors)."""
+    if config.architecture != "XLMRobertaModel":
         return False, None
-    lexical, colbert = (read_linear(folder, name, hidden_size) for name in ("sparse_linear", "colbert_linear"))
+    lexical, colbert = (read_linear(folder, name, config.hidden_size) for name in ("sparse_linear", "colbert_linear"))
     if lexical is not None and len(lexical[0]) != 1:
         raise ModelError(f"{folder}: sparse_linear gives {len(lexical[0])} weights for a token, expected one")
     return lexical is not None, None if colbert is None else len(colbert[0])
 
 
-# What FlagEmbedding gives no weight, and what XLM-RoBERTa calls it.
+# The tokens that FlagEmbedding gives no weight, with XLM-RoBERTa's names for them.
 _NO_WORDS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 def read_no_words(folder: Path) -> list[str]:
-    """The tokens that stand for no word of a text, as the tokenizer's files name them."""
+    """The tokens that stand for no word of a text, by the names in the tokenizer's files."""
     given: dict[str, Any] = dict(_NO_WORDS)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = _read_json(folder / name) or {}
@@ -312,7 +313,7 @@ def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
     if kind not in get_args(DenseActivation) or not package.startswith("torch.nn."):
         raise ModelError(f"{path}: activation_function {activation} is not supported; supported are {get_args(DenseActivation)}")
     if keys.number("in_features") != width:
-        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, what comes before has {width} dimensions")
+        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, the module before it has {width} dimensions")
     return DenseConfig(name, width, keys.number("out_features"), bool(keys.get("bias", True)), cast(DenseActivation, kind))
 
 
@@ -328,7 +329,7 @@ def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
     if config.get("include_prompt", True) is not True:
         raise ModelError(
             f"{path}: include_prompt = false is not supported: poolings here read a text with its prompt; "
-            "where no text gets a prompt it makes no difference, and --pooling says that"
+            "if no text gets a prompt, choose the pooling with --pooling"
         )
     width = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if width != hidden_size:

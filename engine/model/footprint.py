@@ -15,9 +15,9 @@ from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.heads.classifier import Head
 from engine.heads.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
-from engine.model.weights import Shapes
+from engine.model.weights import ShapeCounter
 
 # What a loaded engine may still take: CUDA graphs made later, and the allocator's rounding.
 _GROWTH_BYTES = 512 << 20
@@ -147,8 +147,9 @@ def _splade_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> i
 
 _SPLADE_GRAPH_BYTES = CHUNK_BYTES + 6 * MOST_GRAPH_VALUES
 
-# Of a packed batch: ids, bounds, attention tiles and options, int32; at most this much for each token.
-_INDEX_BYTES = 40
+# Upper bound on a token's bytes in a packed batch: ids, positions, bounds, attention tiles and options, all int32. A batch of
+# one-token sequences needs the most.
+_INDEX_BYTES = 48
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -167,9 +168,9 @@ def head_parameters(config: ModelConfig) -> int:
     """Of a classifier's head: as of the dense layers, each text is multiplied with them."""
     if config.head is None:
         return 0
-    if config.head.tokens is not None:  # the difference of two rows
+    if isinstance(config.head, WordHeadConfig):  # the difference of two rows
         return config.hidden_size
-    shapes = Shapes()
+    shapes = ShapeCounter()
     Head.load(config, config.head, shapes)
     return shapes.num_parameters
 
@@ -180,8 +181,8 @@ def body_parameters(config: ModelConfig) -> int:
 
 
 @cache
-def _shapes(config: ModelConfig) -> Shapes:
-    shapes = Shapes()
+def _shapes(config: ModelConfig) -> ShapeCounter:
+    shapes = ShapeCounter()
     family = family_of(config)
     network = family(config, shapes)
     if config.splade is not None and family.masked_lm is not None:

@@ -1,8 +1,8 @@
 """Files of weights -> a model's tensors, one at a time, straight from the memory map.
 
 A model takes each tensor by name, moves it to its device and dtype, and keeps only the result: at the peak there is
-the finished model plus one tensor. Whatever no model took is either known to be needless for embeddings and reported,
-or stops the load: an unknown tensor may be the one that makes the vectors right.
+the finished model plus one tensor. Embeddings do not need some tensors, which the families list; the load reports them. Any
+other tensor that no model took stops the load, because the vectors may be wrong without it.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.devices import compute_dtype
 from engine.errors import ModelError
-from engine.kernels import Matrix, quantize_weight
+from engine.kernels import MaybeQuantized, quantize_weight
 from engine.model.weight_files import WeightFile, open_weights
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Tensors(Protocol):
-    """What a model takes its weights from."""
+class WeightSource(Protocol):
+    """A model takes its weights from here, each by its name and shape."""
 
     device: torch.device
     dtype: torch.dtype  # that the model computes in
@@ -38,21 +38,21 @@ class Tensors(Protocol):
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor: ...
 
-    def take_table(self, name: str, *shape: int) -> Tensor: ...
+    def take_embedding(self, name: str, *shape: int) -> Tensor: ...
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
-    def layer(self, weight: Tensor) -> Matrix: ...
+    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized: ...
 
 
-class Shapes:
-    """Has every tensor, of the shape asked for and without content: a model made of it tells what it would take."""
+class ShapeCounter:
+    """A source without content. It gives a tensor of any name and shape, and counts the parameters that a model takes."""
 
     def __init__(self) -> None:
         self.device, self.dtype = torch.device("meta"), torch.float32
         self.num_parameters = 0
-        self.num_multiplied = 0  # of matrices: each token is multiplied with every one of them
-        self.num_quantized, self.num_scales = 0, 0  # of the layers' matrices, should they be in 8 bits
+        self.num_multiplied = 0  # parameters of the matrices: each token is multiplied with all of them
+        self.num_quantized, self.num_scales = 0, 0  # values and scales of the layers' matrices in 8 bits
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
@@ -62,16 +62,16 @@ class Shapes:
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.num_multiplied += math.prod(shape) if len(shape) > 1 else 0
-        return self.take_table(name, *shape)
+        return self.take_embedding(name, *shape)
 
-    def take_table(self, name: str, *shape: int) -> Tensor:
+    def take_embedding(self, name: str, *shape: int) -> Tensor:
         self.num_parameters += math.prod(shape)
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
 
-    def layer(self, weight: Tensor) -> Matrix:
+    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized:
         self.num_quantized += weight.numel()
         self.num_scales += len(weight)
         return weight
@@ -126,8 +126,8 @@ class Checkpoint:
         """
         return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype)
 
-    def take_table(self, name: str, *shape: int) -> Tensor:
-        """As `take`, of a table that tokens look their rows up in."""
+    def take_embedding(self, name: str, *shape: int) -> Tensor:
+        """As `take`, for a table: tokens look their rows up, and no token is multiplied with the whole."""
         return self.take(name, *shape)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
@@ -139,8 +139,8 @@ class Checkpoint:
             start += count
         return stacked
 
-    def layer(self, weight: Tensor) -> Matrix:
-        """A layer's matrix as its products take it: in 8 bits, where the model's layers are. Raises: ModelError, of its shape."""
+    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized:
+        """A layer's matrix in the dtype of the layers, perhaps of 8 bits. Raises: ModelError for a shape that 8 bits refuse."""
         return weight if self._quantized is None else quantize_weight(weight, self._quantized)
 
     def take_all(self) -> dict[str, Tensor]:
@@ -148,16 +148,16 @@ class Checkpoint:
         self._taken.update(self._file_of)
         return {name: file.tensor(stored) for name, (file, stored) in self._file_of.items()}
 
-    def finish(self, needless: Sequence[str]) -> list[str]:
+    def finish(self, unused: Sequence[str]) -> list[str]:
         """Account for what was not taken.
 
         Args:
-            needless: glob patterns, without prefix, of tensors that embeddings do not need (heads, buffers).
-        Returns: the needless names found. Raises: ModelError naming tensors that nobody expected.
+            unused: glob patterns, without prefix, of tensors that embeddings do not need (heads, buffers).
+        Returns: the names found that match `unused`. Raises: ModelError naming tensors that nobody expected.
         """
         left = sorted(set(self._file_of) - self._taken)
         bare = [name.removeprefix(self._prefix) for name in left]
-        unknown = [name for name, short in zip(left, bare, strict=True) if not _matches(short, needless)]
+        unknown = [name for name, short in zip(left, bare, strict=True) if not _matches(short, unused)]
         if unknown:
             raise ModelError(
                 f"{self.folder}: {len(unknown)} tensors are not part of this architecture, so its vectors would be "

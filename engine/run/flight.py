@@ -1,4 +1,4 @@
-"""A batch on its way through the device, and what comes out of it."""
+"""A forward pass on its way through the device, and its output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,17 +13,18 @@ Vectors = NDArray[np.float32]
 
 
 class Ragged(Protocol):
-    """An array for each sequence of a pass, by its place; a list of them, or what they are cut from when asked for."""
+    """An array for each sequence of a pass, by the sequence's row."""
 
     def __getitem__(self, row: int, /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one forward pass gives, on the host. The second of the engine's two thin waists."""
+    """The output of one forward pass, on the host. The second of the engine's two thin waists."""
 
-    vectors: Vectors  # [B, embedding_size]: pooled, cut (zeros follow) and normalised as each sequence's options say, or all NaN
-    ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what was asked for besides
+    vectors: Vectors  # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN
+    ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what requests ask for besides vectors
+    device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured
 
     @property
     def finite(self) -> NDArray[np.bool_]:
@@ -32,24 +33,24 @@ class Output:
 
 
 class Flight(Protocol):
-    """Handed out by `launch`; the pass may still be running."""
+    """What `launch` returns: a pass that may still be running."""
 
     @property
-    def landed(self) -> bool:
+    def done(self) -> bool:
         """Whether `wait` returns at once."""
         ...
 
     def wait(self) -> Output:
-        """The results. Raises: BackendError when this pass failed, DeviceLost when every further one would."""
+        """Wait for the output. Raises: BackendError when this pass failed, DeviceLost when every further one would."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """A flight that was over when it began: a pass on the CPU."""
+class Finished:
+    """The flight of a pass that had ended when `launch` returned: a pass on the CPU."""
 
     output: Output
-    landed: bool = True
+    done: bool = True
 
     def wait(self) -> Output:
         return self.output

@@ -1,137 +1,173 @@
-"""The token-budget queue in front of the engine: what shares a forward pass is decided when the engine is free.
+"""Requests that wait for the device, and the slices of them that fit into one pass.
 
-A `Request` is one request's sequences. Jobs wait in arrival order; `take()` cuts the next batch out of them by tokens, so
-a long job is split over batches and short ones share one. A job whose caller has gone, or whose deadline has passed, is
-dropped before it is cut. Of two priorities, batch work gets what interactive work leaves (docs/decisions/013).
+A pass has room for a number of tokens. Interactive requests fill it first, batch requests take what is left
+(docs/decisions/013). Between requests of one priority tokens are shared by deficit round robin: in each round a request
+takes a quarter of a pass. So a short request waits for a quarter of a pass of each request before it, whatever their size.
+A sequence is never stepped over because a shorter one would fit: a long text waits for one pass, not for a quiet hour.
 """
 
 import sys
 from collections import deque
-from itertools import chain
+from contextlib import AbstractContextManager
 from math import inf
+from threading import RLock
+from typing import Any
 
 from engine.errors import DeadlinePassed
 from engine.schedule.request import Request, Slice
 
-# Batch work of which nothing was cut for so long is cut first, for one pass.
+# Batch requests go first for one pass when nothing of them was scheduled for so long.
 BATCH_WAITS_S = 10.0
+# A request's share of each round, as a part of a pass.
+_SHARE = 4
+# Requests that are over leave the queue at the front. More of them than this, and than half of the queue, leave at once.
+_MOST_OVER = 64
 
 
-class Packer:
-    """Two queues of jobs, cut into batches of at most `max_batch_tokens` tokens, interactive jobs first.
+class Queue:
+    """Interactive and batch requests, scheduled up to `max_batch_tokens` tokens and `max_batch_seqs` sequences a pass.
 
-    Of at most `max_batch_seqs` sequences too, for models whose vectors take more memory than their tokens do.
-
-    Not locked: its owner calls it from one thread or holds a lock. The front sequence of a queue is never stepped over, so a
-    long one waits one batch, not for a quiet hour. A sequence longer than the whole budget gets a batch of its own.
+    A sequence longer than the budget gets a pass of its own. `lock` guards the queue: hold it to call anything here. A
+    future that ends, in whatever thread, takes it too, because a request that is cancelled counts no longer.
     """
 
-    def __init__(self, max_batch_tokens: int, max_batch_seqs: int | None = None) -> None:
+    def __init__(
+        self, max_batch_tokens: int, max_batch_seqs: int | None = None, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.max_batch_tokens = max_batch_tokens
         self._max_batch_seqs = max_batch_seqs or sys.maxsize
-        self._interactive, self._batch = _Queue(), _Queue()
+        self._lock = lock or RLock()
+        quantum = max(1, max_batch_tokens // _SHARE)
+        self.interactive, self.batch = _Priority(quantum), _Priority(quantum)
         self._first_deadline = inf
 
     def __len__(self) -> int:
-        return len(self._interactive.jobs) + len(self._batch.jobs)
+        return self.interactive.num_requests + self.batch.num_requests
 
     @property
-    def queued_tokens(self) -> int:
-        return self._interactive.num_tokens + self._batch.num_tokens
+    def num_tokens(self) -> int:
+        """Tokens that no pass has taken, of requests whose callers still wait."""
+        return self.interactive.num_tokens + self.batch.num_tokens
 
     @property
-    def batch_tokens(self) -> int:
-        """Those of them that are of batch priority."""
-        return self._batch.num_tokens
+    def num_inputs(self) -> int:
+        """Sequences that no pass has taken, of requests whose callers still wait."""
+        return self.interactive.num_inputs + self.batch.num_inputs
 
-    @property
-    def queued_inputs(self) -> int:
-        jobs = chain(self._interactive.jobs, self._batch.jobs)
-        return sum(len(job.sequences) - job.num_cut for job in jobs)
+    def add(self, request: Request) -> None:
+        where = self.interactive if request.priority == "interactive" else self.batch
+        where.add(request)
+        self._first_deadline = min(self._first_deadline, request.deadline)
 
-    def add(self, job: Request) -> None:
-        (self._interactive if job.priority == "interactive" else self._batch).add(job)
-        self._first_deadline = min(self._first_deadline, job.deadline)
+        def forget(_: object) -> None:
+            if request.waiting_tokens:
+                with self._lock:
+                    where.forget(request)
 
-    def take(self, now: float) -> list[Slice]:
-        """Cut the next batch; empty when nothing is left to do. Jobs whose deadline has passed hear DeadlinePassed."""
+        request.future.add_done_callback(forget)
+
+    def tokens_ahead(self, request: Request) -> int:
+        """The most tokens that passes take of other requests before the last of this one, were it added now.
+
+        Of each other request that is all of it, or what round robin gives it while this request gets all of its own.
+        """
+        queue = self.interactive if request.priority == "interactive" else self.batch
+        share = request.num_tokens + queue.quantum
+        ahead = min(queue.num_tokens, queue.num_requests * share)
+        return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
+
+    def schedule(self, now: float) -> list[Slice]:
+        """Take the slices of the next pass; none where nothing waits. Requests that are late hear DeadlinePassed."""
         if now >= self._first_deadline:
-            self._first_deadline = min(self._interactive.drop_late(now), self._batch.drop_late(now))
-        queues = [self._interactive, self._batch]
-        if self._batch.waits_s(now) > BATCH_WAITS_S:
-            queues.reverse()
-        batch: list[Slice] = []
+            self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
+        order = [self.interactive, self.batch]
+        if self.batch.waits_s(now) > BATCH_WAITS_S:
+            order.reverse()
+        slices: list[Slice] = []
         room = self.max_batch_tokens, self._max_batch_seqs
-        for queue in queues:
-            room = queue.cut(batch, room, now)
-        return batch
+        for queue in order:
+            room = queue.schedule(slices, room, now)
+        return slices
 
     def drain(self) -> list[Request]:
-        """Take out every job, cut or not, e.g. to tell their callers that the engine has stopped."""
-        jobs = [*self._interactive.jobs, *self._batch.jobs]
-        self._interactive, self._batch = _Queue(), _Queue()
-        return jobs
+        """Take out every request, to tell the callers that nobody will compute it."""
+        return [*self.interactive.drain(), *self.batch.drain()]
 
 
-class _Queue:
-    """Jobs of one priority, in arrival order."""
+class _Priority:
+    """Requests of one priority; the front one is served next."""
 
-    def __init__(self) -> None:
-        self.jobs: deque[Request] = deque()
-        self.num_tokens = 0
-        self._cut_at = 0.0
+    def __init__(self, quantum: int) -> None:
+        self.quantum = quantum
+        self.num_tokens = self.num_requests = self.num_inputs = 0
+        self._requests: deque[Request] = deque()
+        self._scheduled_at = -inf
 
-    def add(self, job: Request) -> None:
-        self.jobs.append(job)
-        self.num_tokens += job.num_tokens
+    def add(self, request: Request) -> None:
+        request.waiting_tokens = request.num_tokens
+        self.num_tokens += request.waiting_tokens
+        self.num_inputs += len(request.sequences) - request.num_scheduled
+        self.num_requests += 1
+        self._requests.append(request)
+
+    def forget(self, request: Request) -> None:
+        """Count a request no longer: all of it was scheduled, or it is over. It leaves when it comes to the front."""
+        if request.waiting_tokens:
+            self.num_tokens -= request.waiting_tokens
+            self.num_inputs -= len(request.sequences) - request.num_scheduled
+            request.waiting_tokens = 0
+            self.num_requests -= 1
+            over = len(self._requests) - self.num_requests
+            if over > max(_MOST_OVER, self.num_requests):
+                self._requests = deque(each for each in self._requests if each.waiting_tokens)
 
     def waits_s(self, now: float) -> float:
-        """How long nothing of it was cut; 0 where nothing waits."""
+        """How long nothing of this priority was scheduled; 0 where nothing waits."""
         front = self._front()
-        return now - max(self._cut_at, front.submitted_at) if front is not None else 0.0
+        return now - max(self._scheduled_at, front.submitted_at) if front is not None else 0.0
 
-    def cut(self, batch: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
-        """Add to `batch` what fits into `room`, tokens and sequences, and to an empty one at least a sequence. Returns the room
-        left."""
+    def schedule(self, slices: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
+        """Add slices that fit into `room`, tokens and sequences; at least one to an empty list. Returns the room left."""
         tokens, seqs = room
-        while tokens > 0 and seqs > 0 and (job := self._front()) is not None:
-            stop, num_tokens = _fit(job, tokens, seqs, alone=not batch)
-            if stop == job.num_cut:
-                break
-            batch.append(Slice(job, job.num_cut, stop))
-            tokens, seqs = tokens - num_tokens, seqs - (stop - job.num_cut)
-            job.num_cut = stop
-            self.num_tokens -= num_tokens
-            self._cut_at = now
-            if stop < len(job.sequences):
-                break
-            self.jobs.popleft()
+        while tokens > 0 and seqs > 0 and (request := self._front()) is not None:
+            if request.credit <= 0:
+                request.credit += self.quantum
+            while request.credit > 0 and seqs > 0 and request.waiting_tokens:
+                length = len(request.sequences[request.num_scheduled])
+                if length > tokens and slices:
+                    return tokens, seqs
+                slices.append(Slice(request, request.num_scheduled, 0, length))
+                tokens, seqs = tokens - length, seqs - 1
+                request.credit -= length
+                request.num_scheduled += 1
+                request.waiting_tokens -= length
+                self.num_tokens -= length
+                self.num_inputs -= 1
+                self._scheduled_at = now
+                if not request.waiting_tokens:
+                    self.num_requests -= 1
+            if request.credit <= 0 and request.waiting_tokens:
+                self._requests.rotate(-1)
         return tokens, seqs
 
     def _front(self) -> Request | None:
-        """The first job that is not over; those before it, whose caller left or an earlier part failed, are dropped."""
-        while self.jobs and self.jobs[0].future.done():
-            self.num_tokens -= self.jobs.popleft().uncut_tokens
-        return self.jobs[0] if self.jobs else None
+        while self._requests and not self._requests[0].waiting_tokens:
+            self._requests.popleft()
+        return self._requests[0] if self._requests else None
 
     def drop_late(self, now: float) -> float:
-        """Drop the jobs that are over, tell those whose deadline has passed. Returns the first deadline of the others."""
-        for job in self.jobs:
-            if job.deadline <= now:
-                job.fail(DeadlinePassed("the request's deadline passed while it waited"))
-        self.jobs = deque(job for job in self.jobs if not job.future.done())
-        self.num_tokens = sum(job.uncut_tokens for job in self.jobs)
-        return min((job.deadline for job in self.jobs), default=inf)
+        """Tell the requests whose deadline has passed. Returns the first deadline of the others."""
+        first = inf
+        for request in tuple(self._requests):
+            if request.waiting_tokens and request.deadline <= now:
+                request.fail(DeadlinePassed("the request's deadline passed while it waited"))
+            elif request.waiting_tokens:
+                first = min(first, request.deadline)
+        return first
 
-
-def _fit(job: Request, room: int, seqs: int, alone: bool) -> tuple[int, int]:
-    """How far into `job` the batch reaches: (end of the slice, its tokens)."""
-    stop, num_tokens = job.num_cut, 0
-    end = min(len(job.sequences), job.num_cut + seqs)
-    while stop < end:
-        length = len(job.sequences[stop])
-        if num_tokens + length > room and not (alone and num_tokens == 0):
-            break
-        num_tokens += length
-        stop += 1
-    return stop, num_tokens
+    def drain(self) -> list[Request]:
+        requests = [each for each in self._requests if each.waiting_tokens]
+        for each in requests:
+            self.forget(each)
+        self._requests.clear()
+        return requests

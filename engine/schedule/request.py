@@ -1,4 +1,4 @@
-"""What waits in the engine's queue: requests, and the slices of them that one pass computes."""
+"""What waits for the device: a request and its progress, and a slice of one of its sequences."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -6,16 +6,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.options import EmbedOptions, Priority, TokenIds
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request: its sequences, what to do with the vectors, and the future its caller waits on.
+    """One caller's sequences, the options for all of them, and the future that the caller waits on.
 
-    Cancelling `future` is how a caller leaves; the packer looks at it each time it cuts. Times are those of `perf_counter`.
+    A caller leaves by cancelling `future`. Times are readings of `perf_counter`, in seconds.
     """
 
     sequences: Sequence[TokenIds]
@@ -24,33 +24,41 @@ class Request:
     deadline: float = inf
     future: "Future[Any]" = field(default_factory=Future)
     submitted_at: float = field(default_factory=perf_counter)
-    first_cut_at: float | None = None
-    inference_s: float = 0.0
-    num_cut: int = 0
+    # Progress, kept by the queue.
+    num_scheduled: int = 0  # sequences that a pass has taken
+    waiting_tokens: int = 0  # tokens of the sequences that no pass has taken; 0 outside of a queue
+    credit: int = 0  # tokens that the request may still take in this round of its queue
+    first_scheduled_at: float | None = None
+    # Results, kept by whoever delivers them.
     num_done: int = 0
-    results: dict[int, Any] = field(default_factory=dict)  # by the first sequence each belongs to
+    inference_s: float = 0.0
+    results: dict[int, Any] = field(default_factory=dict)  # by the index of the first sequence of each part
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.sequences))
 
     @property
-    def uncut_tokens(self) -> int:
-        return sum(map(len, self.sequences[self.num_cut :]))
+    def is_scheduled(self) -> bool:
+        """Whether passes have taken all of the request."""
+        return self.num_scheduled == len(self.sequences)
 
     def fail(self, error: Exception) -> None:
-        with suppress(InvalidStateError):  # its caller left, or another batch of the same job failed first
+        with suppress(InvalidStateError):  # the caller has left, or another pass has failed the request
             self.future.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The part of a job that is in one batch: `job.sequences[start:stop]`."""
+class Slice(NamedTuple):
+    """The tokens [start, stop) of one sequence of a request: what one pass computes of the sequence.
 
-    job: Request
+    A sequence that is embedded is one slice. A prompt may be several, and each generated token is one.
+    """
+
+    request: Request
+    sequence: int  # the index in `request.sequences`
     start: int
     stop: int
 
     @property
-    def sequences(self) -> Sequence[TokenIds]:
-        return self.job.sequences[self.start : self.stop]
+    def token_ids(self) -> TokenIds:
+        return self.request.sequences[self.sequence][self.start : self.stop]

@@ -48,8 +48,12 @@ class PairTemplate:
         return cls(marked[:start], marked[start + len(a) : then], marked[then + len(b) :], mark)
 
     @property
+    def special(self) -> list[int]:
+        return self.prefix + self.middle + self.suffix
+
+    @property
     def num_special(self) -> int:
-        return len(self.prefix) + len(self.middle) + len(self.suffix)
+        return len(self.special)
 
     def join(self, first: list[int], second: list[int], room: int, direction: Direction) -> NDArray[np.int32]:
         """`room` is that of the two texts."""
@@ -93,8 +97,12 @@ class InstructTemplate:
         self.prefix, self.suffix = (tokenizer.encode(text, add_special_tokens=False).ids for text in (_BEFORE, _AFTER))
 
     @property
+    def special(self) -> list[int]:
+        return self.prefix + self.suffix
+
+    @property
     def num_special(self) -> int:
-        return len(self.prefix) + len(self.suffix)
+        return len(self.special)
 
     @staticmethod
     def head(instruction: str, query: str) -> str:

@@ -19,8 +19,9 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model.config import ModelConfig, named_prompt
-from engine.options import EncodeOptions, InputType, TextOrIds, TokenIds
-from engine.text.pairs import InstructTemplate, PairTemplate
+from engine.options import EncodeOptions, Input, InputType, TokenIds
+from engine.text.ids import checked_ids
+from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
 
 # A text longer than this many characters per allowed token is cut (or refused) before it is tokenised, so that one
 # huge string costs no more than the longest legal one. TEI's factor.
@@ -76,6 +77,9 @@ class Tokenizer:
         num_special = max(self.num_special, self._pairs.num_special if self._pairs else 0)
         if num_special >= self.max_input_length:
             raise ModelError(f"max_input_length {self.max_input_length} leaves no room beside {num_special} special tokens")
+        self._check_special_tokens()
+        # Such models load: EmbeddingGemma's tokenizer has <image_soft_token>, and the model has no embedding of that token.
+        self._exceeds_table = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) >= config.vocab_size
 
     @classmethod
     def load(cls, folder: Path, config: ModelConfig) -> "Tokenizer":
@@ -100,7 +104,7 @@ class Tokenizer:
         """Of those tokens that the vocabulary has."""
         return [id for token in tokens if (id := self._tokenizer.token_to_id(token)) is not None]
 
-    def encode(self, inputs: Sequence[TextOrIds], options: EncodeOptions) -> list[TokenIds]:
+    def encode(self, inputs: Sequence[Input], options: EncodeOptions) -> list[TokenIds]:
         """Encode a request's inputs, in order. Texts get prompt and special tokens; ids are used as they are.
 
         Returns: one int32 array per input, at least one id each, at most `max_input_length`.
@@ -113,7 +117,7 @@ class Tokenizer:
         sequences = []
         for index, item in enumerate(inputs):
             if isinstance(item, str):
-                ids = self._with_specials(next(encodings).ids, options)
+                ids = self._known(index, self._with_specials(next(encodings).ids, options))
             else:
                 ids = self._given_ids(index, item, options)
             sequences.append(self._whole(ids))
@@ -187,7 +191,7 @@ class Tokenizer:
             before, after, room = self._prefix, self._suffix, self._limit(whole) - self.num_special
             if len(kept) > room:
                 kept = kept[self._cut_to(room, len(kept) + self.num_special, whole)]
-        token_ids = np.array(before + ids[kept.start : kept.stop] + after, dtype=np.int32)
+        token_ids = self._known(index, np.array(before + ids[kept.start : kept.stop] + after, dtype=np.int32))
         content = [i for i in kept if at[i][1] > max(len(prompt), at[i][0])]
         if not content:
             if whole is not None and not len(token_ids):
@@ -209,7 +213,7 @@ class Tokenizer:
         for index, ids in enumerate(sequences):
             if not ids:
                 raise EmptyInput("`input_ids` cannot be empty")
-            self._check_ids(index, ids)
+            checked_ids(index, ids, self._config.vocab_size)
         return [str(text) for text in self._tokenizer.decode_batch(list(map(list, sequences)), skip_special_tokens)]
 
     def _own_prompt(self, prompt: str, name: str | None) -> str:
@@ -258,7 +262,8 @@ class Tokenizer:
         room = self._limit(options) - template.num_special
         if not options.truncate:
             self._check_fits((len(ids[a]) + len(ids[b]) for a, b in pairs), room, template.num_special, options)
-        return [self._whole(template.join(ids[a], ids[b], room, options.truncation_direction)) for a, b in pairs]
+        joined = (template.join(ids[a], ids[b], room, options.truncation_direction) for a, b in pairs)
+        return [self._whole(self._known(index, each)) for index, each in enumerate(joined)]
 
     def _instruct(
         self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str
@@ -272,7 +277,8 @@ class Tokenizer:
         room = self._limit(options) - template.num_special
         if not options.truncate:
             self._check_fits((len(body.ids) for body in encoded), room, template.num_special, options)
-        return [template.wrap(body, len(head), room, direction) for body, head in zip(encoded, heads, strict=True)]
+        wrapped = (template.wrap(body, len(head), room, direction) for body, head in zip(encoded, heads, strict=True))
+        return [self._known(index, each) for index, each in enumerate(wrapped)]
 
     def _check_fits(self, lengths: Iterable[int], room: int, num_special: int, options: EncodeOptions) -> None:
         for length in lengths:
@@ -302,13 +308,11 @@ class Tokenizer:
             content = self._cut(content, room, len(content) + self.num_special, options)
         return np.array(self._prefix + content + self._suffix, dtype=np.int32)
 
-    def _given_ids(self, index: int, ids: list[int], options: EncodeOptions) -> TokenIds:
-        if not ids:
-            raise EmptyInput("`inputs` cannot be empty")
-        self._check_ids(index, ids)
+    def _given_ids(self, index: int, item: object, options: EncodeOptions) -> TokenIds:
+        ids = checked_ids(index, item, self._config.vocab_size)
         if len(ids) > self._limit(options):
-            ids = self._cut(ids, self._limit(options), len(ids), options)
-        return np.array(ids, dtype=np.int32)
+            ids = ids[self._cut_to(self._limit(options), len(ids), options)]
+        return ids.astype(np.int32)
 
     def _limit(self, options: EncodeOptions) -> int:
         """Tokens that an input of the request may have, special ones included."""
@@ -335,10 +339,26 @@ class Tokenizer:
         others = np.flatnonzero(ids != padding)
         return ids[: others[-1] + 1 if len(others) else 1]
 
-    def _check_ids(self, index: int, ids: Sequence[int]) -> None:
-        top = max(ids)
-        if top >= self._config.vocab_size:
-            raise InvalidInput(f"input {index} has token id {top}, the vocabulary ends at {self._config.vocab_size - 1}")
+    def _known(self, index: int, ids: TokenIds) -> TokenIds:
+        """The ids of a tokenised text or pair. Raises: InvalidInput for a token without an embedding."""
+        if self._exceeds_table:
+            highest = int((ids & ~SECOND_SEGMENT).max(initial=0))
+            if highest >= self._config.vocab_size:
+                raise InvalidInput(f"input {index} has {self._unknown(highest)}; remove the token from the text")
+        return ids
+
+    def _check_special_tokens(self) -> None:
+        """Raises: ModelError for a special token without an embedding, as every text would hold the token."""
+        special = [*self._prefix, *self._suffix, *(self._pairs.special if self._pairs else ())]
+        highest = max((each & ~SECOND_SEGMENT for each in special), default=0)
+        if highest >= self._config.vocab_size:
+            raise ModelError(
+                f"the tokenizer puts around each text {self._unknown(highest)}; resize the model's embeddings to the tokenizer"
+            )
+
+    def _unknown(self, token_id: int) -> str:
+        name = self._tokenizer.id_to_token(token_id)
+        return f"the token {name!r} (id {token_id}), the model has embeddings up to id {self._config.vocab_size - 1}"
 
 
 def _sound(index: int, texts: tuple[str, ...]) -> tuple[str, ...]:

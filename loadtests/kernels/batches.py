@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.run.batch import BatchPacker, PackedBatch
-from engine.run.tiles import Tiling, tiling
+from engine.kernels.tiles import Tiling, tiling
+from engine.run.batch import PackedBatch
+from engine.run.pack import BatchPacker
 
 DEVICE = torch.device("cuda", 0)
 

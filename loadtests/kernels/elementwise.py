@@ -70,7 +70,7 @@ def qwen3_cases(config: Any, num_tokens: int) -> Iterator[Case]:
     yield Case(
         "embed",
         2 * x.nbytes + ids[0].nbytes,
-        lambda i: kernels.embed(ids[i], batch.bounds, words[i]),
+        lambda i: kernels.embed(ids[i], batch.positions, words[i]),
         lambda i: F.embedding(ids[i], words[i]),
     )
     yield from pooling_cases(x, batch, Rotating(num_tokens, size, cold=cold))
@@ -101,12 +101,12 @@ def bert_cases(config: Any, num_tokens: int) -> Iterator[Case]:
         lambda i: reference.gelu(wide[i], wide_bias),
     )
     ids, words = random_ids(config, num_tokens), Rotating(config.vocab_size, size, cold=cold)
-    table, places = random(512, size), reference.places(batch.bounds)
+    table = random(512, size)
     yield Case(
         "embed + positions",
-        2 * x.nbytes + ids[0].nbytes + batch.bounds.nbytes + table[: max(batch.lengths)].nbytes,
-        lambda i: kernels.embed(ids[i], batch.bounds, words[i], table),
-        lambda i: F.embedding(ids[i], words[i]) + F.embedding(places, table),
+        2 * x.nbytes + ids[0].nbytes + batch.positions.nbytes + table[: max(batch.lengths)].nbytes,
+        lambda i: kernels.embed(ids[i], batch.positions, words[i], table),
+        lambda i: F.embedding(ids[i], words[i]) + F.embedding(batch.positions, table),
     )
     yield from pooling_cases(x, batch, Rotating(num_tokens, size, cold=cold, dtype=torch.float32))
 
@@ -117,7 +117,7 @@ def norm_rope_case(config: Any, batch: PackedBatch, cold: bool) -> Case:
     q_weight, k_weight = random(size), random(size)
     table = reference.rope_table(size, 1e6, max(batch.lengths), DEVICE)
     # As transformers does it: the cosines of a batch are computed once for all layers, so not here.
-    angles = table[reference.places(batch.bounds)].to(torch.bfloat16).unsqueeze(1)
+    angles = table[batch.positions].to(torch.bfloat16).unsqueeze(1)
     cos, sin = (torch.cat((part, part), dim=-1) for part in angles.unbind(-1))  # [T, 1, D]
 
     def theirs(i: int) -> list[Tensor]:
@@ -130,8 +130,8 @@ def norm_rope_case(config: Any, batch: PackedBatch, cold: bool) -> Case:
 
     return Case(
         "norm_rope",
-        2 * qkv[0][:, : heads + kv_heads].nbytes + table.nbytes + batch.bounds.nbytes,
-        lambda i: kernels.norm_rope(qkv[i], q_weight, k_weight, table, batch.bounds, EPS, heads),
+        2 * qkv[0][:, : heads + kv_heads].nbytes + table.nbytes + batch.positions.nbytes,
+        lambda i: kernels.norm_rope(qkv[i], q_weight, k_weight, table, batch.positions, EPS, heads),
         theirs,
     )
 

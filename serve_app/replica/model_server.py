@@ -48,7 +48,7 @@ class EngineServer:
             self._engine.max_batch_seqs,
         )
         loop = self._loop
-        self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_jobs, lambda: loop.queued_inputs)
+        self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_requests, lambda: loop.queued_inputs)
         info = ModelInfo.of(
             self._engine.config,
             resolve_model(spec.model, weights=False),

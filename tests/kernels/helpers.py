@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.devices import LEAST_CAPABILITY
-from engine.run.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
+from engine.kernels.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
 
@@ -45,11 +45,17 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def bounds_of(lengths: Sequence[int], prefixes: Prefixes = ()) -> Tensor:
-    """[T, 2] int32, the sequence each token belongs to: [first token, one past its last)."""
-    ends = np.cumsum(lengths)
+def positions_of(lengths: Sequence[int], prefixes: Prefixes = ()) -> Tensor:
+    """[T] int32, each token's position in its sequence, the sequence's shared prefix included."""
     before = [end - first for first, end in prefixes] or [0] * len(lengths)
-    pairs = np.stack((ends - lengths - before, ends), axis=1).astype(np.int32)
+    places = [np.arange(first, first + length) for first, length in zip(before, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(places).astype(np.int32)).to(DEVICE)
+
+
+def bounds_of(lengths: Sequence[int]) -> Tensor:
+    """[T, 2] int32, the rows [first, end) of the sequence that each token belongs to."""
+    ends = np.cumsum(lengths)
+    pairs = np.stack((ends - lengths, ends), axis=1).astype(np.int32)
     return torch.from_numpy(np.repeat(pairs, lengths, axis=0)).to(DEVICE)
 
 

@@ -14,6 +14,7 @@ from helpers import (
     Prefixes,
     bounds_of,
     poisoned,
+    positions_of,
     random_qkv,
     shape_of,
     tile_depth,
@@ -24,7 +25,7 @@ from torch import Tensor
 from engine import kernels
 from engine.kernels import reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 HEAD_DIMS = [32, 64, 96, 128, 256]
 HEADS = [(4, 4), (8, 2), (7, 1), (6, 3), (16, 8)]
@@ -247,7 +248,7 @@ def test_scores_that_grow_or_shrink_along_the_keys(
     block of keys, or never again after the first."""
     lengths = [700, 20, 300]
     q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
-    places = reference.places(bounds_of(lengths)).unsqueeze(1)
+    places = positions_of(lengths).unsqueeze(1)
     q[..., 0] = 8
     k[..., 0] = (start + slope / 64 * places) * head_dim**0.5 / 8
     check((q, k, v), lengths, causal)
@@ -270,7 +271,7 @@ LONERS = (5, 300, 1)
 
 def ours_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, kind: str = "best", tiles: Tensor | None = None) -> Tensor:
     """Causal attention behind prefixes, into an output full of NaN."""
-    head_dim, bounds = qkv[0].shape[2], bounds_of(lengths, prefixes)
+    head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
     shape = shape_of(head_dim, kind)
     if tiles is None:
         tiles = tiles_of(lengths, tile_depth(heads_of(qkv), head_dim, shape), prefixes)
@@ -347,7 +348,7 @@ def test_scores_that_grow_or_shrink_from_the_prefix_on(head_dim: int, heads: tup
     as in the first, or never again after it."""
     lengths, prefixes = pieces_of([(200, (300, 3, 1, 70))], (90,))
     q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
-    places = reference.places(bounds_of(lengths, prefixes)).unsqueeze(1)
+    places = positions_of(lengths, prefixes).unsqueeze(1)
     q[..., 0] = 8
     k[..., 0] = slope / 64 * places * head_dim**0.5 / 8
     check_shared((q, k, v), lengths, prefixes)
@@ -372,7 +373,7 @@ def test_graph_replay_with_prefixes_equals_eager() -> None:
     cut = [tiles_of(lengths, depth, prefixes) for lengths, prefixes in batches]
     q, k, v = random_qkv(256, heads, head_dim, torch.bfloat16)
     tiles = torch.zeros(max(map(len, cut)), 4, dtype=torch.int32, device=DEVICE)
-    bounds = bounds_of(*batches[0])
+    bounds = bounds_of(batches[0][0])
     kernels.attention(q, k, v, tiles, shape, bounds, causal=True)  # compiles and loads, which a capture cannot
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -381,7 +382,7 @@ def test_graph_replay_with_prefixes_equals_eager() -> None:
         assert sum(lengths) == 256
         for x in (q, k, v):
             x.normal_()
-        bounds.copy_(bounds_of(lengths, prefixes))
+        bounds.copy_(bounds_of(lengths))
         tiles.zero_()[: len(mine)] = mine
         out.fill_(torch.nan)
         graph.replay()

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EPS, RAGGED, bounds_of, cu_seqlens_of, poisoned, rms_norm_exact
+from helpers import DEVICE, DTYPES, EPS, RAGGED, cu_seqlens_of, poisoned, positions_of, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
 from engine.kernels import reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 in_16_bits = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 widths = pytest.mark.parametrize("width", [40, 384, 768, 1024, 2560, 4096])
@@ -96,21 +96,21 @@ def check_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], 
     n_heads, rotated = heads[0], sum(heads)
     qkv = normal(sum(lengths), rotated + heads[1], head_dim, dtype=dtype)
     weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
-    table, bounds = reference.rope_table(head_dim, 1e6, max(lengths), DEVICE), bounds_of(lengths)
+    table, positions = reference.rope_table(head_dim, 1e6, max(lengths), DEVICE), positions_of(lengths)
 
     each = torch.stack([weights[int(head >= n_heads)] for head in range(rotated)])  # [H + K, D]
-    cos, sin = table.double()[reference.places(bounds)].unsqueeze(1).unbind(-1)  # [T, 1, D / 2]
+    cos, sin = table.double()[positions].unsqueeze(1).unbind(-1)  # [T, 1, D / 2]
     before = rms_norm_exact(qkv[:, :rotated], each) if norm else qkv[:, :rotated].double()
     first, second = before.chunk(2, dim=-1)
     exact = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
     ours, low = qkv.clone(), qkv.clone()
     if norm:
-        reference.norm_rope(low, *weights, table, bounds, EPS, n_heads)
-        kernels.norm_rope(ours, *weights, table, bounds, EPS, n_heads)
+        reference.norm_rope(low, *weights, table, positions, EPS, n_heads)
+        kernels.norm_rope(ours, *weights, table, positions, EPS, n_heads)
     else:
-        reference.rope(low, table, bounds, n_heads)
-        kernels.rope(ours, table, bounds, n_heads)
+        reference.rope(low, table, positions, n_heads)
+        kernels.rope(ours, table, positions, n_heads)
     assert_as_close_as_torch(ours[:, :rotated], low[:, :rotated], exact)
     assert torch.equal(ours[:, rotated:], qkv[:, rotated:])
 
@@ -168,12 +168,20 @@ def test_gelu_stretch_by_stretch(first: float, last: float, dtype: torch.dtype) 
 @pytest.mark.parametrize("lengths", [(1,), (3,), (129, 127), RAGGED], ids=str)
 def test_embed(lengths: tuple[int, ...], with_positions: bool, width: int, dtype: torch.dtype) -> None:
     words = normal(500, width, dtype=dtype)
-    positions = normal(max(lengths), width, dtype=dtype) if with_positions else None
-    token_ids, bounds = torch.randint(500, (sum(lengths),), dtype=torch.int32, device=DEVICE), bounds_of(lengths)
+    table = normal(max(lengths), width, dtype=dtype) if with_positions else None
+    token_ids, positions = torch.randint(500, (sum(lengths),), dtype=torch.int32, device=DEVICE), positions_of(lengths)
     token_ids[-1] = 499
     with poisoned():
-        ours = kernels.embed(token_ids, bounds, words, positions)
-    assert torch.equal(ours, reference.embed(token_ids, bounds, words, positions))
+        ours = kernels.embed(token_ids, positions, words, table)
+    assert torch.equal(ours, reference.embed(token_ids, positions, words, table))
+
+
+def test_embed_never_reads_outside_of_the_table() -> None:
+    table = normal(3 * 500, 384, dtype=torch.bfloat16)
+    words = table[500:1000]
+    token_ids = torch.tensor([-1, 500, 7, -(2**31), 2**31 - 1, 499], dtype=torch.int32, device=DEVICE)
+    ours = kernels.embed(token_ids, torch.zeros_like(token_ids), words)
+    assert torch.equal(ours, words[[0, 499, 7, 0, 499, 499]])
 
 
 @in_16_bits

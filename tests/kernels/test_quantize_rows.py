@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [(1, 64), (7, 96), (33, 384), (130, 1024), (5, 2560), (257, 4096), (3, 12288)]
 
@@ -96,6 +96,17 @@ def test_a_row_of_zeros(dtype: torch.dtype) -> None:
     found = quantize(torch.zeros(3, 384, device=DEVICE, dtype=torch.bfloat16), dtype)
     assert not found.values.float().any()
     assert not found.scale.any()
+
+
+@in_8_bits
+@pytest.mark.parametrize("size", [1e-35, 1e-36, 1e-37, 2e-38])
+def test_a_row_of_tiny_values_and_zeros(size: float, dtype: torch.dtype) -> None:
+    """448 divided by the largest value overflows fp32 below 1.3e-36."""
+    x = torch.zeros(3, 384, device=DEVICE, dtype=torch.bfloat16)
+    x[1, ::7] = size
+    found = quantize(x, dtype)
+    wide = found.values.double() * found.scale.double()[:, None]
+    assert (wide - rotated(x.double(), dtype)).abs().max() <= 1e-37
 
 
 @in_8_bits

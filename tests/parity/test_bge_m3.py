@@ -13,12 +13,13 @@ from parity.bge_m3_reference import bge_m3, save_layers
 from safetensors.torch import save_file
 
 from engine import BackendError, Engine, InvalidInput, ModelError
+from engine.heads.ragged import SPARSE
+from engine.heads.tokens import LexicalHead
 from engine.loop import EngineLoop
 from engine.model.config import OutputName
 from engine.model.folder import load_model_config
 from engine.model.footprint import num_parameters
 from engine.options import EmbedOptions
-from engine.results import SPARSE
 from engine.schedule.request import Request
 
 LENGTHS = [1, 7, 64, 2, 33, 7, 128, 15]
@@ -89,11 +90,11 @@ def test_jobs_of_one_pass_get_what_each_asked_for(folder: Path) -> None:
 
 def test_weights_that_are_not_finite_fail_who_asked_for_them(folder: Path) -> None:
     engine, batch = Engine.load(folder, dtype="float32", device="cpu"), sequences()
-    assert engine.token_outputs is not None
-    assert engine.token_outputs.lexical is not None
-    assert engine.token_outputs.lexical.bias is not None
+    head = engine.network.outputs["sparse"]
+    assert isinstance(head, LexicalHead)
+    assert head._layer.bias is not None
     with torch.inference_mode():
-        engine.token_outputs.lexical.bias[:] = torch.nan
+        head._layer.bias[:] = torch.nan
     loop = EngineLoop(engine, 4096)
     bad, good = Request(batch[1:2], EmbedOptions(outputs=("sparse",))), Request(batch[1:2], EmbedOptions())
     loop.submit([bad, good])

@@ -17,18 +17,19 @@ from parity.bge_m3_reference import save_layers
 
 from engine import BackendError, Engine, devices
 from engine.devices import DtypeName
+from engine.heads import splade
 from engine.kernels.embed import _kernel as embed_kernel
 from engine.loop import EngineLoop
 from engine.model.config import OutputName, Pooling
 from engine.model.folder import load_model_config
-from engine.model.layers import splade
 from engine.options import EmbedOptions, EncodeOptions
-from engine.run import cuda
 from engine.run.batch import PackedBatch
+from engine.run.cuda import CudaRunner
+from engine.run.pack import GRAPH_TOKENS
 from engine.schedule.request import Request
 from engine.text.pairs import SECOND_SEGMENT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 # Head dimensions that our attention takes, unlike the tiny defaults.
 FAMILIES = {
@@ -88,7 +89,14 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
 def engine(folder: Path) -> Engine:
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert engine.packer.tiling is not None, "our attention does not run here"
-    engine._cuda.max_graph_tokens = 512  # type: ignore[union-attr]  # what `tune` finds depends on who else is on the card
+    engine.runner.max_graph_tokens = 512  # type: ignore[union-attr]  # what `tune` finds depends on who else is on the card
+    return engine
+
+
+def captured(engine: Engine) -> Engine:
+    """The engine, once the graphs that its passes have asked for are captured."""
+    assert isinstance(engine.runner, CudaRunner)
+    engine.runner.graphs.wait()
     return engine
 
 
@@ -141,11 +149,11 @@ def test_vectors_are_right_in_every_company(
 ) -> None:
     """Equal lengths are the case in which TEI loses the causal mask (TEI#882)."""
     if not graphed:
-        monkeypatch.setattr(engine._cuda, "max_graph_tokens", 0)
+        monkeypatch.setattr(engine.runner, "max_graph_tokens", 0)
     row = 0 if engine.config.pooling == "cls" else -1
     for seed in range(3):  # a graph is captured, then replayed on other texts
         batch = sequences(lengths, seed)
-        output = engine.launch(batch, want=want).wait()
+        output = captured(engine).launch(batch, outputs=want).wait()
         assert_as_exact_as_transformers(output.vectors, folder, batch)
         for name in want:
             tokens = [output.ragged[name][index] for index in range(len(batch))]
@@ -159,7 +167,7 @@ def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], ki
     """Against transformers in fp32, at most 1.5 times what it loses in bf16; the second text has types of its own."""
     folder = tiny(f"{kind}_classifier", **CLASSIFIERS[kind])
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
-    engine._cuda.max_graph_tokens = 4096  # type: ignore[union-attr]
+    engine.runner.max_graph_tokens = 4096  # type: ignore[union-attr]
     assert engine.packer.tiling is not None
     models = [
         transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, attn_implementation="eager").cuda()
@@ -171,7 +179,7 @@ def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], ki
         pairs = [tuple(" ".join(f"w{i}" for i in rng.integers(0, 290, count)) for count in (9, most)) for most in lengths]
         sequences = engine.tokenizer.encode_pairs(pairs, EncodeOptions())  # type: ignore[arg-type]
         want: tuple[OutputName, ...] = () if graphed else ("tokens",)
-        output = engine.launch(sequences, [EmbedOptions(normalize=False)] * len(pairs), want=want).wait()
+        output = engine.launch(sequences, [EmbedOptions(normalize=False)] * len(pairs), outputs=want).wait()
         expected, low = (np.stack([_logits(model.eval(), ids) for ids in sequences]) for model in models)
         assert np.linalg.norm(output.vectors - expected) <= 1.5 * np.linalg.norm(low - expected)
 
@@ -198,7 +206,7 @@ def test_sequences_that_share_a_prefix_get_the_vectors_they_get_alone(tiny: Call
     folder = tiny(kind.split()[0], **SHARING[kind])
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     for max_graph_tokens in (512, 0):
-        engine._cuda.max_graph_tokens = max_graph_tokens  # type: ignore[union-attr]
+        engine.runner.max_graph_tokens = max_graph_tokens  # type: ignore[union-attr]
         for lengths, prefix in ((RAGGED, 65), ([1] * 40, 100), ([90, 90, 3], 150), ([20, 1, 100, 128], 17), ([60] * 5, 64)):
             own, (shared, other) = sequences(lengths, prefix), sequences([prefix, 40], prefix + 1)
             batch = [np.concatenate((shared, ids)) for ids in own] + [shared, other, other[:3], own[-1]]
@@ -243,14 +251,14 @@ def test_splade_is_that_of_the_cpu(tiny: Callable[..., Path], kind: str, graphed
     folder = tiny(kind, **({"dim": 128} if kind == "distilbert_lm" else {"hidden_size": 128}))
     engine = Engine.load(folder, dtype="bfloat16", device="cuda", pooling="splade")
     exact = Engine.load(folder, dtype="float32", device="cpu", pooling="splade")
-    assert engine._cuda is not None
-    monkeypatch.setattr(engine._cuda, "max_graph_tokens", 512 * graphed)
+    assert isinstance(engine.runner, CudaRunner)
+    monkeypatch.setattr(engine.runner, "max_graph_tokens", 512 * graphed)
     options = [EmbedOptions(normalize=False, outputs=("sparse",)), EmbedOptions(normalize=True, dimensions=104)]
     for lengths in ([33], [33] * 7, RAGGED, [1] * 60, [512, 700, 3]):
         for seed in range(2):
             batch = sequences([min(length, 120) for length in lengths], seed)
             each = [options[index % 2] for index in range(len(batch))]
-            ours, theirs = (one.launch(batch, each, ("sparse",)).wait() for one in (engine, exact))
+            ours, theirs = (one.launch(batch, each, ("sparse",)).wait() for one in (captured(engine), exact))
             assert_near(ours.vectors, theirs.vectors)
             for row, vector in enumerate(ours.vectors):
                 assert ours.ragged["sparse"][row]["index"].tolist() == np.flatnonzero(vector).tolist()
@@ -263,13 +271,13 @@ def test_splades_logits_of_a_few_tokens_at_a_time_give_the_same(
     """Sequences that begin in one part and end in another, and vectors cut in several steps."""
     engine = Engine.load(tiny("bert_lm", hidden_size=128), dtype="bfloat16", device="cuda", pooling="splade")
     exact = Engine.load(tiny("bert_lm", hidden_size=128), dtype="float32", device="cpu", pooling="splade")
-    assert engine._cuda is not None
-    monkeypatch.setattr(engine._cuda, "max_graph_tokens", 512 * graphed)
+    assert isinstance(engine.runner, CudaRunner)
+    monkeypatch.setattr(engine.runner, "max_graph_tokens", 512 * graphed)
     monkeypatch.setattr(splade, "CHUNK_BYTES", 50 * 304 * 2)
     for lengths in ([90, 100, 120, 7, 3], [2] * 150):
         batch = sequences(lengths)
         options = [EmbedOptions(normalize=False)] * len(batch)
-        ours, theirs = (one.launch(batch, options).wait().vectors for one in (engine, exact))
+        ours, theirs = (one.launch(batch, options).wait().vectors for one in (captured(engine), exact))
         assert_near(ours, theirs)
 
 
@@ -284,12 +292,12 @@ def test_bge_m3s_outputs_are_those_of_the_cpu(
         Engine.load(folder, dtype=dtype, device=device)  # type: ignore[arg-type]
         for dtype, device in (("bfloat16", "cuda"), ("float32", "cpu"))
     )
-    assert engine._cuda is not None
-    monkeypatch.setattr(engine._cuda, "max_graph_tokens", 512 * graphed)
+    assert isinstance(engine.runner, CudaRunner)
+    monkeypatch.setattr(engine.runner, "max_graph_tokens", 512 * graphed)
     wants: list[tuple[OutputName, ...]] = [("colbert", "sparse", "tokens"), ("sparse",), ("colbert",), ()]
     for seed, want in enumerate(wants * 2):  # captured, then replayed on other texts
         batch = sequences(lengths, seed)
-        ours, theirs = (one.launch(batch, None, want).wait() for one in (engine, exact))
+        ours, theirs = (one.launch(batch, None, want).wait() for one in (captured(engine), exact))
         assert_near(ours.vectors, theirs.vectors)
         assert set(ours.ragged) == set(want)
         for row in range(len(batch)):
@@ -330,7 +338,7 @@ def test_options_are_each_sequences_own(engine: Engine) -> None:
 def test_a_text_gone_to_nan_fails_alone(tiny: Callable[..., Path]) -> None:
     engine = Engine.load(tiny("qwen3"), dtype="bfloat16", device="cuda")
     with torch.inference_mode():
-        engine.model.embed_tokens[7] = torch.nan  # type: ignore[attr-defined]
+        engine.model.words[7] = torch.nan
     texts = [np.full(3, 5 + i % 90 + 5 * (i % 90 >= 2), dtype=np.int32) for i in range(60)]
     texts = [ids for ids in texts if 7 not in ids]
     bad = np.array([9, 7, 9], dtype=np.int32)
@@ -364,12 +372,17 @@ def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> 
     assert (vectors * alone).sum(axis=1).min() > 0.999
 
 
-def test_without_memory_for_a_graph_the_pass_runs_all_the_same(
+ODD = [100, 100, 100]  # with "tokens" besides, a shape that no graph is captured for at load
+
+
+def test_a_capture_that_fails_costs_its_shape_the_graph_and_nothing_else(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine.load(tiny("qwen3"), device="cuda")
-    batch = sequences([100, 100, 100])  # a size that no graph was made for yet
-    expected = engine.launch(batch, want=("tokens",)).wait().vectors
+    assert isinstance(engine.runner, CudaRunner)
+    batch, graphs = sequences(ODD), len(engine.runner.graphs)
+    assert graphs
+    expected = engine.launch(batch).wait().vectors
     forward = engine.model.forward
 
     def greedy(*arguments: Any) -> torch.Tensor:
@@ -378,16 +391,37 @@ def test_without_memory_for_a_graph_the_pass_runs_all_the_same(
         return forward(*arguments)
 
     monkeypatch.setattr(engine.model, "forward", greedy)
-    assert (engine.launch(batch).wait().vectors * expected).sum(axis=1).min() > 0.999
+    for _ in range(2):
+        assert (captured(engine).launch(batch, outputs=("tokens",)).wait().vectors * expected).sum(axis=1).min() > 0.999
+    assert len(engine.runner.graphs) == graphs
     monkeypatch.undo()
-    for _ in range(2):  # captured after all, and replayed
-        assert (engine.launch(batch).wait().vectors * expected).sum(axis=1).min() > 0.999
+    assert (captured(engine).launch(batch).wait().vectors * expected).sum(axis=1).min() > 0.999
+
+
+def test_graphs_are_captured_beside_passes(tiny: Callable[..., Path]) -> None:
+    """Another thread captures while this one goes on launching; the vectors stay the same to the last bit."""
+    engine = Engine.load(tiny("qwen3"), device="cuda")
+    assert isinstance(engine.runner, CudaRunner)
+    engine.runner.max_graph_tokens = 4096
+    batches = [sequences([length] * 3, length) for length in range(20, 400, 20)]
+    expected = [engine.launch(batch).wait().vectors for batch in batches]
+    for _ in range(20):
+        for batch, each in zip(batches, expected, strict=True):
+            output = engine.launch(batch, outputs=("tokens",)).wait()
+            assert (output.vectors * each).sum(axis=1).min() > 0.999
+    graphs = len(captured(engine).runner.graphs)  # type: ignore[union-attr]
+    assert all(
+        (engine.launch(batch, outputs=("tokens",)).wait().vectors * each).sum() > 2.99
+        for batch, each in zip(batches, expected, strict=True)
+    )
+    assert len(captured(engine).runner.graphs) == graphs  # type: ignore[union-attr]  # all of them were there
 
 
 def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone, engine = (Engine.load(tiny("qwen3"), device="cuda") for _ in range(2))
+    assert isinstance(engine.runner, CudaRunner)
     gone.itself = gone  # type: ignore[attr-defined]  # only the collector frees it, and its graphs
     del gone
     forward = engine.model.forward
@@ -398,8 +432,9 @@ def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
         return forward(*arguments)
 
     monkeypatch.setattr(engine.model, "forward", collecting)
-    batch = sequences([100, 100, 100])  # a size that no graph was made for yet
-    assert engine.launch(batch).wait().finite.all()
+    graphs = len(engine.runner.graphs)
+    assert engine.launch(sequences(ODD), outputs=("tokens",)).wait().finite.all()
+    assert len(captured(engine).runner.graphs) == graphs + 1  # type: ignore[union-attr]
 
 
 def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
@@ -415,20 +450,21 @@ def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
         return forward(*arguments)
 
     monkeypatch.setattr(engine.model, "forward", forgetting)
-    batch = sequences([100, 100, 100])  # a size that no graph was made for yet
-    expected = engine.launch(batch).wait().vectors
+    batch = sequences(ODD)
+    expected = engine.launch(batch, outputs=("tokens",)).wait().vectors
+    captured(engine)
     assert not held
     for _ in range(5):
-        np.testing.assert_array_equal(engine.launch(batch).wait().vectors, expected)
+        np.testing.assert_array_equal(engine.launch(batch, outputs=("tokens",)).wait().vectors, expected)
 
 
 def test_results_are_their_holders_own(tiny: Callable[..., Path]) -> None:
     """Whatever passes are in flight beside theirs, and come after: their memory serves one pass after the other."""
     engine = Engine.load(tiny("qwen3"), device="cuda")
     batches = [sequences([9]), sequences([40, 7, 90]), sequences([200] * 30), sequences([5] * 2)]
-    expected = [engine.launch(batch, want=("tokens",)).wait() for batch in batches]
+    expected = [engine.launch(batch, outputs=("tokens",)).wait() for batch in batches]
     copies = [each.vectors.copy() for each in expected]
-    flights = [engine.launch(batch, want=("tokens",)) for batch in batches * 3]
+    flights = [engine.launch(batch, outputs=("tokens",)) for batch in batches * 3]
     for _ in range(3):
         engine.launch(sequences([64] * 8)).wait()
     for index, flight in enumerate(flights):
@@ -440,20 +476,18 @@ def test_results_are_their_holders_own(tiny: Callable[..., Path]) -> None:
         np.testing.assert_array_equal(each.vectors, copy)
 
 
-def test_graphs_that_are_given_up_leave_the_others_and_all_memory_alone(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "MAX_GRAPHS", 3)
+def test_replayed_graphs_leave_all_other_memory_alone(tiny: Callable[..., Path]) -> None:
     engine = Engine.load(tiny("qwen3", hidden_size=512, intermediate_size=8192), device="cuda")
-    runner = engine._cuda
-    assert runner is not None
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
     batches = [sequences([length] * 3) for length in (40, 80, 120, 160)]
     runner.max_graph_tokens = 0
     expected = [engine.launch(batch).wait().vectors for batch in batches]
     runner.max_graph_tokens = 512
     others = []
     for index in [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1]:
-        assert (engine.launch(batches[index]).wait().vectors * expected[index]).sum(axis=1).min() > 0.999
+        output = captured(engine).launch(batches[index], outputs=("tokens",)).wait()
+        assert (output.vectors * expected[index]).sum(axis=1).min() > 0.999
         with runner._stream:  # 32 MiB, what cuBLAS writes its partial sums to
             others.append(torch.ones(8 << 20, device="cuda"))
     assert all((each == 1).all() for each in others)
@@ -462,12 +496,13 @@ def test_graphs_that_are_given_up_leave_the_others_and_all_memory_alone(
 def test_graphs_keep_their_results_in_one_place(tiny: Callable[..., Path]) -> None:
     """A text of four tokens has a vector of 4 KiB here, more than all else that a graph keeps of it."""
     engine = Engine.load(tiny("qwen3", hidden_size=1024), device="cuda", max_batch_tokens=4096)
-    assert engine._cuda is not None
-    engine._cuda.max_graph_tokens = 4096
+    assert isinstance(engine.runner, CudaRunner)
+    engine.runner.max_graph_tokens = 4096
     engine.launch(sequences([4] * 1024)).wait()
     before = torch.cuda.memory_allocated()
-    batches = [sequences([4] * (tokens // 4)) for tokens in cuda.GRAPH_TOKENS if 1024 < tokens < 4096]
+    batches = [sequences([4] * (tokens // 4)) for tokens in GRAPH_TOKENS if 1024 < tokens < 4096]
     vectors = [engine.launch(batch).wait().vectors for batch in batches]
+    captured(engine)
     assert len(batches) == 7
     assert torch.cuda.memory_allocated() - before < 0.1 * sum(each.nbytes for each in vectors)
     for batch, each in zip(reversed(batches), reversed(vectors), strict=True):  # none has written over another's since
@@ -487,7 +522,7 @@ def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Pat
 
     monkeypatch.setattr(engine.model, "forward", too_large)
     with pytest.raises(BackendError, match="launching embed"):
-        engine.launch(batch, want=("tokens",))
+        engine.launch(batch, outputs=("tokens",))
     monkeypatch.undo()
     np.testing.assert_array_equal(engine.launch(batch).wait().vectors, expected)
 

@@ -89,7 +89,6 @@ def test_another_networks_layers_are_not_ours_to_quantise(monkeypatch: pytest.Mo
         Engine.load(EMBEDDED_MODEL, dtype="int8", device="cpu", backend="transformers")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "least"), [("int8", 0.999), ("float8", 0.997)])
 def test_on_a_gpu_too(dtype: DtypeName, least: float) -> None:

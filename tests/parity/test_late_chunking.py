@@ -16,7 +16,7 @@ from engine import Engine, InvalidInput
 from engine.loop import EngineLoop
 from engine.model.config import Pooling
 from engine.options import EmbedOptions, TokenIds, check_outputs
-from engine.run.batch import BatchPacker
+from engine.run.pack import BatchPacker
 from engine.schedule.request import Request
 
 Spans = tuple[tuple[int, int], ...]
@@ -28,7 +28,7 @@ POOLINGS: dict[Pooling, Callable[[Tensor], Tensor]] = {
 }
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

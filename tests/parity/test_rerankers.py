@@ -14,6 +14,7 @@ from sentence_transformers import CrossEncoder
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine import Engine, InvalidInput, ModelError
+from engine.model.config import WordHeadConfig
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions
 
@@ -107,10 +108,10 @@ def test_the_rows_of_yes_and_no_are_subtracted_in_fp32(reranker: Path) -> None:
     sequences = exact.tokenizer.encode_pairs(PAIRS, EncodeOptions())
     expected, ours = (engine.launch(sequences, [RAW] * len(PAIRS)).wait().vectors[:, 0] for engine in (exact, low))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(reranker, dtype=torch.bfloat16, attn_implementation="eager")
-    assert exact.config.head is not None
-    assert exact.config.head.tokens is not None
+    head = exact.config.head
+    assert isinstance(head, WordHeadConfig)
     with torch.inference_mode():
-        logits = [model.eval()(torch.tensor([ids.tolist()])).logits[0, -1, list(exact.config.head.tokens)] for ids in sequences]
+        logits = [model.eval()(torch.tensor([ids.tolist()])).logits[0, -1, [head.yes, head.no]] for ids in sequences]
     theirs = np.array([(yes - no).float() for yes, no in logits])
     assert np.linalg.norm(ours - expected) <= 1.5 * np.linalg.norm(theirs - expected)
 

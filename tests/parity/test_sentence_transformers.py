@@ -45,7 +45,7 @@ def varied_texts() -> list[str]:
 @pytest.fixture(
     params=[
         "cpu",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+        pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )
 def device(request: pytest.FixtureRequest) -> str:
@@ -133,7 +133,7 @@ def test_dense_layers_equal_sentence_transformers(with_dense: Callable[[str, str
     )
     with pytest.raises(InvalidInput, match="dimensions"):
         engine.embed(["w1"], dimensions=width + 1)
-    tokens = engine.launch(ids, want=("tokens",)).wait().ragged["tokens"]
+    tokens = engine.launch(ids, outputs=("tokens",)).wait().ragged["tokens"]
     for row, expected in enumerate(theirs.encode(WORDS, output_value="token_embeddings")):
         np.testing.assert_allclose(tokens[row], expected.numpy(), rtol=1e-4, atol=2e-5)
 

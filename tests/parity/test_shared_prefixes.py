@@ -75,7 +75,7 @@ def test_one_pass(engine: Engine, computed: list[int]) -> None:
     np.testing.assert_allclose(engine.launch(batch).wait().vectors, expected, atol=2e-6)
     assert computed[-1] == sum(map(len, batch)) - 6 * 69 - 2 * 17
     np.testing.assert_allclose(engine.launch(batch, options).wait().vectors[::2], expected[::2], atol=2e-6)
-    output = engine.launch(batch, want=("tokens",)).wait()
+    output = engine.launch(batch, outputs=("tokens",)).wait()
     assert computed[-1] == sum(map(len, batch))
     assert [len(output.ragged["tokens"][row]) for row in range(len(batch))] == [len(ids) for ids in batch]
     np.testing.assert_allclose(output.vectors, expected, atol=2e-6)
@@ -112,7 +112,7 @@ def test_who_cannot_share_does_not(tiny: Callable[..., Path], kind: str) -> None
 def test_a_text_gone_to_nan_fails_alone_or_with_those_that_begin_with_it(tiny: Callable[..., Path], in_prefix: bool) -> None:
     engine = Engine.load(tiny("qwen3"), dtype="float32", device="cpu")
     with torch.inference_mode():
-        engine.model.embed_tokens[7] = torch.nan  # type: ignore[attr-defined]
+        engine.model.words[7] = torch.nan
     prefix = np.arange(100, 180, dtype=np.int32)
     prefix[50] = 7 if in_prefix else 8
     group = [np.concatenate((prefix, np.full(3, last, dtype=np.int32))) for last in (9, 7, 10)]
@@ -132,7 +132,7 @@ def test_a_text_gone_to_nan_fails_alone_or_with_those_that_begin_with_it(tiny: C
 
 
 def test_sharing_is_the_packers_to_decide(engine: Engine, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "packer", replace(engine.packer, shares_prefixes=False))
+    monkeypatch.setattr(engine.runner, "packer", replace(engine.packer, shares_prefixes=False))
     batch = texts()
     engine.launch(batch)
     assert computed == [sum(map(len, batch))]

@@ -16,16 +16,16 @@ from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from engine import Engine, ModelError
+from engine.heads import splade
 from engine.loop import EngineLoop
 from engine.model.folder import load_model_config
-from engine.model.layers import splade
 from engine.options import EmbedOptions
 from engine.results import SPARSE
 from engine.schedule.request import Request
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 KINDS = ["bert_lm", "distilbert_lm", "roberta_lm", "xlm_roberta_lm", "camembert", "mpnet_lm", "modernbert_lm"]
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -141,7 +141,7 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

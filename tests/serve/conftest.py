@@ -32,7 +32,8 @@ def grpc_port() -> int:
 def address(grpc_port: int) -> Iterator[str]:
     """Ray and Ray Serve, with HAProxy listening at this address."""
     port = free_port()
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # Ray's workers import servers.py
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]  # Ray's workers import servers.py
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with local_ray(num_cpus=8):
         http, grpc = {"host": "127.0.0.1", "port": port}, Settings(grpc_port=grpc_port).grpc_options
         serve.start(proxy_location="HeadOnly", http_options=http, **grpc)

@@ -14,7 +14,7 @@ from engine.errors import EngineStopped
 from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
-from engine.run.flight import Flight, Landed
+from engine.run.flight import Finished, Flight
 from serve_app.replica.model_server import ModelServer
 from serve_app.replica.pool import PoolServer
 from serve_app.terms import Terms
@@ -28,34 +28,35 @@ class SlowEngine(Engine):
     """Each forward pass takes a quarter of a second longer."""
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
     ) -> Flight:
         time.sleep(0.25)
-        return super().launch(sequences, options, want)
+        output = super().launch(sequences, options, outputs).wait()
+        return Finished(replace(output, device_s=output.device_s + 0.25))
 
 
 class HangingEngine(Engine):
     """A sequence that holds id 14 never comes back, the first time that any replica gets it."""
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
     ) -> Flight:
         if any(14 in ids for ids in sequences) and _first(os.environ[MARKER]):
             time.sleep(3600)
-        return super().launch(sequences, options, want)
+        return super().launch(sequences, options, outputs)
 
 
 class PoisonEngine(Engine):
     """A sequence that holds id 13 comes out as NaN, one that holds 14 breaks the whole forward pass."""
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
     ) -> Flight:
         if any(14 in ids for ids in sequences):
             raise RuntimeError("the device fell over")
-        output = super().launch(sequences, options, want).wait()
+        output = super().launch(sequences, options, outputs).wait()
         poisoned = np.array([13 in ids for ids in sequences])
-        return Landed(replace(output, vectors=np.where(poisoned[:, None], np.nan, output.vectors)))
+        return Finished(replace(output, vectors=np.where(poisoned[:, None], np.nan, output.vectors)))
 
 
 class SlowServer(ModelServer):

@@ -137,7 +137,8 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
     ],
 )
 def test_bad_arguments_end_in_one_line_that_names_them(arguments: list[str], message: str) -> None:
-    done = subprocess.run([EMBERFORGE, "serve", *arguments], capture_output=True, text=True, env=environment(), check=False)
+    command = [EMBERFORGE, "serve", "--port", str(free_port()), *arguments]  # a server may have the default port
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")

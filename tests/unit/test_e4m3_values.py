@@ -16,7 +16,7 @@ def projection(biased: bool) -> Linear:
     torch.manual_seed(0)
     weight = torch.randn(96, WIDTH) * torch.exp2(torch.linspace(-20, 20, 96))[:, None]
     bias = torch.randn(96).bfloat16() if biased else None
-    return Linear(quantize_weight(weight.bfloat16(), E4M3), bias)
+    return Linear.of(quantize_weight(weight.bfloat16(), E4M3), bias)
 
 
 def norm(shifted: bool) -> LayerNorm | RMSNorm:
@@ -57,7 +57,7 @@ def test_what_is_divided_is_exact_and_only_values(biased: bool) -> None:
 
 
 def test_a_row_of_zeros_stays_one() -> None:
-    qkv = Linear(quantize_weight(torch.zeros(96, WIDTH).bfloat16(), E4M3))
+    qkv = Linear.of(quantize_weight(torch.zeros(96, WIDTH).bfloat16(), E4M3))
     divisor = scale_values(qkv, norm(shifted=False), VALUES)
     assert divisor is not None
     assert torch.isfinite(divisor).all()
@@ -67,7 +67,7 @@ def test_a_row_of_zeros_stays_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     weight = torch.randn(96, WIDTH).bfloat16()
-    qkv = Linear(quantize_weight(weight, dtype) if dtype == torch.int8 else weight)
+    qkv = Linear.of(quantize_weight(weight, dtype) if dtype == torch.int8 else weight)
     kept = qkv.weight.scale.clone() if isinstance(qkv.weight, Quantized) else None
     assert scale_values(qkv, norm(shifted=False), VALUES) is None
     if kept is not None:

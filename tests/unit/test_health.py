@@ -11,7 +11,7 @@ import pytest
 from engine.errors import DeviceLost
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions
-from engine.run.flight import Landed, Output
+from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from serve_app.errors import Unhealthy
 from serve_app.replica.health import DEADLINE_S, FRESH_S, Health
@@ -31,12 +31,14 @@ class Engine:
         self.value = 1.0
         self.passes: list[int] = []
 
-    def launch(self, sequences: Sequence[object], options: object = None, want: object = ()) -> Landed:
+    def launch(self, sequences: Sequence[object], options: object = None, outputs: object = ()) -> Finished:
         self.passes.append(len(sequences))
+        start = time.perf_counter()
         assert self.free.wait(20)
         if self.error is not None:
             raise self.error
-        return Landed(Output(np.full((len(sequences), 2), self.value, dtype=np.float32)))
+        vectors = np.full((len(sequences), 2), self.value, dtype=np.float32)
+        return Finished(Output(vectors, device_s=time.perf_counter() - start))
 
 
 class Replica:
@@ -104,7 +106,7 @@ def test_an_engine_that_hangs_is_ill_in_bounded_time_with_one_canary_and_comes_b
     replica.ahead += DEADLINE_S + 10 * replica.loop.running_s + 0.01
     assert not replica.healthy(times=3)
     assert not replica.healthy()
-    assert replica.loop.queued_jobs == 1  # the one canary
+    assert replica.loop.queued_requests == 1  # the one canary
     replica.engine.free.set()
     stuck.future.result(5)
     wait_for(lambda: len(replica.engine.passes) == 3)
@@ -131,7 +133,7 @@ def test_a_long_queue_that_moves_is_no_illness(replica: Replica) -> None:
     assert replica.healthy()  # the canary now waits behind all of them
     replica.ahead += DEADLINE_S - 1
     assert replica.healthy()
-    replica.loop.computed_at = time.monotonic() + replica.ahead  # a pass lands
+    replica.loop._passes.computed_at = time.monotonic() + replica.ahead  # a pass lands
     replica.ahead += FRESH_S + 0.3  # twice as long after the canary was sent as it may take
     assert replica.healthy()
     replica.ahead += 1

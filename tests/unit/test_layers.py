@@ -9,15 +9,18 @@ import torch
 from closeness import assert_as_close_as_torch
 from torch.nn import functional as F
 
-from engine.heads.pool import pool
+from engine.heads.pool import Pool
+from engine.kernels import quantize_weight
 from engine.kernels.reference import attention, rope_table
 from engine.model.config import Pooling
 from engine.model.families.jina_bert import alibi_slopes, symmetric_alibi
 from engine.model.layers.attention import Attention
-from engine.model.layers.linear import Linear, linear_reference
+from engine.model.layers.linear import CudaLinear, Linear, PlainLinear
 from engine.model.layers.moe import Experts
+from engine.model.layers.norm import LayerNorm, Residual, RMSNorm
 from engine.options import EmbedOptions
-from engine.run.batch import BatchPacker, PackedBatch
+from engine.run.batch import PackedBatch
+from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
 
 CPU = torch.device("cpu")
@@ -38,15 +41,62 @@ def test_linear(dtype: torch.dtype, rows: int, bias: bool, gelu: bool, residual:
     wide = torch.randn(rows, 128).to(dtype)
     x = wide[:, :64]  # rows are not contiguous
     weight, b, r = torch.randn(48, 64).to(dtype) / 8, torch.randn(48).to(dtype), torch.randn(rows, 48).to(dtype)
-    given = (b if bias else None, gelu), (r if residual else None)
-    before = r.clone()
-    ours = Linear(weight, *given[0])(x, given[1])
-    low = linear_reference(x, weight, *given[0], given[1])
-    exact = linear_reference(
-        *(t.double() if t is not None else None for t in (x, weight, given[0][0])), gelu, r.double() if residual else None
-    )
-    assert_as_close_as_torch(ours, low, exact)
+    around, before = (b if bias else None, gelu), r.clone()
+    ours, low = Linear.of(weight, *around), PlainLinear(weight, *around)
+    exact = PlainLinear(weight.double(), b.double() if bias else None, gelu)
+    if residual:
+        found, rough, true = (layer.add_to(r.to(x.dtype), x) for layer, x in ((ours, x), (low, x), (exact, x.double())))
+        assert_as_close_as_torch(found.added(), rough.added(), true.added())
+    else:
+        assert_as_close_as_torch(ours(x), low(x), exact(x.double()))
     assert torch.equal(r, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gpus_linear_is_the_specification(dtype: torch.dtype, bias: bool, gelu: bool) -> None:
+    """On a CPU, where the kernels behind it take their reference paths."""
+    torch.manual_seed(0)
+    x, weight, r = torch.randn(9, 64).to(dtype), torch.randn(48, 64).to(dtype) / 8, torch.randn(9, 48).to(dtype)
+    around = (torch.randn(48).to(dtype) if bias else None, gelu)
+    norm, close = RMSNorm(torch.rand(64).to(dtype), 1e-6), {"rtol": 2e-2, "atol": 4e-2} if dtype != torch.float32 else {}
+    ours, plain = CudaLinear(weight, *around), PlainLinear(weight, *around)
+    torch.testing.assert_close(ours(x), plain(x), **close)
+    torch.testing.assert_close(ours.normed(Residual(x), norm), plain(norm(x)), **close)
+    if not gelu:
+        torch.testing.assert_close(ours.add_to(r.clone(), x).added(), r + plain(x), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_in_8_bits_adds_what_is_pending_before_the_norm_and_leaves_its_own_product(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    torch.manual_seed(0)
+    x, pending, r = (torch.randn(9, width).bfloat16() for width in (64, 64, 48))
+    weight, b = torch.randn(48, 64).bfloat16() / 8, torch.randn(48).bfloat16() if bias else None
+    norm = RMSNorm(torch.rand(64).bfloat16(), 1e-6)
+    ours, plain = Linear.of(quantize_weight(weight, dtype), b), PlainLinear(weight, b)
+    stream, expected = Residual(x.clone(), pending), plain(norm(x + pending))
+    found = ours.normed(stream, norm)
+    assert torch.equal(stream.value, x + pending)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    left = ours.add_to(r.clone(), x)
+    assert left.pending is not None
+    assert torch.equal(left.value, r)
+    assert (left.added() - r - plain(x)).norm() < 0.05 * plain(x).norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_norm_adds_what_is_pending(layer: bool, pending: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    stream = Residual(torch.randn(9, 64), torch.randn(9, 64) if pending else None, torch.randn(64) if bias and layer else None)
+    norm = LayerNorm(torch.rand(64), torch.rand(64), 1e-6) if layer else RMSNorm(torch.rand(64), 1e-6)
+    expected = norm(Residual(stream.value.clone(), stream.pending, stream.bias).added())
+    torch.testing.assert_close(norm.of_sum(stream), expected)
 
 
 def dense(
@@ -135,7 +185,7 @@ def test_pool(pooling: Pooling, expected: list[float]) -> None:
     hidden = torch.tensor([[1.0, 2.0], [3.0, 4.0], [10.0, 20.0]])
     sequences = [np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)]
     packed = BatchPacker(pooling, 2, None).pack(sequences, [EmbedOptions(normalize=False)] * 2)
-    vectors = pool(hidden, packed, pooling)
+    vectors = Pool(pooling)(hidden, packed)
     torch.testing.assert_close(vectors, torch.tensor([expected, [10.0, 20.0]]))
 
 
@@ -145,17 +195,17 @@ def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling, lengths: t
     """As in a CUDA graph: tokens of no sequence, sequences of no token."""
     packer = BatchPacker(pooling, 8, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
-    shape, tiles = packer.shape(Layout(sequences), room=16)
+    shape, tiles = packer.shape(Layout(sequences), graphs=True)
     buffer = np.full(shape.size, 99, dtype=np.int32)
     packer.fill(buffer, shape, Layout(sequences), tiles)
     hidden = torch.randn(16, 8)
-    roomy = pool(hidden, shape.view(torch.from_numpy(buffer)), pooling)
-    assert torch.equal(roomy[: len(lengths)], pool(hidden[: sum(lengths)], packer.pack(sequences), pooling))
+    roomy = Pool(pooling)(hidden, shape.view(torch.from_numpy(buffer)))
+    assert torch.equal(roomy[: len(lengths)], Pool(pooling)(hidden[: sum(lengths)], packer.pack(sequences)))
 
 
 def test_vectors_are_cut_before_they_are_normalised() -> None:
     packed = BatchPacker("cls", 3, None).pack([np.zeros(1, dtype=np.int32)], [EmbedOptions(dimensions=2)])
-    vectors = pool(torch.tensor([[3.0, 4.0, 12.0]]), packed, "cls")
+    vectors = Pool("cls")(torch.tensor([[3.0, 4.0, 12.0]]), packed)
     torch.testing.assert_close(vectors, torch.tensor([[0.6, 0.8, 0.0]]))
 
 
@@ -164,8 +214,8 @@ def test_every_expert_on_every_token_and_the_chosen_alone_are_the_same(top_k: in
     torch.manual_seed(0)
     x, router, bias = torch.randn(9, 16), torch.randn(5, 16), torch.randn(16)
     ups, downs = torch.randn(5, 24, 16), torch.randn(5, 16, 24)
-    layers = [(Linear(up, gelu=True), Linear(down)) for up, down in zip(ups, downs, strict=True)]
-    experts = Experts(Linear(router), layers, bias, top_k)
+    layers = [(Linear.of(up, gelu=True), Linear.of(down)) for up, down in zip(ups, downs, strict=True)]
+    experts = Experts(Linear.of(router), layers, bias, top_k)
     expected = x + bias
     for row, token in enumerate(x):
         gates = (router @ token).softmax(-1)

@@ -19,7 +19,7 @@ from cluster.nodes import CARD_RESERVE
 from engine.devices import DTYPES
 from engine.heads.classifier import Head
 from engine.heads.splade import Splade
-from engine.kernels import Matrix, Quantized
+from engine.kernels import MaybeQuantized, Quantized
 from engine.model.config import DenseConfig
 from engine.model.families import MODELS, family_of
 from engine.model.folder import load_model_config
@@ -31,7 +31,7 @@ from engine.model.footprint import (
     most_graph_tokens,
     num_parameters,
 )
-from engine.model.weights import Checkpoint, Shapes
+from engine.model.weights import Checkpoint, ShapeCounter
 from loadtests.report import RESULTS
 
 KINDS = get_args(MemoryKind)
@@ -150,7 +150,7 @@ def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, shar
         model = MODELS[config.architecture](config, checkpoint)
         if config.head is not None:
             Head.load(config, config.head, checkpoint)
-        needless = set(checkpoint.finish(model.needless))
+        needless = set(checkpoint.finish(model.unused))
     sizes = dict(header_sizes(folder))
     assert needless == (set() if config.head else {name for name in sizes if name.startswith(NEEDLESS)})
     assert bool(needless) == HAS_NEEDLESS[kind]
@@ -238,8 +238,8 @@ class _Watched(Checkpoint):
         super().__init__(folder, torch.device("cpu"), torch.int8)
         self.quantized: list[Quantized] = []
 
-    def layer(self, weight: torch.Tensor) -> Matrix:
-        matrix = super().layer(weight)
+    def to_layer_dtype(self, weight: torch.Tensor) -> MaybeQuantized:
+        matrix = super().to_layer_dtype(weight)
         if isinstance(matrix, Quantized):
             self.quantized.append(matrix)
         return matrix
@@ -249,7 +249,7 @@ class _Watched(Checkpoint):
     "kind", ["qwen3", "bert", "nomic_bert", "nomic_bert_moe", "gte", "modernbert", "jina_bert", "gemma3", "deberta"]
 )
 def test_what_is_counted_in_8_bits_is_what_becomes_so(tiny: Callable[..., Path], kind: str) -> None:
-    config, shapes = load_model_config(tiny(kind)), Shapes()
+    config, shapes = load_model_config(tiny(kind)), ShapeCounter()
     family_of(config)(config, shapes)
     with _Watched(tiny(kind)) as checkpoint:
         family_of(config)(config, checkpoint)
@@ -297,7 +297,7 @@ def test_splades_head_is_counted(kind: str, tied: bool, tiny: Callable[..., Path
         network = MODELS[config.architecture](config, checkpoint)
         assert network.masked_lm is not None
         Splade(config, checkpoint, network.masked_lm, network.words)
-        needless = set(checkpoint.finish(network.needless))
+        needless = set(checkpoint.finish(network.unused))
     assert num_parameters(config) == sum(size for name, size in header_sizes(folder) if name not in needless)
     assert (
         body_parameters(config) - body_parameters(body) == 64 * 64 + 300 * 64

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, ModelError
 from engine.hub import _HUB_FILES, _HUB_SKIP, resolve_model
 from engine.model.config import Pooling
-from engine.model.families.decoder import DecoderConfig
+from engine.model.decoder import DecoderConfig
 from engine.model.families.gemma3 import Gemma3Config
 from engine.model.folder import load_model_config
 
@@ -223,13 +223,13 @@ def test_both_spellings_of_modernberts_layers_are_read(copy: Callable[..., Path]
     folder = copy("modernbert", rope_parameters={kind: {"rope_theta": theta} for kind, theta in _THETAS.items()})
     nested = load_model_config(folder)
     assert (nested.global_theta, nested.local_theta) == (80_000.0, 5_000.0)
-    assert nested.is_local == (False, True, True, False)
+    assert nested.local_layers == (1, 2)
     flat = {"layer_types": "DELETE", "rope_parameters": "DELETE", "global_attn_every_n_layers": 3}
     edit(folder / "config.json", flat | {"global_rope_theta": 80_000, "local_rope_theta": 5_000})
     assert load_model_config(folder) == nested
     edit(folder / "config.json", {"local_rope_theta": None, "global_attn_every_n_layers": 2})
     assert load_model_config(folder).local_theta == 80_000.0
-    assert load_model_config(folder).is_local == (False, True, False, True)
+    assert load_model_config(folder).local_layers == (1, 3)
 
 
 _THETAS = {"full_attention": 80_000.0, "sliding_attention": 5_000.0}

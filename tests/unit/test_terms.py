@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from engine.loop import Embeddings, EngineLoop
 from engine.model.config import OutputName
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
-from engine.run.flight import Landed, Output
+from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
 from serve_app import openapi
@@ -57,15 +57,16 @@ class Gate:
         self._rows = 0
 
     def launch(
-        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, want: tuple[OutputName, ...] = ()
-    ) -> Landed:
+        self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
+    ) -> Finished:
         self.entered.set()
+        start = perf_counter()
         assert self.open.wait(10)
         self.lengths += map(len, sequences)
         vectors = np.arange(self._rows + 1, self._rows + 1 + len(sequences), dtype=np.float32)[:, None] / [3, 7, 9, 11]
         self._rows += len(sequences)
         tokens = [np.ones((len(ids), 4), dtype=np.float32) for ids in sequences]
-        return Landed(Output(vectors.astype(np.float32), dict.fromkeys(want, tokens)))
+        return Finished(Output(vectors.astype(np.float32), dict.fromkeys(outputs, tokens), perf_counter() - start))
 
 
 @dataclass
@@ -191,9 +192,9 @@ def test_an_interactive_request_overtakes_batch_requests(made: Made) -> None:
         await until(replica.gate.entered.is_set)
         for name in ("bulk", "more"):
             tasks.append(asyncio.ensure_future(ask(name, "word " * 61, x_priority="batch")))
-        await until(lambda: replica.loop.queued_jobs == 2)
+        await until(lambda: replica.loop.queued_requests == 2)
         tasks.append(asyncio.ensure_future(ask("query", "word " * 50)))
-        await until(lambda: replica.loop.queued_jobs == 3)
+        await until(lambda: replica.loop.queued_requests == 3)
         replica.gate.open.set()
         await asyncio.gather(*tasks)
         return order
@@ -231,8 +232,8 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once(made: Made) -> None
         first = asyncio.ensure_future(embed(client, "one two"))
         await until(replica.gate.entered.is_set)
         waiting = asyncio.ensure_future(embed(client, "three four five six"))
-        await until(lambda: replica.loop.queued_jobs)
-        replica.loop._clock.tokens_per_s = 0.5
+        await until(lambda: replica.loop.queued_requests)
+        replica.loop._scheduler.rates.tokens_per_s = 0.5
         refused = await embed(client, "no", "/v1/embeddings", headers={"x_request_deadline_ms": "9500"})  # 6 + 3 tokens: 18 s
         replica.gate.open.set()
         await asyncio.gather(first, waiting)

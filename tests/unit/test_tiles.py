@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.tiles import attention_tiles
+from engine.kernels.tiles import attention_tiles
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 depths = st.integers(1, 128)

@@ -2,11 +2,11 @@
 //   q [T, K * GROUP, D], k and v [T, K, D], out [T, K * GROUP, D]; 16-bit, rows strided, so that Q, K and V may be parts
 //   of one fused buffer; with E4M3 `out` is e4m3, and what is not finite becomes NaN.
 //   tiles int2 [n]: the query tokens [x, y) one block computes; x == y is padding and does nothing.
-//   bounds int2 [T]: the sequence each token belongs to, [x, y).
+//   bounds int2 [T]: the rows [x, y) of the sequence that each token belongs to.
 //   A token t sees keys max(bounds.x, t - left) .. min(bounds.y, t + right + 1): causal is right = 0, a sliding window a
 //   smaller left, bidirectional neither.
-//   PREFIX: tiles int4 [n], [z, w) being the rows of a prefix that all tokens of the tile see besides, before their own; none
-//   where z == w. `bounds` then begin that much before a token's own sequence does. Causal and without a window.
+//   PREFIX: tiles int4 [n]. [z, w) are the rows of a prefix; all tokens of the tile see them before the rows of their own
+//   bounds. z == w is no prefix. Causal and without a window.
 //   BIAS: bias float [H, 2 * reach + 1] is added to the score of a key d tokens after the query, from column reach + d,
 //   at most `reach` either way; in units of sqrt(D), as scores are before they are scaled.
 //
@@ -96,7 +96,7 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     // Keys any row of the tile sees, and those every row sees; both ends grow with the token.
 #if PREFIX  // causal and without a window: said here, it saves registers
     const int prefix = tile.w - tile.z;
-    auto first_key = [&](int token) { return bounds[token].x + prefix; };
+    auto first_key = [&](int token) { return bounds[token].x; };
     auto last_key = [&](int token) { return token + 1; };
 #else
     constexpr int prefix = 0;

@@ -126,8 +126,8 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
         const int2 front = work.bounds[tile.x], back = work.bounds[tile.y - 1];
 #if PREFIX  // causal and without a window
         const int prefix = tile.w - tile.z;
-        const int4 span = {tile.x, tile.y, front.x + prefix, tile.y};
-        const int4 rest = {back.x + prefix, tile.x + 1, tile.z, prefix};
+        const int4 span = {tile.x, tile.y, front.x, tile.y};
+        const int4 rest = {back.x, tile.x + 1, tile.z, prefix};
 #else
         constexpr int prefix = 0;
         const int4 span = {tile.x, tile.y, max(front.x, tile.x - work.left), min(back.y, tile.y + work.right)};
@@ -246,7 +246,7 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
                     } else {
                         const int2 own = work.bounds[token];
 #if PREFIX
-                        seen = own.x + prefix, last = token + 1;
+                        seen = own.x, last = token + 1;
 #else
                         seen = max(own.x, token - work.left), last = min(own.y, token + work.right + 1);
 #endif

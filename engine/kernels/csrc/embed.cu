@@ -1,20 +1,22 @@
-// Embedding gather: out[t] = words[ids[t]] (+ positions[p], p being the token's place in its sequence). C a multiple of 8.
+// Embedding gather: out[t] = words[ids[t]] (+ position_table[positions[t]]). C is a multiple of 8.
+//   words [num_words, C]. An id outside of the table reads the table's nearest row: no read leaves the table.
 //   POSITIONS: 1 with a position table.    Floor: 4 * T * C bytes (6 with positions, which mostly come from cache).
 // A thread does the same eight columns of PER_THREAD tokens: an id has to be there before its row can be asked for, so
 // with one token a thread too little is in flight.
 extern "C" __global__ void __launch_bounds__(THREADS)
-embed(const int* __restrict__ ids, const int2* __restrict__ bounds, const u16* __restrict__ words,
-      const u16* __restrict__ positions, u16* __restrict__ out, i64 num_tokens) {
+embed(const int* __restrict__ ids, const int* __restrict__ positions, const u16* __restrict__ words,
+      const u16* __restrict__ position_table, u16* __restrict__ out, i64 num_tokens, i64 num_words) {
     overlap();
     const u32 index = blockIdx.x * THREADS + threadIdx.x;
     const i64 first = index / (C / 8) * static_cast<i64>(PER_THREAD);
     const int at = index % (C / 8);
-    Vec8 loaded[PER_THREAD], places[PER_THREAD];
+    Vec8 loaded[PER_THREAD], added[PER_THREAD];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
         const i64 token = min(first + i, num_tokens - 1);
-        loaded[i] = load8(words + static_cast<i64>(ids[token]) * C, at);
-        if (POSITIONS) places[i] = load8(positions + (token - bounds[token].x) * C, at);
+        const int id = max(0, min(ids[token], static_cast<int>(num_words) - 1));
+        loaded[i] = load8(words + static_cast<i64>(id) * C, at);
+        if (POSITIONS) added[i] = load8(position_table + static_cast<i64>(positions[token]) * C, at);
     }
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
@@ -22,7 +24,7 @@ embed(const int* __restrict__ ids, const int2* __restrict__ bounds, const u16* _
         if (POSITIONS) {
             float x[8], p[8];
             unpack(loaded[i], x);
-            unpack(places[i], p);
+            unpack(added[i], p);
 #pragma unroll
             for (int e = 0; e < 8; ++e) x[e] += p[e];
             loaded[i] = pack(x);

@@ -12,6 +12,7 @@ constexpr int ROW_WARPS = ROW_THREADS / 32;
 constexpr int COLUMN_VECTORS = C / 8;
 constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
 constexpr float MOST = INT8 ? 127.f : 448.f;
+constexpr float LEAST = 1e-35f;  // of a row's largest value: MOST divided by less is infinite, and infinity times 0 is NaN
 
 __device__ __forceinline__ float larger(float a, float b) {  // NaN where either is
     float most;
@@ -131,6 +132,7 @@ quantize(u16* __restrict__ x, const u16* __restrict__ pending, const u16* __rest
         for (int e = 0; e < 8; ++e) most = larger(most, fabsf(y[i][e]));
     }
     most = block_largest(most, scratch[1]);
+    if (most > 0.f) most = fmaxf(most, LEAST);  // NaN stays NaN
     const float factor = most > 0.f ? MOST / most : 0.f;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {

@@ -1,6 +1,6 @@
 // Rotary embedding ("half-rotate") of Q and K in place on the fused QKV buffer; with NORM, Qwen3's per-head RMSNorm before.
 //   qkv [T, H + 2 K, D] 16-bit: heads 0 .. H - 1 take q_weight [D], the next K take k_weight (NORM); V is not touched.
-//   table float2 [positions, D / 2]: cos and sin of each angle.  bounds int2 [T]: a token's position is its distance from x.
+//   table float2 [max_position_embeddings, D / 2]: cos and sin of each angle.  positions int [T]: each token's row of it.
 // One block a token. D / 8 lanes hold a head, eight values each; the partner of a value is D / 2 away, so one shuffle
 // fetches it. A thread does the same eight columns of PER_THREAD heads: it reads their angles once, and all its heads'
 // loads are in flight together (one head a thread reached 60 % of the copy bandwidth).
@@ -11,7 +11,7 @@ constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // head h is d
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
-     const float2* __restrict__ table, const int2* __restrict__ bounds, float eps) {
+     const float2* __restrict__ table, const int* __restrict__ positions, float eps) {
     overlap();
     const int token = blockIdx.x, slot = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u16* rows = qkv + static_cast<i64>(token) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -23,8 +23,7 @@ rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restr
         loaded[i] = Vec8{};
         if (slot < SLOTS && head < ALL_HEADS) loaded[i] = load8(rows + head * HEAD_DIM, lane);
     }
-    const int position = token - bounds[token].x;
-    const float4* angles = reinterpret_cast<const float4*>(table + static_cast<i64>(position) * (HEAD_DIM / 2));
+        const float4* angles = reinterpret_cast<const float4*>(table + static_cast<i64>(positions[token]) * (HEAD_DIM / 2));
     const float sign = lane < LANES / 2 ? -1.f : 1.f;
     float cosine[8], sine[8];
 #pragma unroll

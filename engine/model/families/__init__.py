@@ -1,4 +1,4 @@
-"""The model families, one file each. A family is chosen by the architecture in config.json, or by whoever starts the engine."""
+"""The model families, one file each. config.json's architecture chooses the family; `--backend transformers` overrides it."""
 
 from engine.model.base import Model
 from engine.model.config import ModelConfig
@@ -18,7 +18,6 @@ from engine.model.families.qwen3 import Qwen3
 from engine.model.families.roberta import Roberta
 from engine.model.families.transformers import Transformers, TransformersConfig
 
-# By architecture.
 FAMILIES: tuple[type[Model], ...] = (
     Bert, Roberta, DistilBert, MPNet, Deberta, ModernBert, NomicBert, Gte, JinaBert, Qwen3, Qwen2, Mistral, Llama, Gemma3,
 )  # fmt: skip
@@ -26,7 +25,7 @@ MODELS: dict[str, type[Model]] = {name: family for family in FAMILIES for name i
 
 
 def family_of(config: ModelConfig) -> type[Model]:
-    """Whose network a model's configuration is for."""
+    """The family that a configuration belongs to."""
     return Transformers if isinstance(config, TransformersConfig) else MODELS[config.architecture]
 
 

@@ -1,85 +1,84 @@
-"""DeBERTa v2 and v3: BERT's layers with disentangled attention, in which scores see words and distances apart."""
+"""DeBERTa v2 and v3: BERT's layers with disentangled attention, whose scores see words and distances apart."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine import kernels
 from engine.errors import ModelError
-from engine.model.base import Model
-from engine.model.config import HeadConfig, Keys, ModelConfig, head_activation
-from engine.model.families.bert import Bert, read_encoder
+from engine.model.config import HeadConfig, ModelConfig
+from engine.model.encoder import Encoder
+from engine.model.families.bert import Bert
+from engine.model.keys import Keys, head_activation, read_shape
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
-from engine.model.layers.post_norm import PostNormNames, post_norm_layers
-from engine.model.weights import Tensors
+from engine.model.layers.post_norm import BertNames, bert_layers
+from engine.model.layers.self_attention import AttentionCall
+from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebertaConfig(ModelConfig):
-    position_buckets: int  # of distances, on either side
-    max_relative_positions: int  # the last bucket of a side begins before it
+    position_buckets: int  # of distances, to either side
+    max_relative_positions: int  # the last bucket of a side begins before this distance
 
 
-class Deberta(Model):
-    """Weights of DebertaV2Model, as v3 and the v2 without a convolution are made.
+class Deberta(Encoder):
+    """DebertaV2Model: v3, and v2 without a convolution.
 
     Published: models made of microsoft/deberta-v3-xsmall to -large and mdeberta-v3-base, as transformers saves them.
     Source: `DebertaV2Model` of transformers.
     """
 
-    Config = DebertaConfig
+    eager_only = True
     architectures = ("DebertaV2Model", "DebertaV2ForMaskedLM")
     classifiers = ("DebertaV2ForSequenceClassification",)
-    # v3 was trained with a generator's and a discriminator's head. Absolute positions only served its masked-LM decoder.
-    needless: ClassVar[tuple[str, ...]] = (
+    # v3 was trained with the heads of a generator and a discriminator. Only its masked-LM decoder uses absolute positions.
+    unused: ClassVar[tuple[str, ...]] = (
         "embeddings.position_ids", "embeddings.position_embeddings.weight", "cls.*", "lm_predictions.*", "mask_predictions.*",
     )  # fmt: skip
-    walks_lengths = True
-    names: ClassVar[PostNormNames] = replace(
+    prefixes = ("deberta.",)
+    names: ClassVar[BertNames] = replace(
         Bert.names, query="attention.self.query_proj", key="attention.self.key_proj", value="attention.self.value_proj"
     )
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
-        _require(keys, "relative_attention", True, absent=False)
-        _require(keys, "share_att_key", True, absent=False)
-        _require(keys, "norm_rel_ebd", "layer_norm", absent="none")
-        _require(keys, "position_biased_input", False, absent=True)
-        _require(keys, "type_vocab_size", 0, absent=0)
-        _require(keys, "conv_kernel_size", 0, absent=0)
+    def read_config(keys: Keys) -> DebertaConfig:
+        keys.refuse("hidden_act", ("gelu",), "only exact GeLU")
+        keys.refuse("relative_attention", (True,), absent=False)
+        keys.refuse("share_att_key", (True,), absent=False)
+        keys.refuse("norm_rel_ebd", ("layer_norm",), absent="none")
+        keys.refuse("position_biased_input", (False,), absent=True)
+        keys.refuse("type_vocab_size", (0,))
+        keys.refuse("conv_kernel_size", (0,))
         kinds = keys.get("pos_att_type") or []
         kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
         if {kind.strip() for kind in kinds} != {"c2p", "p2c"}:
             raise ModelError(f"{keys.path}: pos_att_type = {keys.get('pos_att_type')!r} is not supported (only c2p and p2c)")
-        fields = read_encoder(keys)
-        _require(keys, "embedding_size", fields["hidden_size"], absent=fields["hidden_size"])
-        _require(keys, "attention_head_size", fields["head_dim"], absent=fields["head_dim"])
+        shape = read_shape(keys, eps=1e-7)
+        keys.refuse("embedding_size", (shape["hidden_size"],))
+        keys.refuse("attention_head_size", (shape["head_dim"],))
         buckets, furthest = keys.number("position_buckets"), keys.get("max_relative_positions") or -1
-        furthest = furthest if furthest >= 1 else fields["max_position_embeddings"]
+        furthest = furthest if furthest >= 1 else shape["max_position_embeddings"]
         if furthest - 1 <= buckets // 2:
             raise ModelError(f"{keys.path}: position_buckets = {buckets} are too many for {furthest} relative positions")
-        return fields | {
-            "norm_eps": keys.number("layer_norm_eps", 1e-7),
-            "position_buckets": buckets,
-            "max_relative_positions": furthest,
-        }
+        return DebertaConfig(**shape, position_buckets=buckets, max_relative_positions=furthest)
 
     @classmethod
     def read_head(cls, keys: Keys) -> HeadConfig:
-        width = keys.number("hidden_size")
-        _require(keys, "pooler_hidden_size", width, absent=width)
+        keys.refuse("pooler_hidden_size", (keys.number("hidden_size"),))
         return HeadConfig(dense="pooler.dense", activation=head_activation(keys, "pooler_hidden_act", "gelu"))
 
     @staticmethod
     def peak_values(config: DebertaConfig) -> int:
-        # Scores are those of one sequence at a time: exact where the longest text is alone, too much for many texts.
+        # The pass holds the scores of one sequence at a time. The figure is exact for one text of the full length, and too large
+        # for many texts.
         c, longest = config.hidden_size, config.max_input_length
         scores = config.n_heads * (2 * longest + min(2 * longest, 2 * config.position_buckets)) + 4 * longest
         return max(5 * c + scores, 3 * c + config.intermediate_size)
@@ -88,29 +87,22 @@ class Deberta(Model):
     def table_bytes(config: DebertaConfig) -> int:
         return config.n_layers * 4 * config.position_buckets * config.hidden_size * 4
 
-    def __init__(self, config: DebertaConfig, checkpoint: Tensors) -> None:
-        checkpoint.strip_prefix(("", "deberta."), probe="embeddings.word_embeddings.weight")
+    def __init__(self, config: DebertaConfig, checkpoint: WeightSource) -> None:
+        super().__init__(config, checkpoint)
         c, span = config.hidden_size, config.position_buckets
-        self.words = checkpoint.take_table("embeddings.word_embeddings.weight", config.vocab_size, c)
-        self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", config.hidden_size, config.norm_eps)
-        distances = checkpoint.take_table("encoder.rel_embeddings.weight", 2 * span, c)
-        distances = LayerNorm.load(checkpoint, "encoder.LayerNorm", config.hidden_size, config.norm_eps)(distances)
-        self.layers = post_norm_layers(config, checkpoint, self.names, self.norm)
-        self.relative = [_project(layer.attention.qkv, distances, config.n_heads) for layer in self.layers]
-        self.buckets = _Buckets(config, checkpoint.device)
+        distances = checkpoint.take_embedding("encoder.rel_embeddings.weight", 2 * span, c)
+        distances = LayerNorm.load(checkpoint, "encoder.LayerNorm", c, config.norm_eps)(distances)
+        layers = bert_layers(config, checkpoint, self.names, self.norm)
+        self.relative = [_project(layer.attend.qkv, distances, config.n_heads) for layer in layers]
+        self.layers, self.buckets = layers, _Buckets(config, checkpoint.device)
 
-    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
+    def attention(self, batch: PackedBatch) -> Sequence[AttentionCall]:
         used, index = self.buckets.of(max(batch.lengths))
-        for layer, (keys, queries) in zip(self.layers, self.relative, strict=True):
-            last = layer is self.layers[-1]
-            attention = partial(_attention, batch.lengths, index, keys[:, used], queries[:, used])
-            hidden = layer.forward(hidden, batch, attention, pooled_only and last)
-        return hidden
+        return [partial(_attention, batch.lengths, index, keys[:, used], queries[:, used]) for keys, queries in self.relative]
 
 
 class _Buckets:
-    """Which row of the distances' table is for a key so far before its query: one for each near distance, then ever wider."""
+    """The row of the distances' table for the distance from key to query. Far distances share rows."""
 
     def __init__(self, config: DebertaConfig, device: torch.device) -> None:
         self.span, self.positions = config.position_buckets, config.max_position_embeddings
@@ -120,7 +112,7 @@ class _Buckets:
         self.furthest = side.tolist()
 
     def of(self, length: int) -> tuple[slice, Tensor]:
-        """The rows that texts of up to `length` tokens use, and by query and key which of these, [length, length]."""
+        """The rows that texts of up to `length` tokens use, and the index into them for a query and a key, [length, length]."""
         furthest = self.furthest[length - 1]
         used = slice(max(0, self.span - furthest), self.span + furthest + 1)
         at = torch.arange(length, device=self.rows.device)
@@ -128,14 +120,14 @@ class _Buckets:
 
 
 def distance_buckets(distances: Tensor, buckets: int, furthest: int) -> Tensor:
-    """The bucket of each distance from 0 up: itself up to half of the buckets, then by its logarithm."""
+    """The bucket of each distance from 0 up: the distance itself up to half of the buckets, then by its logarithm."""
     near = buckets // 2
     steps = torch.log(distances.clamp(min=near) / near) / torch.log(torch.tensor((furthest - 1) / near)) * (near - 1)
     return torch.where(distances <= near, distances, near + steps.ceil().long())
 
 
 def _project(qkv: Linear, distances: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """The distances' keys and queries by a layer's own projections, [H, 2 span, D] each, scaled as scores are."""
+    """Keys and queries of the distances, by a layer's own projections, [H, 2 span, D] each, scaled like scores."""
     queries, keys, _ = qkv(distances).view(len(distances), 3, heads, -1).permute(1, 2, 0, 3)
     return (keys * _scale(keys)).contiguous(), (queries * _scale(queries)).contiguous()
 
@@ -148,7 +140,7 @@ def _attention(lengths: tuple[int, ...], index: Tensor, keys: Tensor, queries: T
     """softmax((q_i k_j + q_i K_(i - j) + k_j Q_(i - j)) / sqrt(3 D)) v, one sequence after the other.
 
     Args:
-        index: [L, L], the row of `keys` and `queries` for a query and a key, L the longest sequence.
+        index: [L, L], the row of `keys` and `queries` for a query and a key; L is the longest sequence.
         keys, queries: [H, R, D], K and Q of the distances, scaled.
         qkv: [T, 3 H, D].
     Returns: [T, C].
@@ -165,9 +157,3 @@ def _attention(lengths: tuple[int, ...], index: Tensor, keys: Tensor, queries: T
         mixed = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias[None], scale=_scale(q))
         out[rows] = mixed[0].transpose(0, 1)
     return out.flatten(1)
-
-
-def _require(keys: Keys, key: str, value: Any, absent: Any) -> None:
-    """Stop unless a key holds the one value that is supported; where there is none, transformers takes it for `absent`."""
-    if keys.get(key, absent) != value:
-        raise ModelError(f"{keys.path}: {key} = {keys.get(key, absent)!r} is not supported (only {value!r})")

@@ -1,31 +1,34 @@
-"""DistilBERT: BERT with half the layers, no token types, and names of its own for keys and tensors."""
+"""DistilBERT: BERT with half the layers and no token types. Its keys and tensors have other names."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from engine.heads.splade import MaskedLMNames
-from engine.model.config import HeadConfig, Keys
-from engine.model.families.bert import Bert
-from engine.model.layers.post_norm import PostNormNames
+from engine.model.config import HeadConfig
+from engine.model.families.bert import Bert, BertConfig
+from engine.model.keys import Keys, ShapeKeys, read_shape
+from engine.model.layers.post_norm import BertNames
+
+_KEYS = ShapeKeys(hidden_size="dim", intermediate_size="hidden_dim", n_layers="n_layers", n_heads="n_heads", norm_eps=None)
 
 
 class DistilBert(Bert):
-    """Weights of DistilBertModel.
+    """DistilBertModel.
 
     Published: sentence-transformers/multi-qa-distilbert-cos-v1, msmarco-distilbert-base-tas-b, msmarco-distilbert-base-v4.
-    Source: `DistilBertModel` of transformers. Positions are a table of the checkpoint, with `sinusoidal_pos_embds` too.
+    Source: `DistilBertModel` of transformers. Positions are a table of the checkpoint, also with `sinusoidal_pos_embds`.
     """
 
     architectures = ("DistilBertModel", "DistilBertForMaskedLM")
     classifiers = ("DistilBertForSequenceClassification",)
     head = HeadConfig(dense="pre_classifier", activation="ReLU")
-    needless: ClassVar[tuple[str, ...]] = (
+    unused: ClassVar[tuple[str, ...]] = (
         "embeddings.position_ids", "vocab_transform.*", "vocab_layer_norm.*", "vocab_projector.*",
     )  # fmt: skip
     masked_lm = MaskedLMNames(
         dense="vocab_transform", norm="vocab_layer_norm", decoder="vocab_projector", bias="vocab_projector.bias"
     )
-    prefix = "distilbert."
-    names = PostNormNames(
+    prefixes = ("distilbert.",)
+    names = BertNames(
         layer="transformer.layer.{}.",
         query="attention.q_lin",
         key="attention.k_lin",
@@ -38,19 +41,6 @@ class DistilBert(Bert):
     )
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> BertConfig:
         keys.refuse("activation", ("gelu",), "only exact GeLU")
-        keys.divides("dim", "n_heads")
-        hidden_size, heads = keys.number("dim"), keys.number("n_heads")
-        return {
-            "vocab_size": keys.number("vocab_size"),
-            "hidden_size": hidden_size,
-            "intermediate_size": keys.number("hidden_dim"),
-            "n_layers": keys.number("n_layers"),
-            "n_heads": heads,
-            "n_kv_heads": heads,
-            "head_dim": hidden_size // heads,
-            "norm_eps": 1e-12,  # config.json has no key for it
-            "max_position_embeddings": keys.number("max_position_embeddings"),
-            "causal": False,
-        }
+        return BertConfig(**read_shape(keys, _KEYS))

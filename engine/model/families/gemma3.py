@@ -1,19 +1,20 @@
-"""Gemma 3 as an embedding model: norms before and after each part, most layers local, with a rotary base of their own."""
+"""Gemma 3 as an embedding model: norms before and after each part. Most layers have a window and a RoPE base of their own."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine import kernels
 from engine.kernels.reference import rope_table
-from engine.model.config import Keys, rope_theta
-from engine.model.families.decoder import Decoder, DecoderConfig, Mixing, Norm, decoder_fields, local_layers, window_fields
-from engine.model.layers.attention import Attention
+from engine.model.decoder import Decoder, DecoderAttention, DecoderConfig, LoadNorm, decoder_shape, read_windows
+from engine.model.keys import Keys, read_local_layers, read_rope
+from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
-from engine.model.layers.norm import RMSNorm
-from engine.model.weights import Tensors
+from engine.model.layers.norm import Residual, RMSNorm
+from engine.model.layers.self_attention import AttentionCall, SelfAttention
+from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
 
@@ -28,13 +29,12 @@ class Gemma3Config(DecoderConfig):
 class Gemma3(Decoder):
     """Published: google/embeddinggemma-300m. Source: `Gemma3TextModel` of transformers."""
 
-    Config = Gemma3Config
     architectures = ("Gemma3TextModel", "Gemma3ForCausalLM")
     classifiers = ("Gemma3TextForSequenceClassification",)
     overflows_float16 = True
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> Gemma3Config:
         keys.refuse("hidden_activation", ("gelu_pytorch_tanh",), "only the tanh form of GeLU")
         keys.refuse("attention_bias", (False, None), "Gemma's projections have no bias")
         keys.refuse("attn_logit_softcapping", (None,), "no published embedding model caps its scores")
@@ -44,15 +44,14 @@ class Gemma3(Decoder):
         sliding_window = keys.number("sliding_window", 4096)
         if not causal:  # then it counts the tokens to both sides
             sliding_window //= 2
-        base, local_base = _rope_thetas(keys)
-        return (
-            decoder_fields(keys, head_dim=256, rope_base=base, causal=causal)
-            | window_fields(keys, sliding_window, local_layers(keys, lambda index: (index + 1) % pattern > 0), causal)
-            | {
-                "qk_norm": True,
-                "local_rope_theta": local_base,
-                "query_pre_attn_scalar": keys.number("query_pre_attn_scalar", 256),
-            }
+        local_layers = read_local_layers(keys, lambda index: (index + 1) % pattern > 0)
+        return Gemma3Config(
+            **decoder_shape(keys, head_dim=256, causal=causal),
+            **read_windows(keys, sliding_window, local_layers, causal),
+            rope_theta=read_rope(keys, "full_attention", otherwise=1e6).theta,
+            local_rope_theta=read_rope(keys, "sliding_attention", "rope_local_base_freq", 1e4).theta,
+            qk_norm=True,
+            query_pre_attn_scalar=keys.number("query_pre_attn_scalar", 256),
         )
 
     @staticmethod
@@ -64,63 +63,44 @@ class Gemma3(Decoder):
     def table_bytes(config: DecoderConfig) -> int:
         return 2 * config.max_position_embeddings * config.head_dim * 4
 
-    def __init__(self, config: Gemma3Config, checkpoint: Tensors) -> None:
-        checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
+    def __init__(self, config: Gemma3Config, checkpoint: WeightSource) -> None:
+        self._load_words(config, checkpoint)
+        self.words *= torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as the model was trained
         query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5
 
         def norm(name: str, width: int) -> RMSNorm:
-            """Gemma multiplies with 1 + weight; Q's norm takes what its scores' scale differs from the root of head_dim."""
+            """Gemma multiplies with 1 + weight. Q's norm also corrects the scale of the scores, head_dim's root in attention."""
             weight = 1 + checkpoint.take(f"{name}.weight", width, dtype=torch.float32)
             weight = weight * query_scale if name.endswith("q_norm") else weight
             return RMSNorm(weight.to(checkpoint.dtype), config.norm_eps)
 
-        def angles(theta: float) -> Tensor:
-            return rope_table(config.head_dim, theta, config.max_position_embeddings, checkpoint.device)
-
-        self.embed_tokens = checkpoint.take_table("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.embed_tokens *= torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as the model was trained
-        whole, local = angles(config.rope_theta), angles(config.local_rope_theta)
+        global_angles, local_angles = (
+            rope_table(config.head_dim, theta, config.max_position_embeddings, checkpoint.device)
+            for theta in (config.rope_theta, config.local_rope_theta)
+        )
         self.layers = [
-            _Layer(config, checkpoint, index, norm, local if index in config.local_layers else whole)
+            _Layer(config, checkpoint, index, norm, local_angles if index in config.local_layers else global_angles)
             for index in range(config.n_layers)
         ]
         self.norm = norm("norm", config.hidden_size)
-        self._read(config)
 
 
 class _Layer:
-    def __init__(self, config: Gemma3Config, checkpoint: Tensors, index: int, norm: Norm, angles: Tensor) -> None:
-        name = f"layers.{index}."
-        c, wide = config.hidden_size, config.intermediate_size
-        gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
-        self.mix = Mixing(config, checkpoint, name, norm, angles)
+    """A norm stands between each product and the sum, so nothing is ever pending."""
+
+    def __init__(self, config: Gemma3Config, checkpoint: WeightSource, index: int, norm: LoadNorm, angles: Tensor) -> None:
+        name, c, wide = f"layers.{index}.", config.hidden_size, config.intermediate_size
+        self.attend: SelfAttention = DecoderAttention(config, checkpoint, index, norm, angles)
         self.mixed_norm = norm(f"{name}post_attention_layernorm", c)
         self.mlp_norm = norm(f"{name}pre_feedforward_layernorm", c)
-        self.gate_up = Linear(checkpoint.layer(checkpoint.take_rows(gate_up, [wide] * 2, c)))
+        parts = [f"{name}mlp.{part}_proj" for part in ("gate", "up")]
+        self.up = Gated(Linear.load_rows(checkpoint, parts, [wide] * 2, c, biased=False), partial(kernels.geglu, tanh=True))
         self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
         self.output_norm = norm(f"{name}post_feedforward_layernorm", c)
-        self.window = config.layer_window(index)
 
-    def forward(
-        self, hidden: Tensor, pending: None, batch: PackedBatch, attention: Attention, pooled_only: bool = False
-    ) -> tuple[Tensor, None]:
-        """Nothing is ever pending: a norm stands between each product and the sum."""
-        mixed = self.mix(hidden, batch, attention, pooled_only)  # [T, H D]
-        if pooled_only:
-            mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)
-        mixed = self.mixed_norm(self.mix.out(mixed))  # [T, C]
-        mixed = self.mlp_norm(mixed, residual=hidden)  # hidden is the sum from here on
-        mixed = self.gate_up(mixed)
-        return hidden.add_(self.output_norm(self.down(kernels.geglu(mixed, tanh=True)))), None
-
-
-def _rope_thetas(keys: Keys) -> tuple[float, float]:
-    """Of whole and of local layers: transformers 5 names them by kind of layer, the Hub has flat keys."""
-    by_kind = keys.get("rope_parameters") or {}
-
-    def theta(kind: str, flat: str, otherwise: float, scaling: Any) -> float:
-        given = {"rope_theta": keys.number(flat, otherwise), "rope_parameters": by_kind.get(kind) or scaling}
-        return rope_theta(Keys(keys.path, given))
-
-    whole = theta("full_attention", "rope_theta", 1e6, keys.get("rope_scaling"))
-    return whole, theta("sliding_attention", "rope_local_base_freq", 1e4, None)
+    def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
+        mixed, hidden = self.attend(x, batch, attention, pooled_only)
+        mixed = self.mixed_norm(self.attend.out(mixed))  # [T, C]
+        mixed = self.mlp_norm.of_sum(Residual(hidden, mixed))  # `hidden` is the sum from here on
+        mixed = self.up(mixed)  # [T, I]
+        return Residual(hidden.add_(self.output_norm(self.down(mixed))))

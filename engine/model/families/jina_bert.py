@@ -1,32 +1,33 @@
 """JinaBERT: post-norm encoder layers, symmetric ALiBi in place of positions, GeGLU."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.errors import ModelError
-from engine.model.base import Model
-from engine.model.config import HeadConfig, Keys, ModelConfig, encoder_shape
-from engine.model.layers.attention import Attention
+from engine.model.config import HeadConfig, ModelConfig
+from engine.model.encoder import Encoder
+from engine.model.keys import Keys, read_shape
+from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
-from engine.model.layers.norm import LayerNorm
-from engine.model.layers.post_norm import SelfAttention, add_norm, add_types, take_typed_words, take_types
-from engine.model.weights import Tensors
+from engine.model.layers.norm import LayerNorm, Residual
+from engine.model.layers.post_norm import FeedForward, PostNormLayer
+from engine.model.layers.self_attention import AttentionCall, SelfAttention
+from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JinaBertConfig(ModelConfig):
-    """`qk_post_norm`: the second implementation, which normalises Q and K and the sum of attention and residual once more."""
+    """`qk_post_norm`: the second implementation. It normalises Q and K, and the sum of attention and residual once more."""
 
     qk_post_norm: bool = False
 
 
-class JinaBert(Model):
-    """Weights of JinaBertModel; `forward` gives its last hidden states.
+class JinaBert(Encoder):
+    """JinaBertModel.
 
     Published: jinaai/jina-embeddings-v2-small-en, -base-en, -base-de, -base-es, -base-zh; with Q and K normalised -base-code;
     with a head jinaai/jina-reranker-v1-turbo-en and -tiny-en.
@@ -34,21 +35,22 @@ class JinaBert(Model):
     """
 
     biases_scores = True
-    Config = JinaBertConfig
     architectures = ("JinaBertModel", "JinaBertForMaskedLM")
     classifiers = ("JinaBertForSequenceClassification",)
     head = HeadConfig(dense="pooler.dense")
-    # A buffer, the pooler (a tanh layer no embedding uses) and the masked-LM head.
-    needless: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
+    # A buffer, the pooler (a tanh layer that no embedding uses) and the masked-LM head.
+    unused: ClassVar[tuple[str, ...]] = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.*", "cls.*")
+    prefixes = ("bert.",)
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> JinaBertConfig:
         qk_post_norm = _is_second_implementation(keys)
-        _demand(keys, "position_embedding_type", "alibi", default="absolute")
-        _demand(keys, "feed_forward_type", "geglu", default="geglu" if qk_post_norm else "original")
+        keys.refuse("position_embedding_type", ("alibi",), absent="absolute")
+        keys.refuse("feed_forward_type", ("geglu",), absent="geglu" if qk_post_norm else "original")
         keys.refuse("is_decoder", (False, None), "only encoders")
         keys.refuse("add_cross_attention", (False, None), "only encoders")
-        return encoder_shape(keys) | {"type_vocab_size": keys.number("type_vocab_size", 2), "qk_post_norm": qk_post_norm}
+        types = keys.number("type_vocab_size", 2)
+        return JinaBertConfig(**read_shape(keys), type_vocab_size=types, qk_post_norm=qk_post_norm)
 
     @staticmethod
     def peak_values(config: JinaBertConfig) -> int:
@@ -61,84 +63,77 @@ class JinaBert(Model):
     def table_bytes(config: JinaBertConfig) -> int:
         return config.n_heads * (2 * config.max_position_embeddings - 1) * 4
 
-    def __init__(self, config: JinaBertConfig, checkpoint: Tensors) -> None:
-        checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
-        c = config.hidden_size
-        self.words, self.types = take_typed_words(config, checkpoint), take_types(config, checkpoint)
-        self.norm = LayerNorm.load(checkpoint, "embeddings.LayerNorm", c, config.norm_eps)
-        self.layers = [_Layer(config, checkpoint, index) for index in range(config.n_layers)]
-        self.heads = (config.n_heads, config.n_heads)
-        self.alibi = symmetric_alibi(config.n_heads, config.max_position_embeddings, checkpoint.device)
-
-    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
-        hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
-        attention = Attention(batch, self.heads, causal=False, bias=self.alibi)
-        for layer in self.layers[:-1]:
-            hidden = layer.forward(hidden, batch, attention)
-        return self.layers[-1].forward(hidden, batch, attention, pooled_only)
+    def __init__(self, config: JinaBertConfig, checkpoint: WeightSource) -> None:
+        super().__init__(config, checkpoint)
+        self.layers = [_layer(config, checkpoint, index) for index in range(config.n_layers)]
+        self.score_bias = symmetric_alibi(config.n_heads, config.max_position_embeddings, checkpoint.device)
 
 
-class _Layer:
-    def __init__(self, config: JinaBertConfig, checkpoint: Tensors, index: int) -> None:
-        name = f"encoder.layer.{index}."
-        c, wide, eps = config.hidden_size, config.intermediate_size, config.norm_eps
-        qkv = [f"{name}attention.self.{part}" for part in ("query", "key", "value")]
+def _layer(config: JinaBertConfig, checkpoint: WeightSource, index: int) -> PostNormLayer:
+    name = f"encoder.layer.{index}."
+    c, wide, heads = config.hidden_size, config.intermediate_size, (config.n_heads, config.n_heads)
 
-        def norm(part: str) -> LayerNorm:
-            return LayerNorm.load(checkpoint, f"{name}{part}", c, eps)
+    def norm(part: str) -> LayerNorm:
+        return LayerNorm.load(checkpoint, f"{name}{part}", c, config.norm_eps)
 
-        fused = Linear(
-            checkpoint.layer(checkpoint.take_rows([f"{part}.weight" for part in qkv], [c] * 3, c)),
-            checkpoint.take_rows([f"{part}.bias" for part in qkv], [c] * 3),
-        )
-        out, out_norm = Linear.load(checkpoint, f"{name}attention.output.dense", c, c), norm("attention.output.LayerNorm")
-        self.attention_norm: LayerNorm | None = None
-        if config.qk_post_norm:
-            q_norm, k_norm = norm("attention.self.layer_norm_q"), norm("attention.self.layer_norm_k")
-            self.attend: SelfAttention = _NormedAttention(fused, out, out_norm, config.n_heads, q_norm, k_norm)
-            self.attention_norm = norm("layer_norm_1")
-            # Here the checkpoint has (up, gate), the operation takes (gate, up).
-            gate_up = checkpoint.take(f"{name}mlp.up_gated_layer.weight", 2 * wide, c).roll(wide, dims=0)
-        else:
-            self.attend = SelfAttention(fused, out, out_norm, config.n_heads)
-            gate_up = checkpoint.take(f"{name}mlp.gated_layers.weight", 2 * wide, c)
-        self.gate_up = Linear(checkpoint.layer(gate_up))
-        self.down = Linear.load(checkpoint, f"{name}mlp.{'down_layer' if config.qk_post_norm else 'wo'}", c, wide)
-        self.mlp_norm = norm("layer_norm_2" if config.qk_post_norm else "mlp.layernorm")
+    parts = [f"{name}attention.self.{part}" for part in ("query", "key", "value")]
+    qkv = Linear.load_rows(checkpoint, parts, [c] * 3, c)
+    out, out_norm = Linear.load(checkpoint, f"{name}attention.output.dense", c, c), norm("attention.output.LayerNorm")
 
-    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
-        if self.attention_norm is None:
-            hidden = self.attend(hidden, batch, attention, pooled_only)
-        else:  # the residual is added a second time
-            residual = hidden.index_select(0, batch.pooled_rows) if pooled_only else hidden.clone()
-            hidden = self.attention_norm(self.attend(hidden, batch, attention, pooled_only).add_(residual))
-        return add_norm(self.mlp_norm, self.down, kernels.geglu(self.gate_up(hidden)), hidden)
+    def mlp(gate_up: Tensor, down: str) -> FeedForward:
+        up = Gated(Linear.of(checkpoint.to_layer_dtype(gate_up)), kernels.geglu)
+        return FeedForward(up, Linear.load(checkpoint, f"{name}mlp.{down}", c, wide))
+
+    if not config.qk_post_norm:
+        gate_up = checkpoint.take(f"{name}mlp.gated_layers.weight", 2 * wide, c)
+        return PostNormLayer(SelfAttention(qkv, out, heads), out_norm, mlp(gate_up, "wo"), norm("mlp.layernorm"))
+    # Here the checkpoint has (up, gate), the operation takes (gate, up).
+    gate_up = checkpoint.take(f"{name}mlp.up_gated_layer.weight", 2 * wide, c).roll(wide, dims=0)
+    qk_norms = norm("attention.self.layer_norm_q"), norm("attention.self.layer_norm_k")
+    attend = _NormedAttention(qkv, out, heads, qk_norms)
+    return _TwiceNormedLayer(attend, out_norm, mlp(gate_up, "down_layer"), norm("layer_norm_2"), second_norm=norm("layer_norm_1"))
 
 
 class _NormedAttention(SelfAttention):
-    """Q and K are normalised over all heads at once."""
+    """Normalises Q, and K, over all heads at once."""
 
-    def __init__(self, qkv: Linear, out: Linear, norm: LayerNorm, n_heads: int, q_norm: LayerNorm, k_norm: LayerNorm) -> None:
-        super().__init__(qkv, out, norm, n_heads)
-        self.qk_norms = (q_norm, k_norm)
+    def __init__(self, qkv: Linear, out: Linear, heads: tuple[int, int], qk_norms: tuple[LayerNorm, LayerNorm]) -> None:
+        super().__init__(qkv, out, heads)
+        self.qk_norms = qk_norms
 
-    def project(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        qkv = self.qkv(hidden).view(len(hidden), 3, -1)  # [T, 3, C]
+    def project(self, x: Residual, batch: PackedBatch) -> Tensor:
+        qkv = self.qkv(x.value).view(len(x.value), 3, -1)  # [T, 3, C]
         for part, norm in enumerate(self.qk_norms):
             qkv[:, part] = norm(qkv[:, part].contiguous())
-        return qkv.view(len(hidden), 3 * self.n_heads, -1)
+        return self.rotated(qkv.flatten(1), batch)
+
+
+class _TwiceNormedLayer(PostNormLayer):
+    """Adds the residual to attention's normalised result a second time, and normalises the sum."""
+
+    def __init__(
+        self, attend: SelfAttention, attention_norm: LayerNorm, mlp: FeedForward, output_norm: LayerNorm, second_norm: LayerNorm
+    ) -> None:
+        super().__init__(attend, attention_norm, mlp, output_norm)
+        self.second_norm = second_norm
+
+    def attended(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
+        mixed, hidden = self.attend(Residual(hidden), batch, attention, pooled_only)
+        residual = hidden.clone()  # the sum may overwrite `hidden`
+        return self.second_norm(self.attention_norm.of_sum(self.attend.out.add_to(hidden, mixed)).add_(residual))
 
 
 def symmetric_alibi(n_heads: int, positions: int, device: torch.device) -> Tensor:
-    """What is added to a score by the distance from query to key, [H, 2 positions - 1] fp32: -slope |distance|."""
+    """The bias of a score by the distance from query to key, [H, 2 positions - 1] fp32: -slope |distance|."""
     distances = torch.arange(1 - positions, positions, device=device, dtype=torch.float32).abs()
     return -torch.outer(torch.tensor(alibi_slopes(n_heads), device=device), distances)
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """One for each head, after the ALiBi paper: a geometric series from 2^(-8/n); for a number of heads that is no power of
-    two, those of the next lower power, and every other one of the next higher."""
+    """A slope for each head, as in the ALiBi paper: a geometric series from 2^(-8/n).
+
+    For a number of heads that is no power of two: the slopes of the next lower power, then every other slope of the next higher.
+    """
     lower = 1 << (n_heads.bit_length() - 1)
     series = [2 ** (-8 * (index + 1) / lower) for index in range(lower)]
     between = [2 ** (-8 * (index + 1) / (2 * lower)) for index in range(0, 2 * lower, 2)]
@@ -146,11 +141,6 @@ def alibi_slopes(n_heads: int) -> list[float]:
 
 
 def _is_second_implementation(keys: Keys) -> bool:
-    """The Hub's code for a checkpoint is named in its config; nothing else in there tells the two apart."""
+    """Only the name of the Hub's code in config.json tells the two implementations apart."""
     code = [str(keys.get("_name_or_path")), *map(str, (keys.get("auto_map") or {}).values())]
     return any("jina-bert-v2-qk-post-norm" in name for name in code)
-
-
-def _demand(keys: Keys, key: str, value: str, default: str) -> None:
-    if keys.get(key, default) != value:
-        raise ModelError(f"{keys.path}: {key} = {keys.get(key, default)!r} is not supported (only {value!r})")

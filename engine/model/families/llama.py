@@ -1,20 +1,18 @@
 """Llama as an embedding model: the plain decoder."""
 
-from typing import Any
-
-from engine.model.config import Keys
-from engine.model.families.decoder import Decoder, decoder_fields
+from engine.model.decoder import Decoder, DecoderConfig, decoder_shape
+from engine.model.keys import Keys, read_rope
 
 
 class Llama(Decoder):
-    """Source: `LlamaModel` of transformers. Llama 3's scaled RoPE is refused."""
+    """Source: `LlamaModel` of transformers. The engine refuses Llama 3's scaled RoPE."""
 
     architectures = ("LlamaModel", "LlamaForCausalLM")
     classifiers = ("LlamaForSequenceClassification",)
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> DecoderConfig:
         keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("attention_bias", (False, None), "Llama's projections have no bias")
         keys.refuse("mlp_bias", (False, None), "Llama's projections have no bias")
-        return decoder_fields(keys)
+        return DecoderConfig(**decoder_shape(keys), rope_theta=read_rope(keys).theta)

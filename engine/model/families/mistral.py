@@ -1,9 +1,7 @@
-"""Mistral as an embedding model: a decoder with no norms of Q and K and no biases, its attention often windowed."""
+"""Mistral as an embedding model: a decoder without norms of Q and K and without biases. Its attention often has a window."""
 
-from typing import Any
-
-from engine.model.config import Keys
-from engine.model.families.decoder import Decoder, decoder_fields, window_fields
+from engine.model.decoder import Decoder, DecoderConfig, decoder_shape, read_windows
+from engine.model.keys import Keys, read_rope
 
 
 class Mistral(Decoder):
@@ -15,10 +13,11 @@ class Mistral(Decoder):
     classifiers = ("MistralForSequenceClassification",)
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> DecoderConfig:
         keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("layer_types", (None,), "all of Mistral's layers have the same window")
-        fields = decoder_fields(keys)
-        sliding_window = keys.get("sliding_window", 4096)  # null is no window, absence is transformers' default
-        windowed = () if sliding_window is None else tuple(range(fields["n_layers"]))
-        return fields | window_fields(keys, sliding_window, windowed, fields["causal"])
+        shape = decoder_shape(keys)
+        sliding_window = keys.get("sliding_window", 4096)  # null means no window; transformers' default is 4096
+        local_layers = () if sliding_window is None else tuple(range(shape["n_layers"]))
+        windows = read_windows(keys, sliding_window, local_layers, shape["causal"])
+        return DecoderConfig(**shape, **windows, rope_theta=read_rope(keys).theta)

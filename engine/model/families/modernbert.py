@@ -1,29 +1,30 @@
-"""ModernBERT: pre-norm encoder layers, RoPE, GeGLU; most layers see only their neighbourhood."""
+"""ModernBERT: pre-norm encoder layers, RoPE, GeGLU. Most layers have a window."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from engine import kernels
-from engine.errors import ModelError
 from engine.heads.splade import MaskedLMNames
 from engine.kernels.reference import rope_table
-from engine.model.base import Model
-from engine.model.config import HeadConfig, Keys, ModelConfig, encoder_shape, head_activation, rope_theta
-from engine.model.layers.attention import Attention
+from engine.model.config import HeadConfig, ModelConfig, SpladeConfig
+from engine.model.encoder import Encoder
+from engine.model.keys import Keys, ShapeKeys, head_activation, read_local_layers, read_rope, read_shape
+from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
-from engine.model.layers.norm import LayerNorm
-from engine.model.weights import Tensors
+from engine.model.layers.norm import LayerNorm, Residual
+from engine.model.layers.self_attention import AttentionCall, SelfAttention
+from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModernBertConfig(ModelConfig):
-    """`window` is the furthest distance a token sees in a local layer; `is_local` says which layers are."""
+    """In `local_layers` a token sees no token further away than `window`. The other layers are global."""
 
     window: int
-    is_local: tuple[bool, ...]
+    local_layers: tuple[int, ...]
     global_theta: float
     local_theta: float
     norm_bias: bool = False
@@ -31,34 +32,38 @@ class ModernBertConfig(ModelConfig):
     mlp_bias: bool = False
 
 
-class ModernBert(Model):
-    """Weights of ModernBertModel; `forward` gives its last hidden states.
+class ModernBert(Encoder):
+    """ModernBertModel.
 
     Published: answerdotai/ModernBERT-base and -large, nomic-ai/modernbert-embed-base, Alibaba-NLP/gte-modernbert-base.
     Source: `modeling_modernbert.py` of transformers.
     """
 
-    Config = ModernBertConfig
     architectures = ("ModernBertModel", "ModernBertForMaskedLM")
     classifiers = ("ModernBertForSequenceClassification",)
-    needless: ClassVar[tuple[str, ...]] = ("head.*", "decoder.*")  # of the masked LM
+    unused: ClassVar[tuple[str, ...]] = ("head.*", "decoder.*")  # of the masked LM
     masked_lm = MaskedLMNames(dense="head.dense", norm="head.norm", decoder="decoder", bias="decoder.bias")
+    prefixes = ("model.",)
+    word_table = "embeddings.tok_embeddings.weight"
+    norm_name = "embeddings.norm"
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> ModernBertConfig:
         keys.refuse("hidden_activation", ("gelu",), "only exact GeLU")
-        global_theta = _theta(keys, "full_attention", keys.get("global_rope_theta", 160_000.0))
-        local_theta = keys.get("local_rope_theta", 10_000.0)
-        return encoder_shape(keys, "norm_eps", 1e-5) | {
-            "window": keys.number("local_attention", 128) // 2,
-            "is_local": _is_local(keys),
-            "global_theta": global_theta,
-            # transformers 4 takes null for "as in the global layers"
-            "local_theta": _theta(keys, "sliding_attention", global_theta if local_theta is None else local_theta),
-            "norm_bias": bool(keys.get("norm_bias")),
-            "attention_bias": bool(keys.get("attention_bias")),
-            "mlp_bias": bool(keys.get("mlp_bias")),
-        }
+        every = keys.number("global_attn_every_n_layers", 3)
+        global_theta = read_rope(keys, "full_attention", "global_rope_theta", 160_000.0).theta
+        # transformers 4 reads null as the base of the global layers.
+        local_default = 10_000.0 if "local_rope_theta" not in keys.values else global_theta
+        return ModernBertConfig(
+            **read_shape(keys, ShapeKeys(norm_eps="norm_eps"), eps=1e-5),
+            window=keys.number("local_attention", 128) // 2,
+            local_layers=read_local_layers(keys, lambda index: index % every != 0),
+            global_theta=global_theta,
+            local_theta=read_rope(keys, "sliding_attention", "local_rope_theta", local_default).theta,
+            norm_bias=bool(keys.get("norm_bias")),
+            attention_bias=bool(keys.get("attention_bias")),
+            mlp_bias=bool(keys.get("mlp_bias")),
+        )
 
     @classmethod
     def read_head(cls, keys: Keys) -> HeadConfig:
@@ -72,14 +77,15 @@ class ModernBert(Model):
             pooling=keys.get("classifier_pooling", "cls"),
         )
 
-    @staticmethod
-    def read_masked_lm(keys: Keys) -> dict[str, bool]:
+    @classmethod
+    def read_masked_lm(cls, keys: Keys) -> SpladeConfig:
         keys.refuse("classifier_activation", ("gelu",), "only exact GeLU")
-        return {
-            "dense_bias": bool(keys.get("classifier_bias", False)),
-            "norm_bias": bool(keys.get("norm_bias")),
-            "decoder_bias": bool(keys.get("decoder_bias", True)),
-        }
+        return replace(
+            super().read_masked_lm(keys),
+            dense_bias=bool(keys.get("classifier_bias", False)),
+            norm_bias=bool(keys.get("norm_bias")),
+            decoder_bias=bool(keys.get("decoder_bias", True)),
+        )
 
     @staticmethod
     def peak_values(config: ModernBertConfig) -> int:
@@ -90,81 +96,55 @@ class ModernBert(Model):
     def table_bytes(config: ModernBertConfig) -> int:
         return 2 * config.max_position_embeddings * config.head_dim * 4
 
-    def __init__(self, config: ModernBertConfig, checkpoint: Tensors) -> None:
-        checkpoint.strip_prefix(("", "model."), probe="embeddings.tok_embeddings.weight")
-        self.words = checkpoint.take_table("embeddings.tok_embeddings.weight", config.vocab_size, config.hidden_size)
-        self.embedding_norm = _layer_norm(config, checkpoint, "embeddings.norm")
+    def __init__(self, config: ModernBertConfig, checkpoint: WeightSource) -> None:
+        super().__init__(config, checkpoint, norm_biased=config.norm_bias)
         global_angles, local_angles = (
             rope_table(config.head_dim, theta, config.max_position_embeddings, checkpoint.device)
             for theta in (config.global_theta, config.local_theta)
         )
         self.layers = [
-            _Layer(config, checkpoint, index, local_angles if local else global_angles)
-            for index, local in enumerate(config.is_local)
+            _Layer(config, checkpoint, index, local_angles if index in config.local_layers else global_angles)
+            for index in range(config.n_layers)
         ]
-        self.final_norm = _layer_norm(config, checkpoint, "final_norm")
-        self.heads, self.window, self.is_local = (config.n_heads, config.n_heads), config.window, config.is_local
-
-    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        hidden = self.embedding_norm(kernels.embed(batch.token_ids, batch.bounds, self.words))  # [T, C]
-        everywhere = Attention(batch, self.heads, causal=False)
-        nearby = Attention(batch, self.heads, causal=False, window=self.window)
-        attentions = [nearby if local else everywhere for local in self.is_local]
-        for layer, attention in zip(self.layers[:-1], attentions, strict=False):
-            hidden = layer.forward(hidden, batch, attention)
-        return self.final_norm(self.layers[-1].forward(hidden, batch, attentions[-1], pooled_only))
+        self.final_norm = _load_norm(config, checkpoint, "final_norm")
 
 
 class _Layer:
-    def __init__(self, config: ModernBertConfig, checkpoint: Tensors, index: int, angles: Tensor) -> None:
+    def __init__(self, config: ModernBertConfig, checkpoint: WeightSource, index: int, angles: Tensor) -> None:
         name = f"layers.{index}."
         c, wide = config.hidden_size, config.intermediate_size
-        # The embeddings are normalised already: the first layer takes them as they are.
-        self.attention_norm = _layer_norm(config, checkpoint, f"{name}attn_norm") if index else None
-        self.qkv = Linear.load(checkpoint, f"{name}attn.Wqkv", 3 * c, c, config.attention_bias)
-        self.out = Linear.load(checkpoint, f"{name}attn.Wo", c, c, config.attention_bias)
-        self.mlp_norm = _layer_norm(config, checkpoint, f"{name}mlp_norm")
-        self.gate_up = Linear.load(checkpoint, f"{name}mlp.Wi", 2 * wide, c, config.mlp_bias)
+        # The embeddings are normalised already, so the first layer takes them as they are.
+        input_norm = _load_norm(config, checkpoint, f"{name}attn_norm") if index else None
+        qkv = Linear.load(checkpoint, f"{name}attn.Wqkv", 3 * c, c, config.attention_bias)
+        out = Linear.load(checkpoint, f"{name}attn.Wo", c, c, config.attention_bias)
+        window = config.window if index in config.local_layers else None
+        self.attend: SelfAttention = _Attention(qkv, out, config.n_heads, angles, window, input_norm)
+        self.mlp_norm = _load_norm(config, checkpoint, f"{name}mlp_norm")
+        self.up = Gated(Linear.load(checkpoint, f"{name}mlp.Wi", 2 * wide, c, config.mlp_bias), kernels.geglu)
         self.down = Linear.load(checkpoint, f"{name}mlp.Wo", c, wide, config.mlp_bias)
-        self.n_heads, self.head_dim, self.angles = config.n_heads, config.head_dim, angles
 
-    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
-        hidden = self._attend(hidden, batch, attention, pooled_only)  # on return, nothing of it is held
-        return self.down(kernels.geglu(self.gate_up(self.mlp_norm(hidden))), residual=hidden)
+    def forward(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
+        hidden = self._attended(hidden, batch, attention, pooled_only)
+        return self.down.add_to(hidden, self.up(self.mlp_norm(hidden))).added()
 
-    def _attend(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool) -> Tensor:
-        qkv = self.qkv(self.attention_norm(hidden) if self.attention_norm else hidden)
-        qkv = qkv.view(len(hidden), -1, self.head_dim)  # [T, 3 H, D]
-        kernels.rope(qkv, self.angles, batch.bounds, self.n_heads)
-        mixed = attention(qkv, pooled_only)  # [T, C]
-        if pooled_only:
-            mixed, hidden = mixed.index_select(0, batch.pooled_rows), hidden.index_select(0, batch.pooled_rows)
-        return self.out(mixed, residual=hidden)
+    def _attended(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
+        """A function of its own, so that its tensors are free before the MLP."""
+        mixed, hidden = self.attend(Residual(hidden), batch, attention, pooled_only)
+        return self.attend.out.add_to(hidden, mixed).added()
 
 
-def _layer_norm(config: ModernBertConfig, checkpoint: Tensors, name: str) -> LayerNorm:
+class _Attention(SelfAttention):
+    """Self-attention, behind a norm where the input is not normalised yet."""
+
+    def __init__(
+        self, qkv: Linear, out: Linear, n_heads: int, angles: Tensor, window: int | None, input_norm: LayerNorm | None
+    ) -> None:
+        super().__init__(qkv, out, (n_heads, n_heads), angles, window)
+        self.input_norm = input_norm
+
+    def project(self, x: Residual, batch: PackedBatch) -> Tensor:
+        return self.rotated(self.qkv(x.value if self.input_norm is None else self.input_norm(x.value)), batch)
+
+
+def _load_norm(config: ModernBertConfig, checkpoint: WeightSource, name: str) -> LayerNorm:
     return LayerNorm.load(checkpoint, name, config.hidden_size, config.norm_eps, config.norm_bias)
-
-
-def _is_local(keys: Keys) -> tuple[bool, ...]:
-    """By layer, from transformers 5's `layer_types` or the Hub's `global_attn_every_n_layers`."""
-    n_layers, every = keys.number("num_hidden_layers"), keys.number("global_attn_every_n_layers", 3)
-    types = keys.get("layer_types")
-    if types is None:
-        return tuple(index % every != 0 for index in range(n_layers))
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown or len(types) != n_layers:
-        raise ModelError(
-            f"{keys.path}: layer_types {types} is not supported (one of full_attention and sliding_attention for each of "
-            f"{n_layers} layers)"
-        )
-    return tuple(kind == "sliding_attention" for kind in types)
-
-
-def _theta(keys: Keys, layer_type: str, flat: Any) -> float:
-    """RoPE's base for one type of layer, from transformers 5's `rope_parameters` or, where it has none, `flat`."""
-    by_type = keys.get("rope_parameters") or {}
-    if set(by_type) - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{keys.path}: rope_parameters {by_type} is not supported (one set for each type of layer)")
-    rope = {"rope_parameters": by_type.get(layer_type), "rope_scaling": keys.get("rope_scaling"), "rope_theta": flat}
-    return rope_theta(Keys(keys.path, rope))

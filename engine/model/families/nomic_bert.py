@@ -1,6 +1,7 @@
-"""NomicBERT: post-norm encoder layers, RoPE, a gated or plain feed-forward layer, or a mixture of such."""
+"""NomicBERT: post-norm encoder layers and RoPE. The feed-forward layer is gated, plain, or a mixture of experts."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,22 +10,23 @@ from torch import Tensor
 from engine import kernels
 from engine.errors import ModelError
 from engine.kernels.reference import rope_table
-from engine.model.base import Model
-from engine.model.config import HeadConfig, Keys, ModelConfig, rope_theta
-from engine.model.layers.attention import Attention
+from engine.model.config import HeadConfig, ModelConfig
+from engine.model.encoder import Encoder
+from engine.model.keys import Keys, ShapeKeys, read_rope, read_shape
+from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
-from engine.model.layers.norm import LayerNorm
-from engine.model.layers.post_norm import SelfAttention, add_norm, add_types, take_typed_words, take_types
-from engine.model.weights import Tensors
-from engine.run.batch import PackedBatch
+from engine.model.layers.norm import LayerNorm, Residual
+from engine.model.layers.post_norm import FeedForward, PostNormLayer
+from engine.model.layers.self_attention import SelfAttention
+from engine.model.weights import WeightSource
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NomicBertConfig(ModelConfig):
-    """`activation` is swiglu, geglu or gelu; `has_experts` says which layers are mixtures."""
+    """`activation` is swiglu, geglu or gelu. `has_experts` says which layers are mixtures."""
 
     rope_theta: float
     activation: str
@@ -36,23 +38,23 @@ class NomicBertConfig(ModelConfig):
     down_bias: bool = False
 
 
-class NomicBert(Model):
-    """Weights of NomicBertModel; `forward` gives its last hidden states.
+class NomicBert(Encoder):
+    """NomicBertModel.
 
     Published: nomic-ai/nomic-embed-text-v1, -v1.5 and -v2-moe. Source: `modeling_hf_nomic_bert.py` of nomic-ai/nomic-bert-2048
-    and of nomic-ai/nomic-bert-2048-moe; transformers' `nomic_bert` has its tensor names and keys of its own.
+    and of nomic-ai/nomic-bert-2048-moe. transformers' `nomic_bert` has the same names of tensors and other config keys.
     """
 
-    Config = NomicBertConfig
     architectures = ("NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM")
     classifiers = ("NomicBertForSequenceClassification",)
     head = HeadConfig(dense="pooler.dense")
-    needless: ClassVar[tuple[str, ...]] = ("cls.*", "pooler.*")  # of the masked LM; a tanh layer no embedding uses
+    unused: ClassVar[tuple[str, ...]] = ("cls.*", "pooler.*")  # the masked LM, and a tanh layer that no embedding uses
+    prefixes = ("bert.", "nomic_bert.")
+    norm_name = "emb_ln"
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
-        fields = _authors_keys(keys) if "n_embd" in keys.values else _transformers_keys(keys)
-        return fields | {"n_kv_heads": fields["n_heads"], "head_dim": fields["hidden_size"] // fields["n_heads"], "causal": False}
+    def read_config(keys: Keys) -> NomicBertConfig:
+        return _authors_config(keys) if "n_embd" in keys.values else _transformers_config(keys)
 
     @staticmethod
     def peak_values(config: NomicBertConfig) -> int:
@@ -65,115 +67,90 @@ class NomicBert(Model):
     def table_bytes(config: NomicBertConfig) -> int:
         return config.max_position_embeddings * config.head_dim * 4
 
-    def __init__(self, config: NomicBertConfig, checkpoint: Tensors) -> None:
-        checkpoint.strip_prefix(("", "bert.", "nomic_bert."), probe="embeddings.word_embeddings.weight")
-        c = config.hidden_size
-        self.words, self.types = take_typed_words(config, checkpoint), take_types(config, checkpoint)
-        self.norm = LayerNorm.load(checkpoint, "emb_ln", c, config.norm_eps)
+    def __init__(self, config: NomicBertConfig, checkpoint: WeightSource) -> None:
+        super().__init__(config, checkpoint)
         angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
-        self.layers = [_Layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
-        self.heads = (config.n_heads, config.n_heads)
-
-    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        embedded = kernels.embed(batch.token_ids, batch.bounds, self.words)
-        hidden = self.norm(add_types(embedded, batch, self.types))  # [T, C]
-        attention = Attention(batch, self.heads, causal=False)
-        for layer in self.layers[:-1]:
-            hidden = layer.forward(hidden, batch, attention)
-        return self.layers[-1].forward(hidden, batch, attention, pooled_only)
+        self.layers = [_layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
 
 
-class _Layer:
-    def __init__(self, config: NomicBertConfig, checkpoint: Tensors, index: int, angles: Tensor) -> None:
-        name = f"encoder.layers.{index}."
-        c = config.hidden_size
-        self.attend = SelfAttention(
-            Linear.load(checkpoint, f"{name}attn.Wqkv", 3 * c, c, config.qkv_bias),
-            Linear.load(checkpoint, f"{name}attn.out_proj", c, c, config.qkv_bias),
-            LayerNorm.load(checkpoint, f"{name}norm1", c, config.norm_eps),
-            config.n_heads,
-            angles,
-        )
-        is_mixture = config.has_experts[index]
-        self.mlp = (_mixture if is_mixture else _Mlp)(config, checkpoint, f"{name}mlp.")
-        self.norm = LayerNorm.load(checkpoint, f"{name}norm2", c, config.norm_eps)
-
-    def forward(self, hidden: Tensor, batch: PackedBatch, attention: Attention, pooled_only: bool = False) -> Tensor:
-        hidden = self.attend(hidden, batch, attention, pooled_only)
-        if isinstance(self.mlp, Experts):
-            return self.norm(self.mlp(hidden))
-        return add_norm(self.norm, self.mlp.down, self.mlp.wide(hidden), hidden)
+def _layer(config: NomicBertConfig, checkpoint: WeightSource, index: int, angles: Tensor) -> PostNormLayer:
+    name = f"encoder.layers.{index}."
+    c, eps = config.hidden_size, config.norm_eps
+    qkv = Linear.load(checkpoint, f"{name}attn.Wqkv", 3 * c, c, config.qkv_bias)
+    out = Linear.load(checkpoint, f"{name}attn.out_proj", c, c, config.qkv_bias)
+    return PostNormLayer(
+        SelfAttention(qkv, out, (config.n_heads, config.n_heads), angles),
+        LayerNorm.load(checkpoint, f"{name}norm1", c, eps),
+        (_mixture if config.has_experts[index] else _feed_forward)(config, checkpoint, f"{name}mlp."),
+        LayerNorm.load(checkpoint, f"{name}norm2", c, eps),
+    )
 
 
-class _Mlp:
-    def __init__(self, config: NomicBertConfig, checkpoint: Tensors, name: str) -> None:
-        c, wide = config.hidden_size, config.intermediate_size
-        self.activation = config.activation
-        if self.activation == "gelu":
-            self.up = Linear.load(checkpoint, f"{name}fc1", wide, c, config.up_bias, gelu=True)
-        else:
-            gate_up = [f"{name}fc12", f"{name}fc11"]
-            weight = checkpoint.take_rows([f"{part}.weight" for part in gate_up], [wide] * 2, c)
-            bias = checkpoint.take_rows([f"{part}.bias" for part in gate_up], [wide] * 2) if config.up_bias else None
-            self.up = Linear(checkpoint.layer(weight), bias)
-        self.down = Linear.load(checkpoint, f"{name}fc2", c, wide, config.down_bias)
-
-    def wide(self, x: Tensor) -> Tensor:
-        """[T, C] -> [T, I]."""
-        y = self.up(x)
-        if self.activation == "gelu":  # done already
-            return y
-        return kernels.swiglu(y) if self.activation == "swiglu" else kernels.geglu(y)
+def _feed_forward(config: NomicBertConfig, checkpoint: WeightSource, name: str) -> FeedForward:
+    c, wide = config.hidden_size, config.intermediate_size
+    up: Linear | Gated
+    if config.activation == "gelu":
+        up = Linear.load(checkpoint, f"{name}fc1", wide, c, config.up_bias, gelu=True)
+    else:
+        gate_up = Linear.load_rows(checkpoint, [f"{name}fc12", f"{name}fc11"], [wide] * 2, c, config.up_bias)
+        up = Gated(gate_up, kernels.swiglu if config.activation == "swiglu" else kernels.geglu)
+    return FeedForward(up, Linear.load(checkpoint, f"{name}fc2", c, wide, config.down_bias))
 
 
-def _mixture(config: NomicBertConfig, checkpoint: Tensors, name: str) -> Experts:
-    c, wide, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    router = Linear(checkpoint.take(f"{name}router.layer.weight", experts, c))  # never in 8 bits: it decides, and is small
-    ups, downs = (checkpoint.take(f"{name}experts.mlp.{part}", experts * wide, c).view(experts, wide, c) for part in ("w1", "w2"))
+def _mixture(config: NomicBertConfig, checkpoint: WeightSource, name: str) -> Callable[[Tensor], Residual]:
+    c, wide, num = config.hidden_size, config.intermediate_size, config.num_experts
+    router = Linear.of(checkpoint.take(f"{name}router.layer.weight", num, c))  # small, and decides: never in 8 bits
+    ups, downs = (checkpoint.take(f"{name}experts.mlp.{part}", num * wide, c).view(num, wide, c) for part in ("w1", "w2"))
     layers = [
-        (Linear(checkpoint.layer(up), gelu=True), Linear(checkpoint.layer(down.t()))) for up, down in zip(ups, downs, strict=True)
+        (Linear.of(checkpoint.to_layer_dtype(up), gelu=True), Linear.of(checkpoint.to_layer_dtype(down.t())))
+        for up, down in zip(ups, downs, strict=True)
     ]
-    return Experts(router, layers, checkpoint.take(f"{name}experts.bias", c), config.top_k)
+    experts = Experts(router, layers, checkpoint.take(f"{name}experts.bias", c), config.top_k)
+    return lambda x: Residual(experts(x))
 
 
-def _authors_keys(keys: Keys) -> dict[str, Any]:
-    """GPT-2's names, which nomic-ai's own code takes, and where it does not find one, its defaults."""
-    keys.number("rotary_emb_fraction")  # left out, positions would be learned
+_AUTHORS_KEYS = ShapeKeys(
+    hidden_size="n_embd", intermediate_size="n_inner", n_layers="n_layer", n_heads="n_head", norm_eps="layer_norm_epsilon",
+    positions="n_positions",
+)  # fmt: skip
+
+
+def _authors_config(keys: Keys) -> NomicBertConfig:
+    """From the keys of nomic-ai's own code, which are GPT-2's. The defaults are that code's."""
+    keys.number("rotary_emb_fraction")  # without it, positions are learned
     for key, allowed in _ONLY.items():
-        keys.refuse(key, allowed, f"only {allowed[0]!r}")
+        keys.refuse(key, allowed)
     keys.refuse("num_heads_kv", (None, keys.get("n_head")), "no grouped queries")
-    keys.divides("n_embd", "n_head")
-    activation, intermediate = keys.get("activation_function"), keys.number("n_inner")
+    shape = read_shape(keys, _AUTHORS_KEYS, eps=1e-5)
+    shape["max_position_embeddings"] = _positions(keys)
+    multiple = keys.number("pad_vocab_size_multiple", 1)
+    shape["vocab_size"] = -(-shape["vocab_size"] // multiple) * multiple
+    activation = keys.get("activation_function")
     if activation != "gelu":
-        intermediate = -(-intermediate // 256) * 256  # as the gated layer rounds it
-    n_layers, vocab_size, multiple = keys.number("n_layer"), keys.number("vocab_size"), keys.number("pad_vocab_size_multiple", 1)
+        shape["intermediate_size"] = -(-shape["intermediate_size"] // 256) * 256  # as the gated layer rounds it
     every = keys.get("moe_every_n_layers") or 0
-    has_experts = tuple(bool(every) and index % every == 1 for index in range(n_layers))
+    has_experts = tuple(bool(every) and index % every == 1 for index in range(shape["n_layers"]))
+    num_experts = top_k = 0
     if any(has_experts):
         keys.refuse("activation_function", ("gelu",), "in a mixture of experts, only exact GeLU")
-        if keys.number("moe_top_k") > keys.number("num_experts"):
-            raise ModelError(f"{keys.path}: moe_top_k = {keys.get('moe_top_k')} of num_experts = {keys.get('num_experts')}")
-    return {
-        "vocab_size": -(-vocab_size // multiple) * multiple,
-        "hidden_size": keys.number("n_embd"),
-        "intermediate_size": intermediate,
-        "n_layers": n_layers,
-        "n_heads": keys.number("n_head"),
-        "norm_eps": keys.number("layer_norm_epsilon", 1e-5),
-        "max_position_embeddings": _positions(keys),
-        "rope_theta": float(keys.number("rotary_emb_base", 1000)),
-        "type_vocab_size": keys.get("type_vocab_size", 2),
-        "activation": activation,
-        "has_experts": has_experts,
-        "num_experts": keys.number("num_experts") if any(has_experts) else 0,
-        "top_k": keys.number("moe_top_k") if any(has_experts) else 0,
-        "qkv_bias": bool(keys.get("qkv_proj_bias", True)),
-        "up_bias": bool(keys.get("mlp_fc1_bias", True)),
-        "down_bias": bool(keys.get("mlp_fc2_bias", True)),
-    }
+        num_experts, top_k = keys.number("num_experts"), keys.number("moe_top_k")
+        if top_k > num_experts:
+            raise ModelError(f"{keys.path}: moe_top_k = {top_k} of num_experts = {num_experts}")
+    return NomicBertConfig(
+        **shape,
+        rope_theta=float(keys.number("rotary_emb_base", 1000)),
+        type_vocab_size=keys.get("type_vocab_size", 2),
+        activation=activation,
+        has_experts=has_experts,
+        num_experts=num_experts,
+        top_k=top_k,
+        qkv_bias=bool(keys.get("qkv_proj_bias", True)),
+        up_bias=bool(keys.get("mlp_fc1_bias", True)),
+        down_bias=bool(keys.get("mlp_fc2_bias", True)),
+    )
 
 
-# What nomic-ai's code could do and no published text model asks for.
+# The values that this engine supports. nomic-ai's code has more, which no published text model uses.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("swiglu", "geglu", "gelu"),
     "rotary_emb_fraction": (1.0,),
@@ -193,10 +170,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def _positions(keys: Keys) -> int:
-    """How many there are tables for.
+    """The most positions of a text.
 
-    With `rotary_scaling_factor`, nomic-ai's code takes another RoPE base for texts longer than it was trained on, by the
-    longest text it has seen: a vector would depend on other texts. Such texts are too long here.
+    With `rotary_scaling_factor`, nomic-ai's code changes RoPE's base for texts that are longer than the model was trained on. The
+    base depends on the longest text so far, so a vector would depend on other texts. Such texts are too long here.
     """
     positions, trained = keys.number("n_positions"), keys.number("max_trained_positions", 2048)
     if keys.get("rotary_scaling_factor", 1.0) and trained < positions:
@@ -205,23 +182,15 @@ def _positions(keys: Keys) -> int:
     return int(positions)
 
 
-def _transformers_keys(keys: Keys) -> dict[str, Any]:
-    """The names of transformers' own implementation, which has no biases and no experts."""
+def _transformers_config(keys: Keys) -> NomicBertConfig:
+    """From the keys of transformers' own implementation, which has no biases and no experts."""
     keys.refuse("hidden_act", ("silu",), "only SwiGLU")
-    keys.divides("hidden_size", "num_attention_heads")
-    hidden_size, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-    keys.refuse("head_dim", (None, hidden_size // heads), "only hidden_size / num_attention_heads")
-    n_layers = keys.number("num_hidden_layers")
-    return {
-        "vocab_size": keys.number("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": keys.number("intermediate_size"),
-        "n_layers": n_layers,
-        "n_heads": heads,
-        "norm_eps": keys.number("layer_norm_eps", 1e-12),
-        "max_position_embeddings": keys.number("max_position_embeddings", 2048),
-        "rope_theta": rope_theta(keys),
-        "type_vocab_size": keys.get("type_vocab_size", 2),
-        "activation": "swiglu",
-        "has_experts": (False,) * n_layers,
-    }
+    shape = read_shape(keys, positions=2048)
+    keys.refuse("head_dim", (None, shape["head_dim"]), "only hidden_size / num_attention_heads")
+    return NomicBertConfig(
+        **shape,
+        rope_theta=read_rope(keys).theta,
+        type_vocab_size=keys.get("type_vocab_size", 2),
+        activation="swiglu",
+        has_experts=(False,) * shape["n_layers"],
+    )

@@ -1,9 +1,7 @@
 """Qwen2 as an embedding model: a decoder whose Q, K and V have biases."""
 
-from typing import Any
-
-from engine.model.config import Keys
-from engine.model.families.decoder import Decoder, decoder_fields, local_layers, window_fields
+from engine.model.decoder import Decoder, DecoderConfig, Windows, decoder_shape, read_windows
+from engine.model.keys import Keys, read_local_layers, read_rope
 
 
 class Qwen2(Decoder):
@@ -16,20 +14,22 @@ class Qwen2(Decoder):
     overflows_float16 = True  # transformers#33615
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> DecoderConfig:
         keys.refuse("hidden_act", ("silu",), "only SwiGLU")
-        fields = decoder_fields(keys, causal=False if _of_gte(keys) else None) | {"qkv_bias": True}
-        return fields | qwen_windows(keys, fields["causal"])
+        shape = decoder_shape(keys, causal=False if _of_gte(keys) else None)
+        windows = qwen_windows(keys, shape["causal"])
+        return DecoderConfig(**shape, **windows, rope_theta=read_rope(keys).theta, qkv_bias=True)
 
 
 def _of_gte(keys: Keys) -> bool:
-    """gte's own Qwen2Model is bidirectional unless told otherwise; only later revisions say `is_causal` in config.json."""
+    """Whether the model is gte's own Qwen2Model in a revision without `is_causal`: it is bidirectional by default."""
     code = (keys.get("auto_map") or {}).get("AutoModel")
     return keys.get("is_causal") is None and str(code).endswith("modeling_qwen.Qwen2Model")
 
 
-def qwen_windows(keys: Keys, causal: bool) -> dict[str, Any]:
-    """Layers from `max_window_layers` on are local, where `use_sliding_window` is set."""
+def qwen_windows(keys: Keys, causal: bool) -> Windows:
+    """With `use_sliding_window`, the layers from `max_window_layers` on are local."""
     sliding_window = keys.get("sliding_window", 4096) if keys.get("use_sliding_window") else None
     first = keys.get("max_window_layers", 28)
-    return window_fields(keys, sliding_window, local_layers(keys, lambda i: sliding_window is not None and i >= first), causal)
+    local_layers = read_local_layers(keys, lambda index: sliding_window is not None and index >= first)
+    return read_windows(keys, sliding_window, local_layers, causal)

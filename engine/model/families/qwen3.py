@@ -1,10 +1,8 @@
 """Qwen3 as an embedding model: a decoder with per-head norms of Q and K."""
 
-from typing import Any
-
-from engine.model.config import Keys
-from engine.model.families.decoder import Decoder, decoder_fields
+from engine.model.decoder import Decoder, DecoderConfig, decoder_shape
 from engine.model.families.qwen2 import qwen_windows
+from engine.model.keys import Keys, read_rope
 
 
 class Qwen3(Decoder):
@@ -15,8 +13,9 @@ class Qwen3(Decoder):
     overflows_float16 = True  # TEI#845
 
     @staticmethod
-    def read_config(keys: Keys) -> dict[str, Any]:
+    def read_config(keys: Keys) -> DecoderConfig:
         keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("attention_bias", (False, None), "Qwen3 projections have no bias")
-        fields = decoder_fields(keys, head_dim=128) | {"qk_norm": True}
-        return fields | qwen_windows(keys, fields["causal"])
+        shape = decoder_shape(keys, head_dim=128)
+        windows = qwen_windows(keys, shape["causal"])
+        return DecoderConfig(**shape, **windows, rope_theta=read_rope(keys).theta, qk_norm=True)

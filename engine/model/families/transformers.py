@@ -1,6 +1,6 @@
-"""A network of transformers in our batches, for architectures that no family here has; chosen by `backend` alone.
+"""A network of transformers in our batches, for architectures that no family here has. Only `backend` chooses it.
 
-transformers is imported when it is used, and builds the network; weights are read by our own `Checkpoint`.
+transformers is imported when it is used. It builds the network, and our own `Checkpoint` reads the weights.
 """
 
 import importlib
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.model.base import Model
-from engine.model.config import Keys, ModelConfig
-from engine.model.weights import Checkpoint, Shapes, Tensors
+from engine.model.config import ModelConfig
+from engine.model.keys import Keys
+from engine.model.weights import Checkpoint, ShapeCounter, WeightSource
 from engine.run.batch import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -24,24 +25,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersConfig(ModelConfig):
-    folder: Path  # transformers reads what it needs of config.json there
+    folder: Path  # transformers reads config.json there
     own_code: bool  # whether the network is the folder's own code
     keeps_scores: bool  # whether attention holds the scores of all pairs of tokens
 
 
 class Transformers(Model):
-    """Weights and network as transformers has them; `forward` gives the last hidden states.
+    """Weights and network as transformers has them.
 
-    Texts of like length share a pass, padded to the longest, where padding changes nothing; found out at load.
+    Where padding does not change the vectors, texts of similar length share a pass, padded to the longest. A trial at load tells.
     """
 
-    Config = TransformersConfig
+    eager_only = True
     architectures = ()
-    walks_lengths = True
 
     @staticmethod
-    def read_config(keys: Keys, trust_remote_code: bool = False) -> dict[str, Any]:
-        """`max_position_embeddings` is None where the architecture has no limit. Raises: ModelError, too for code not trusted."""
+    def read_config(keys: Keys, trust_remote_code: bool = False) -> TransformersConfig:
+        """`max_position_embeddings` is 0 where the architecture has no limit.
+
+        Raises: ModelError, also for code that is not trusted.
+        """
         folder, own_code = keys.path.parent, trust_remote_code and bool(keys.get("auto_map"))
         if own_code:
             log.warning("%s: its own code is run, as trust_remote_code allows: %s", _origin(folder), keys.get("auto_map"))
@@ -57,35 +60,39 @@ class Transformers(Model):
         own = Keys(keys.path, {name: getattr(hf, name, None) for name in (*_REQUIRED, *_OPTIONAL)})
         hidden_size, n_heads = own.number("hidden_size"), own.number("num_attention_heads", 1)
         positions = own.get("max_position_embeddings")
-        return {
-            "vocab_size": own.number("vocab_size"),
-            "hidden_size": hidden_size,
-            "intermediate_size": own.number("intermediate_size", 4 * hidden_size),
-            "n_layers": own.number("num_hidden_layers"),
-            "n_heads": n_heads,
-            "n_kv_heads": n_heads,
-            "head_dim": max(1, hidden_size // n_heads),
-            "norm_eps": 1e-12,  # the network has its own
-            "max_position_embeddings": positions if isinstance(positions, int) and positions > 0 else None,
-            "causal": False,  # not known, and only the network itself asks
-            "folder": folder,
-            "own_code": own_code,
-            "keeps_scores": own_code or not getattr(_auto(hf, own_code)[1].get(type(hf), None), "_supports_sdpa", False),
-        }
+        positions = positions if isinstance(positions, int) and positions > 0 else 0
+        return TransformersConfig(
+            architecture=keys.architecture,
+            vocab_size=own.number("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=own.number("intermediate_size", 4 * hidden_size),
+            n_layers=own.number("num_hidden_layers"),
+            n_heads=n_heads,
+            n_kv_heads=n_heads,
+            head_dim=max(1, hidden_size // n_heads),
+            norm_eps=1e-12,  # the network has its own
+            max_position_embeddings=positions,
+            causal=False,  # not known; only the network itself asks
+            pooling="mean",
+            max_input_length=positions,
+            folder=folder,
+            own_code=own_code,
+            keeps_scores=own_code or not getattr(_auto(hf, own_code)[1].get(type(hf), None), "_supports_sdpa", False),
+        )
 
     @staticmethod
     def peak_values(config: TransformersConfig) -> int:
-        # Generous, and twice for the padding: what each architecture holds is not known.
+        # Generous, because the architecture's own figure is not known. Padding doubles it.
         longest = config.max_input_length
         scores = 2 * config.n_heads * longest if config.keeps_scores else 2 * longest
         return 2 * (10 * config.hidden_size + 3 * config.intermediate_size + scores)
 
-    def __init__(self, config: TransformersConfig, checkpoint: Tensors) -> None:
+    def __init__(self, config: TransformersConfig, checkpoint: WeightSource) -> None:
         keys = Keys(config.folder / "config.json", {})
         hf = _read(keys, config.own_code)
         with torch.device("meta"):
             network = _build(hf, config, torch.float32)
-        if isinstance(checkpoint, Shapes):
+        if isinstance(checkpoint, ShapeCounter):
             _count(network, checkpoint)
             return
         assert isinstance(checkpoint, Checkpoint)
@@ -120,7 +127,8 @@ class Transformers(Model):
     def _ignores_padding(self, config: TransformersConfig, device: torch.device) -> bool:
         """Whether a text has the same states alone and beside a longer one, as far as the dtype can tell.
 
-        It has not where tokens are mixed with no regard to the mask, by convolutions (ConvBERT) or Fourier transforms (FNet).
+        The states differ where the network mixes tokens regardless of the mask, by convolutions (ConvBERT) or Fourier transforms
+        (FNet).
         """
         longer = torch.arange(min(24, config.max_input_length), device=device) % config.vocab_size
         alone = self._run([longer[:5]])[0]
@@ -133,7 +141,7 @@ _OPTIONAL = ("intermediate_size", "num_attention_heads", "max_position_embedding
 
 
 def like_lengths(lengths: Sequence[int], stretch: int) -> list[list[int]]:
-    """Indices in groups, longest first, in which no length is below the longest divided by `stretch`."""
+    """Indices in groups, longest first. No length of a group is below the group's longest divided by `stretch`."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if not groups or lengths[index] * stretch < lengths[groups[-1][0]]:
@@ -154,7 +162,7 @@ def _read(keys: Keys, trust_remote_code: bool) -> Any:
     transformers = _library()
     try:
         return transformers.AutoConfig.from_pretrained(str(keys.path.parent), trust_remote_code=trust_remote_code)
-    except Exception as error:  # of a configuration class's own making, too
+    except Exception as error:  # configuration classes raise exceptions of their own
         kind = keys.get("model_type")
         if keys.get("auto_map") and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
             raise ModelError(
@@ -165,7 +173,7 @@ def _read(keys: Keys, trust_remote_code: bool) -> Any:
 
 
 def _auto(hf: Any, own_code: bool) -> tuple[Any, Any]:
-    """(the class of transformers that chooses the network's class, its choices). Of T5 and its like, the encoder."""
+    """(the class of transformers that chooses the network's class, the choices). For T5 and similar networks, the encoder."""
     transformers = _library()
     if not own_code and type(hf) in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
         return transformers.AutoModelForTextEncoding, transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
@@ -173,7 +181,7 @@ def _auto(hf: Any, own_code: bool) -> tuple[Any, Any]:
 
 
 def _build(hf: Any, config: TransformersConfig, dtype: torch.dtype) -> nn.Module:
-    """The network without its weights. What it attends with is said here, never by config.json."""
+    """The network without its weights. This function chooses the implementation of attention, not config.json."""
     hf.use_cache = False
     auto, _ = _auto(hf, config.own_code)
     make = {"trust_remote_code": config.own_code, "dtype": dtype}
@@ -190,7 +198,7 @@ def _build(hf: Any, config: TransformersConfig, dtype: torch.dtype) -> nn.Module
 def _load(network: Any, hf: Any, config: TransformersConfig, checkpoint: Checkpoint) -> nn.Module:
     """The network with its weights, on the checkpoint's device and in its dtype.
 
-    Raises: ModelError for tensors that are missing; poolers may, nothing here runs them.
+    Raises: ModelError for missing tensors. A pooler's may be missing, because nothing here runs poolers.
     """
     try:
         loaded, report = type(network).from_pretrained(
@@ -209,7 +217,7 @@ def _load(network: Any, hf: Any, config: TransformersConfig, checkpoint: Checkpo
     if report["unexpected_keys"]:
         log.info("%s: not needed for embeddings, not loaded: %s", config.folder, ", ".join(sorted(report["unexpected_keys"])))
     if config.own_code:
-        # What such code computes in its constructor transformers 5 leaves undefined, as it builds the network without memory.
+        # transformers 5 builds the network without memory, so values that such code computes in its constructor are undefined.
         built = _build(hf, config, checkpoint.dtype)
         built.load_state_dict(loaded.state_dict(), assign=True)
         loaded = built
@@ -217,16 +225,19 @@ def _load(network: Any, hf: Any, config: TransformersConfig, checkpoint: Checkpo
     return found
 
 
-def _count(network: nn.Module, shapes: Shapes) -> None:
-    """Take what the network holds, so that a plan knows its size."""
+def _count(network: nn.Module, shapes: ShapeCounter) -> None:
+    """Take the network's parameters, so that a plan knows the size."""
     tables = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
     for parameter in network.parameters():  # tied ones once
-        take = shapes.take_table if id(parameter) in tables else shapes.take
+        take = shapes.take_embedding if id(parameter) in tables else shapes.take
         take("", *parameter.shape)
 
 
 def _check_positions(network: nn.Module, config: TransformersConfig) -> None:
-    """Where positions begin behind the padding's, as RoBERTa's do, a table has room for fewer than config.json says."""
+    """Stop where a position table has too few rows for the longest text.
+
+    Where positions begin after the padding token's, as in RoBERTa, config.json counts more positions than a text can have.
+    """
     for name, table in network.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
             room = table.num_embeddings - table.padding_idx - 1
@@ -235,7 +246,7 @@ def _check_positions(network: nn.Module, config: TransformersConfig) -> None:
 
 
 def _origin(folder: Path) -> str:
-    """What a folder is a copy of, with its revision, where it lies in the Hub's cache."""
+    """A folder's model and revision where it lies in the Hub's cache, else its path."""
     if folder.parent.name != "snapshots":
         return str(folder)
     return f"{folder.parent.parent.name.removeprefix('models--').replace('--', '/')} at revision {folder.name}"

@@ -1,1 +1,1 @@
-"""The layers all families share: weights, and the operation that uses them."""
+"""Layers that several families share: their weights, and the operations that use them."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels import Matrix, Quantized, reference
+from engine.kernels import MaybeQuantized, Quantized, reference
 from engine.model.layers.e4m3_values import E4M3
 from engine.run.batch import PackedBatch
 
@@ -49,7 +49,7 @@ class Attention:
         encoder = not causal and heads[0] == heads[1] and not batch.token_ids.is_cuda
         self._groups = _group(batch.lengths, window, bias) if encoder and max(batch.lengths) > _SHORT else []
 
-    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> Matrix:
+    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> MaybeQuantized:
         """[T, H + 2 K, D] -> [T, H D]. With `pooled_only`, only rows that pooling reads need be right."""
         mixed = self._mixed(qkv, pooled_only).flatten(1)
         return mixed if self._ones is None else Quantized(reference.to_e4m3(mixed), self._ones)

@@ -1,9 +1,9 @@
-"""Values scaled so that attention's results are in e4m3 wherever they come out, without a look at them first.
+"""Scales values so that attention's results are within e4m3, with no look at the results.
 
-Attention gives averages of V's rows, so none is larger than V's largest can be, and that the weights tell: a norm gives vectors
-of length sqrt(C) at most, before its own weight. Each of V's columns is divided by a power of two so that this bound falls within
-e4m3, and the columns of the matrix behind attention are multiplied with it. What is typical lies a factor of sqrt(C) below the
-bound; e4m3 keeps all of its bits for a factor of 28,000.
+Attention gives averages of V's rows, so no result is larger than V's largest value. The weights bound that value: a norm gives
+vectors of length sqrt(C) at most, before its own weight. `scale_values` divides each of V's columns by a power of two that brings
+this bound within e4m3. The columns of the matrix behind attention are multiplied with the same power. A typical value lies a
+factor of sqrt(C) below the bound. e4m3 keeps all of its bits for a factor of 28,000.
 """
 
 import torch
@@ -17,9 +17,9 @@ E4M3 = torch.float8_e4m3fn
 
 
 def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Tensor | None:
-    """Divide the values that `qkv` makes of what `norm` gives, its last columns.
+    """Divide the values, the last `num_columns` columns of `qkv`. `norm` gives the input of `qkv`.
 
-    Returns: by what, [num_columns] fp32; None where `qkv` is not in e4m3, and nothing is changed.
+    Returns: the divisors, [num_columns] fp32. None where `qkv` is not in e4m3; then nothing is changed.
     """
     weight = qkv.weight
     if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:

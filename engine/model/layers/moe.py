@@ -1,4 +1,4 @@
-"""Mixture of experts: of several feed-forward layers, each token goes through the few that a router chooses for it."""
+"""Mixture of experts: each token goes through a few of several feed-forward layers. A router chooses them."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from engine.model.layers.linear import Linear
 class Experts:
     """x + bias + sum of gate_e * down_e(gelu(up_e(x))) over the `top_k` experts of the largest gates.
 
-    The gates are a softmax over all experts, in fp32, and not normalised again over those chosen.
+    The gates are a softmax over all experts, in fp32. They are not normalised again over the chosen experts.
     """
 
     def __init__(self, router: Linear, experts: list[tuple[Linear, Linear]], bias: Tensor, top_k: int) -> None:
-        """`experts`: (up, down) of each; up has the GeLU."""
+        """`experts`: (up, down) of each expert. `up` has the GeLU."""
         self.router, self.experts, self.bias, self.top_k = router, experts, bias, top_k
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -22,19 +22,19 @@ class Experts:
         return self.all_of_them(x, gates) if x.is_cuda else self.only_the_chosen(x, gates)
 
     def gates(self, x: Tensor) -> Tensor:
-        """[T, E] in the dtype of x, zero for experts that are not chosen."""
+        """The gates, [T, E], in the dtype of x; zero for experts that are not chosen."""
         largest, chosen = torch.softmax(self.router(x), dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         return torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device).scatter_(1, chosen, largest.to(x.dtype))
 
     def all_of_them(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Every expert on every token: no shape depends on the gates, as a CUDA graph needs. A gate of zero adds exactly 0."""
+        """Runs every expert on every token. No shape depends on the gates, as CUDA graphs need. A gate of zero adds exactly 0."""
         out = x + self.bias
         for (up, down), gate in zip(self.experts, gates.unbind(1), strict=True):
-            out = down(up(x).mul_(gate.unsqueeze(1)), residual=out)
+            out = down.add_to(out, up(x).mul_(gate.unsqueeze(1))).added()
         return out
 
     def only_the_chosen(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Each expert on its own tokens."""
+        """Runs each expert on its own tokens."""
         out = x + self.bias
         for (up, down), gate in zip(self.experts, gates.unbind(1), strict=True):
             rows = gate.nonzero().flatten()

@@ -1,10 +1,29 @@
-"""LayerNorm and RMSNorm: a norm's weights."""
+"""LayerNorm and RMSNorm, and the residual stream that they read."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.model.weights import Tensors
+from engine.model.weights import WeightSource
+
+
+class Residual(NamedTuple):
+    """A residual stream: `value` + `pending` + `bias`.
+
+    A product leaves parts pending where it cannot add them at no cost. The norm behind it adds them, as it reads the stream
+    in any case. `added` adds them where no norm follows.
+    """
+
+    value: Tensor  # [T, C]
+    pending: Tensor | None = None  # [T, C]
+    bias: Tensor | None = None  # [C]
+
+    def added(self) -> Tensor:
+        """The sum, [T, C]. `value` is overwritten where a part is pending."""
+        y = self.value if self.pending is None else self.value.add_(self.pending)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class LayerNorm:
@@ -14,15 +33,20 @@ class LayerNorm:
         self.weight, self.shift, self.eps = weight, shift, eps
 
     @classmethod
-    def load(cls, checkpoint: Tensors, name: str, width: int, eps: float, biased: bool = True) -> "LayerNorm":
-        """`name`.weight and, where the checkpoint has one, `name`.bias."""
+    def load(cls, checkpoint: WeightSource, name: str, width: int, eps: float, biased: bool = True) -> "LayerNorm":
+        """`name`.weight and, where `biased`, `name`.bias."""
         weight = checkpoint.take(f"{name}.weight", width)
         return cls(weight, checkpoint.take(f"{name}.bias", width) if biased else torch.zeros_like(weight), eps)
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-        """[T, C] -> [T, C], dtype kept. `bias` [C] and `residual` [T, C] are added to x first: what the linear layer before
-        left over."""
-        return kernels.layer_norm(x, self.weight, self.shift, self.eps, bias, residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] -> [T, C], dtype kept."""
+        return kernels.layer_norm(x, self.weight, self.shift, self.eps)
+
+    def of_sum(self, x: Residual) -> Tensor:
+        """[T, C], normalised. `x` is not changed."""
+        if x.pending is None:
+            return kernels.layer_norm(x.value, self.weight, self.shift, self.eps, x.bias)
+        return kernels.layer_norm(x.pending, self.weight, self.shift, self.eps, x.bias, x.value)
 
 
 class RMSNorm:
@@ -31,6 +55,13 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """[T, C] -> [T, C], dtype kept. x is added to `residual` in place first, and the sum is what is normalised."""
-        return kernels.rms_norm(x, self.weight, self.eps, residual)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, C] -> [T, C], dtype kept."""
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Residual) -> Tensor:
+        """[T, C], normalised. `x.value` holds the sum afterwards."""
+        assert x.bias is None, "no decoder has a bias before a norm"
+        if x.pending is None:
+            return kernels.rms_norm(x.value, self.weight, self.eps)
+        return kernels.rms_norm(x.pending, self.weight, self.eps, x.value)

@@ -1,0 +1,143 @@
+"""A model folder -> what an `Engine` is made of: configuration, tokenizer, weights, heads."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from engine.devices import choose_device, choose_dtype, compute_dtype, keep_freed_memory
+from engine.errors import ModelError
+from engine.heads.base import Outputs, VectorHead
+from engine.heads.chunks import ChunkHead
+from engine.heads.classifier import Head
+from engine.heads.dense import Dense
+from engine.heads.pool import Pool
+from engine.heads.splade import Splade, SpladeEntries
+from engine.heads.tokens import ColbertHead, LexicalHead, TokenHead, load_layer
+from engine.hub import resolve_model
+from engine.kernels.tiles import tiling
+from engine.model import footprint as memory
+from engine.model.base import Model
+from engine.model.config import Backend, DenseConfig, HeadConfig, ModelConfig, Pooling, WordHeadConfig
+from engine.model.families import Transformers, family_of
+from engine.model.folder import load_model_config, read_no_words
+from engine.model.weights import Checkpoint
+from engine.run.network import Network
+from engine.run.pack import BatchPacker
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on its device, and what packing needs to know of the model."""
+
+    tokenizer: Tokenizer
+    network: Network
+    packer: BatchPacker
+
+
+def read_config(
+    model: str,
+    pooling: Pooling | None,
+    default_prompt_name: str | None,
+    default_prompt: str | None,
+    max_input_tokens: int | None,
+    backend: Backend,
+    trust_remote_code: bool,
+) -> tuple[Path, ModelConfig]:
+    """A model's folder and its configuration. Raises: ModelError with the file and the way out."""
+    folder = resolve_model(model, code=trust_remote_code)
+    config = load_model_config(
+        folder,
+        pooling,
+        default_prompt_name=default_prompt_name,
+        default_prompt=default_prompt,
+        backend=backend,
+        trust_remote_code=trust_remote_code,
+    )
+    if max_input_tokens is not None:
+        config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))
+    return folder, config
+
+
+def choose(config: ModelConfig, dtype: str, device: str) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device that a model gets, set up for it. Raises: ModelError for what the device cannot compute."""
+    where = choose_device(device)
+    chosen = choose_dtype(dtype, where, family_of(config).overflows_float16)
+    if chosen.itemsize == 1 and family_of(config) is Transformers:
+        raise ModelError(f"{dtype} is for the layers of our own networks; leave out --backend transformers, or use bfloat16")
+    _prepare(where)
+    return chosen, where
+
+
+def _prepare(device: torch.device) -> None:
+    """Set up torch's memory and arithmetic for this process."""
+    if device.type == "cpu":
+        keep_freed_memory()
+        return
+    torch.cuda.set_device(device)
+    memory.grow_in_place(device)
+    # Split products would be summed up in bf16 otherwise; everything else accumulates in fp32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """Load tokenizer, weights and heads. Raises: ModelError with the file and the way out."""
+    tokenizer = Tokenizer.load(folder, config)
+    family, wide = family_of(config), compute_dtype(dtype)
+    with Checkpoint(folder, device, dtype) as checkpoint:
+        num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
+        memory.check_fits(num_bytes - memory.saved_bytes(config, dtype), device, str(folder))
+        model = family(config, checkpoint)
+        head = [] if config.head is None else [_load_head(config, config.head, model, checkpoint)]
+        vector_head: VectorHead
+        if config.splade is not None and family.masked_lm is not None:
+            vector_head = Splade(config, checkpoint, family.masked_lm, model.words)
+        else:
+            dense = [_load_dense(each, folder, device, wide) for each in config.dense]
+            vector_head = Pool(config.pooling, [*dense, *head])
+        checkpoint.finish(model.unused)
+    outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
+    heads = config.n_heads, config.n_kv_heads
+    tiles = None if model.eager_only else tiling(heads, config.head_dim, wide, device, config.causal, model.biases_scores)
+    packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
+    name = f"{config.architecture} with pooling {config.pooling}"
+    return Loaded(tokenizer, Network(name, model, vector_head, outputs, config.embedding_size), packer)
+
+
+def _load_outputs(
+    folder: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    vector_head: VectorHead,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Outputs:
+    """The heads of what a request may ask for besides its vector."""
+    outputs: Outputs = {"tokens": TokenHead(config.hidden_size)}
+    if isinstance(vector_head, Splade):
+        outputs["sparse"] = SpladeEntries()
+    elif config.lexical:
+        layer = load_layer(folder, "sparse_linear", config.hidden_size, device, dtype)
+        outputs["sparse"] = LexicalHead(layer, tokenizer.ids(read_no_words(folder)))
+    if config.colbert_size is not None:
+        layer = load_layer(folder, "colbert_linear", config.hidden_size, device, dtype)
+        outputs["colbert"] = ColbertHead(layer, config.colbert_size)
+    if "chunks" in config.outputs:
+        outputs["chunks"] = ChunkHead(vector_head)
+    return outputs
+
+
+def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> Dense:
+    with Checkpoint(folder / config.folder, device, dtype) as checkpoint:
+        layer = Dense(config, checkpoint)
+        checkpoint.finish(())
+    return layer
+
+
+def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, model: Model, checkpoint: Checkpoint) -> Head:
+    if isinstance(head, HeadConfig):
+        return Head.load(config, head, checkpoint)
+    shape = (config.vocab_size, config.hidden_size)
+    return Head.of_words(head, model.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape))

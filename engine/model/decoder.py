@@ -1,0 +1,166 @@
+"""`Decoder`: pre-norm layers, grouped queries, RoPE and a gated MLP. A family adds names, config keys and what differs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypedDict
+
+from torch import Tensor
+
+from engine import kernels
+from engine.errors import ModelError
+from engine.kernels.reference import rope_table
+from engine.model.base import Model
+from engine.model.config import HeadConfig, ModelConfig
+from engine.model.keys import DECODER, Keys, Shape, is_causal, read_shape
+from engine.model.layers.e4m3_values import scale_values
+from engine.model.layers.gated import SwiGLU
+from engine.model.layers.linear import Linear
+from engine.model.layers.norm import Residual, RMSNorm
+from engine.model.layers.self_attention import AttentionCall, HasAttention, SelfAttention, attention_by_layer
+from engine.model.weights import WeightSource
+from engine.run.batch import PackedBatch
+
+LoadNorm = Callable[[str, int], RMSNorm]  # (name, width) -> the norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """In `local_layers` a token sees no token further away than `window`."""
+
+    rope_theta: float
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    window: int | None = None
+    local_layers: tuple[int, ...] = ()
+
+    def layer_window(self, index: int) -> int | None:
+        """A layer's window. None: the layer has none, or the window is no shorter than the longest input."""
+        reaches_all = self.window is None or self.window >= self.max_input_length - 1
+        return None if index not in self.local_layers or reaches_all else self.window
+
+
+def decoder_shape(keys: Keys, head_dim: int | None = None, causal: bool | None = None) -> Shape:
+    """The fields that every decoder's config.json names alike.
+
+    Args:
+        head_dim: the value where the file has none. None shares hidden_size among the heads.
+        causal: the value for families with other keys for it. None reads the file.
+    """
+    return read_shape(keys, DECODER, eps=1e-6, head_dim=head_dim, causal=is_causal(keys) if causal is None else causal)
+
+
+class Windows(TypedDict):
+    window: int | None
+    local_layers: tuple[int, ...]
+
+
+def read_windows(keys: Keys, sliding_window: Any, local_layers: tuple[int, ...], causal: bool) -> Windows:
+    """The window of the local layers.
+
+    transformers counts a causal token itself among the `sliding_window` tokens that it sees. Other tokens see that far to either
+    side. Source: `masking_utils` of transformers.
+    """
+    if not local_layers:
+        return {"window": None, "local_layers": ()}
+    if isinstance(sliding_window, bool) or not isinstance(sliding_window, int) or sliding_window <= 0:
+        raise ModelError(f"{keys.path}: sliding_window is {sliding_window!r}, layers {list(local_layers)} need one")
+    return {"window": sliding_window - causal, "local_layers": local_layers}
+
+
+class DecoderLayer(HasAttention, Protocol):
+    def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
+        """[T, C] -> [T, C], or the [B, C] that pooling reads. `x.value` is overwritten."""
+        ...
+
+
+class Decoder(Model):
+    """The body of a causal language model. `forward` gives the hidden states that the language model's head reads."""
+
+    head: ClassVar[HeadConfig] = HeadConfig(out="score", out_bias=False, pooling="last_token")
+    unused: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # some checkpoints store it although it is tied
+
+    layers: Sequence[DecoderLayer]
+
+    @staticmethod
+    def peak_values(config: DecoderConfig) -> int:
+        qkv = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+        return 2 * config.hidden_size + max(qkv + config.n_heads * config.head_dim, 3 * config.intermediate_size)
+
+    @staticmethod
+    def table_bytes(config: DecoderConfig) -> int:
+        return config.max_position_embeddings * config.head_dim * 4
+
+    def __init__(self, config: DecoderConfig, checkpoint: WeightSource) -> None:
+        self._load_words(config, checkpoint)
+
+        def norm(name: str, width: int) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"{name}.weight", width), config.norm_eps)
+
+        angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
+        self.layers = [_Layer(config, checkpoint, index, norm, angles) for index in range(config.n_layers)]
+        self.norm = norm("norm", config.hidden_size)
+
+    def _load_words(self, config: DecoderConfig, checkpoint: WeightSource) -> None:
+        checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
+        self.words = checkpoint.take_embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.causal = config.causal
+        has_windows = any(config.layer_window(index) is not None for index in range(config.n_layers))
+        self.shares_prefixes = config.causal and not has_windows
+
+    def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
+        x = Residual(kernels.embed(batch.token_ids, batch.positions, self.words))  # [T, C]
+        for layer, attention in zip(self.layers, attention_by_layer(batch, self.layers, self.causal), strict=True):
+            x = layer.forward(x, batch, attention, pooled_only and layer is self.layers[-1])
+        return self.norm.of_sum(x)
+
+
+class DecoderAttention(SelfAttention):
+    """Self-attention behind a norm. Some families normalise each head of Q and K, too."""
+
+    def __init__(self, config: DecoderConfig, checkpoint: WeightSource, index: int, norm: LoadNorm, angles: Tensor) -> None:
+        """`angles`: the table of RoPE for this layer."""
+        name = f"layers.{index}."
+        c, d, heads, kv_heads = config.hidden_size, config.head_dim, config.n_heads, config.n_kv_heads
+        parts, rows = [f"{name}self_attn.{part}_proj" for part in "qkv"], [heads * d, kv_heads * d, kv_heads * d]
+        self.input_norm = norm(f"{name}input_layernorm", c)
+        qkv = Linear.load_rows(checkpoint, parts, rows, c, config.qkv_bias)
+        self.qk_norms: tuple[RMSNorm, RMSNorm] | None = None
+        if config.qk_norm:
+            self.qk_norms = norm(f"{name}self_attn.q_norm", d), norm(f"{name}self_attn.k_norm", d)
+        scale = scale_values(qkv, self.input_norm, kv_heads * d)
+        in_e4m3 = scale is not None
+        if scale is not None:  # the query heads of a group share the values of one key head
+            scale = scale.view(kv_heads, 1, d).expand(-1, heads // kv_heads, -1).flatten()
+        out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, heads * d, biased=False, scale=scale)
+        super().__init__(qkv, out, (heads, kv_heads), angles, config.layer_window(index), in_e4m3)
+
+    def project(self, x: Residual, batch: PackedBatch) -> Tensor:
+        """`x.value` holds the whole sum afterwards."""
+        qkv = self.qkv.normed(x, self.input_norm)
+        if self.qk_norms is None:
+            return self.rotated(qkv, batch)
+        qkv = qkv.view(len(qkv), self.heads[0] + 2 * self.heads[1], -1)
+        q_norm, k_norm = self.qk_norms
+        assert self.angles is not None
+        kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.positions, q_norm.eps, self.heads[0])
+        return qkv
+
+
+class _Layer:
+    def __init__(self, config: DecoderConfig, checkpoint: WeightSource, index: int, norm: LoadNorm, angles: Tensor) -> None:
+        name, c, wide = f"layers.{index}.", config.hidden_size, config.intermediate_size
+        gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
+        self.attend: SelfAttention = DecoderAttention(config, checkpoint, index, norm, angles)
+        self.mlp_norm = norm(f"{name}post_attention_layernorm", c)
+        self.swiglu = SwiGLU(checkpoint, checkpoint.take_rows(gate_up, [wide] * 2, c))
+        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
+
+    def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
+        x = self._attended(x, batch, attention, pooled_only)
+        gated = self.swiglu(x, self.mlp_norm)
+        return self.down.add_to(x.value, gated)
+
+    def _attended(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
+        """A function of its own, so that its tensors are free before the MLP."""
+        mixed, residual = self.attend(x, batch, attention, pooled_only)
+        return self.attend.out.add_to(residual, mixed)

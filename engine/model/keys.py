@@ -1,0 +1,225 @@
+"""How config.json is read. Each kind of key is read in one function, which knows every spelling of it.
+
+The engine honours every key that changes a vector, or refuses it by name. So a model that loads gives the vectors that its
+authors meant.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
+
+from engine.errors import ModelError
+from engine.model.config import DenseActivation, Pooling
+
+_ANYTHING = object()
+
+
+class Keys:
+    """The keys of one config file. Every error names the file and the key."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures`, or a text that no family has for a name."""
+        names = self.get("architectures") or []
+        return str(names[0]) if names else f"(none, model_type {self.get('model_type')!r})"
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def number(self, key: str, default: float | None = None) -> Any:
+        """A positive number; `default` where the key is absent or null. Raises: ModelError for any other value."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ModelError(f"{self.path}: {key} is {value!r}, expected a positive number")
+        return value
+
+    def refuse(self, key: str, allowed: tuple[Any, ...], why: str | None = None, absent: Any = _ANYTHING) -> None:
+        """Stop unless `key` holds one of `allowed`.
+
+        Args:
+            why: the reason in the error; None names the first of `allowed`.
+            absent: the value that an absent key stands for. Without it, an absent key is fine.
+        """
+        value = self.values.get(key, absent)
+        if value is not _ANYTHING and value not in allowed:
+            raise ModelError(f"{self.path}: {key} = {value!r} is not supported ({why or f'only {allowed[0]!r}'})")
+
+    def divides(self, total: str, parts: str) -> None:
+        """Stop where `total` is not a multiple of `parts`."""
+        if self.number(total) % self.number(parts):
+            raise ModelError(f"{self.path}: {total} = {self.get(total)} is not a multiple of {parts} = {self.get(parts)}")
+
+
+class Shape(TypedDict):
+    """The fields of `ModelConfig` that every family has.
+
+    config.json does not know the last two. `load_model_config` replaces them by the values of the folder's other files.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position_embeddings: int
+    causal: bool
+    pooling: Pooling
+    max_input_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeKeys:
+    """A family's names for the keys of `Shape`. None: the family has no such key."""
+
+    hidden_size: str = "hidden_size"
+    intermediate_size: str = "intermediate_size"
+    n_layers: str = "num_hidden_layers"
+    n_heads: str = "num_attention_heads"
+    n_kv_heads: str | None = None  # as many as query heads
+    head_dim: str | None = None  # hidden_size / n_heads
+    norm_eps: str | None = "layer_norm_eps"
+    positions: str = "max_position_embeddings"
+
+
+_ENCODER = ShapeKeys()
+DECODER = ShapeKeys(n_kv_heads="num_key_value_heads", head_dim="head_dim", norm_eps="rms_norm_eps")
+
+
+def read_shape(
+    keys: Keys,
+    names: ShapeKeys = _ENCODER,
+    *,
+    eps: float = 1e-12,
+    head_dim: int | None = None,
+    positions: int | None = None,
+    causal: bool = False,
+) -> Shape:
+    """The fields that all families share.
+
+    Args:
+        eps, head_dim, positions: the values where the file has none. A `head_dim` of None shares hidden_size among the heads.
+    """
+    given_dim = None if names.head_dim is None else keys.get(names.head_dim, head_dim)
+    if given_dim is None:
+        keys.divides(names.hidden_size, names.n_heads)
+    hidden_size, n_heads = keys.number(names.hidden_size), keys.number(names.n_heads)
+    n_kv_heads = n_heads
+    if names.n_kv_heads is not None and keys.get(names.n_kv_heads) is not None:
+        keys.divides(names.n_heads, names.n_kv_heads)
+        n_kv_heads = keys.number(names.n_kv_heads)
+    if names.head_dim is not None:
+        head_dim = keys.number(names.head_dim, head_dim or hidden_size // n_heads)
+    max_positions = keys.number(names.positions, positions)
+    return Shape(
+        architecture=keys.architecture,
+        vocab_size=keys.number("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=keys.number(names.intermediate_size),
+        n_layers=keys.number(names.n_layers),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim or hidden_size // n_heads,
+        norm_eps=eps if names.norm_eps is None else keys.number(names.norm_eps, eps),
+        max_position_embeddings=max_positions,
+        causal=causal,
+        pooling="mean",
+        max_input_length=max_positions,
+    )
+
+
+def is_causal(keys: Keys) -> bool:
+    """Whether a decoder is causal. It is unless the file says otherwise, in either of the two spellings in use."""
+    if keys.get("use_bidirectional_attention"):
+        return False
+    return keys.get("is_causal", True) is not False
+
+
+# transformers' names for layers that see the whole sequence, and for layers with a window.
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+def read_local_layers(keys: Keys, otherwise: Callable[[int], bool]) -> tuple[int, ...]:
+    """The layers with a window, from `layer_types`. Where the file has none, `otherwise` decides for each layer."""
+    n_layers, types = keys.number("num_hidden_layers"), keys.get("layer_types")
+    if types is None:
+        return tuple(filter(otherwise, range(n_layers)))
+    if len(types) != n_layers or not set(types) <= set(get_args(LayerType)):
+        raise ModelError(
+            f"{keys.path}: layer_types {sorted(set(types))} for {len(types)} of {n_layers} layers are not supported "
+            f"(one of {' and '.join(get_args(LayerType))} for each of {n_layers} layers)"
+        )
+    return tuple(index for index, kind in enumerate(types) if kind == "sliding_attention")
+
+
+class Rope(NamedTuple):
+    """RoPE's base, and how its angles are scaled."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0  # 1 for the default kind
+
+
+def read_rope(
+    keys: Keys,
+    layer_type: LayerType | None = None,
+    flat: str = "rope_theta",
+    otherwise: float | None = None,
+    scalings: tuple[str, ...] = (),
+) -> Rope:
+    """RoPE, from transformers 5's `rope_parameters` or the Hub's flat keys.
+
+    Args:
+        layer_type: the layers to read it for, where a family has a base for each type of layer.
+        flat: the Hub's key for the base.
+        otherwise: the base where the file names none.
+        scalings: the kinds of scaling that the family computes, besides none.
+    Raises: ModelError for any other kind of RoPE.
+    """
+    rope = keys.get("rope_parameters") or {}
+    if layer_type is not None:
+        if set(rope) - set(get_args(LayerType)):
+            raise ModelError(f"{keys.path}: rope_parameters {rope} is not supported (one set for each type of layer)")
+        rope = rope.get(layer_type) or {}
+    if layer_type != "sliding_attention":  # flat keys scale the other layers alone
+        rope = rope or keys.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    partial = rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mixed_b") is not None
+    if kind not in ("default", *scalings) or partial:
+        supported = ", ".join(("plain", *scalings))
+        raise ModelError(f"{keys.path}: RoPE of type {kind!r} ({rope}) is not supported (only {supported}, of the full width)")
+    own = Keys(keys.path, rope)
+    theta = keys.number(flat, otherwise) if own.get("rope_theta") is None else own.number("rope_theta")
+    return Rope(float(theta), kind, 1.0 if kind == "default" else float(own.number("factor")))
+
+
+_ACTIVATIONS: dict[str, DenseActivation] = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU", "swish": "SiLU", "tanh": "Tanh"}
+
+
+def head_activation(keys: Keys, key: str, default: str) -> DenseActivation:
+    """A head's activation, by transformers' name for it."""
+    name = keys.get(key) or default
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"{keys.path}: {key} = {name!r} is not supported (one of {', '.join(_ACTIVATIONS)})")
+    return _ACTIVATIONS[name]
+
+
+def read_labels(keys: Keys) -> tuple[str, ...]:
+    """`id2label` in the order of its indices. Without it LABEL_0 and so on, as transformers does: `num_labels`, or two."""
+    names, count = keys.get("id2label"), keys.get("num_labels")
+    if names is None:
+        return tuple(f"LABEL_{index}" for index in range(keys.number("num_labels", 2)))
+    if not isinstance(names, dict) or sorted(map(str, names)) != sorted(map(str, range(len(names)))) or not names:
+        raise ModelError(f"{keys.path}: id2label {names!r} does not name every label from 0 up")
+    if count is not None and count != len(names):
+        raise ModelError(f"{keys.path}: id2label names {len(names)} labels, num_labels is {count!r}")
+    by_index = {int(index): str(name) for index, name in names.items()}
+    return tuple(by_index[index] for index in range(len(by_index)))

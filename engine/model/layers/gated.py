@@ -1,0 +1,45 @@
+"""Gated linear units: the first half of a gated MLP."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from engine import kernels
+from engine.kernels import MaybeQuantized, Quantized
+from engine.kernels.launch import runs_on
+from engine.model.layers.linear import Linear
+from engine.model.layers.norm import Residual, RMSNorm
+from engine.model.weights import WeightSource
+
+
+class Gated:
+    """act(x G^T) * (x U^T). `gate_up` gives all columns of the gate and then all of up; `activation` multiplies the two."""
+
+    def __init__(self, gate_up: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+        self.gate_up, self.activation = gate_up, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, I]."""
+        return self.activation(self.gate_up(x))
+
+
+class SwiGLU:
+    """silu(x G^T) * (x U^T) of a normalised residual stream.
+
+    Where our kernels run, the rows of G and U lie in turn, eight of each. A product then has both values of a column in one
+    place, and writes neither.
+    """
+
+    def __init__(self, checkpoint: WeightSource, gate_up: Tensor) -> None:
+        """`gate_up`: [2 I, K], all rows of G and then all of U; 8 divides I."""
+        self.in_turn = runs_on(gate_up)
+        self.gate_up = Linear.of(checkpoint.to_layer_dtype(kernels.interleaved(gate_up) if self.in_turn else gate_up))
+
+    def __call__(self, x: Residual, norm: RMSNorm) -> MaybeQuantized:
+        """[T, K] -> [T, I]. `x.value` holds the whole sum afterwards."""
+        if not self.in_turn:
+            return kernels.swiglu(self.gate_up.normed(x, norm))
+        weight = self.gate_up.weight
+        if isinstance(weight, Quantized):
+            return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending)
+        return kernels.linear_swiglu(x.value, weight, norm.weight, norm.eps)

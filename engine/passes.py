@@ -1,0 +1,182 @@
+"""A forward pass from end to end: schedule -> launch -> deliver. No threads here; `engine/loop.py` brings them."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from threading import Condition
+from time import monotonic, perf_counter
+from typing import Any, Protocol
+
+from engine.errors import BackendError, DeviceLost, EngineStopped, OutOfMemory
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, TokenIds
+from engine.results import deliver
+from engine.run.flight import Flight
+from engine.schedule.request import Request, Slice
+from engine.schedule.scheduler import Scheduler
+from engine.step import Step
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What starts forward passes: the engine, or a stub in tests and benchmarks."""
+
+    @property
+    def passes_in_flight(self) -> int: ...
+
+    def launch(
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions] | None = None,
+        outputs: tuple[OutputName, ...] = (),
+    ) -> Flight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """One forward pass, for metrics. `seconds` is the time that the device took for the pass."""
+
+    num_tokens: int
+    num_seqs: int
+    seconds: float
+    num_duplicates: int  # sequences that got the results of an equal one
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way through the device."""
+
+    step: Step
+    flight: Flight
+
+
+class Passes:
+    """The passes of one engine. `schedule` and `launch` are for one thread, `deliver` for one thread, perhaps another."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        max_batch_tokens: int,
+        max_batch_seqs: int | None = None,
+        on_batch: Callable[[BatchReport], None] | None = None,
+        on_split: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_batch` and `on_split` observe passes and batches that were halved. An error of theirs is logged."""
+        self.changed = Condition()  # guards the scheduler; notified when work comes or a pass ends
+        self.scheduler = Scheduler(max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.changed)
+        self.computed_at = -inf  # when a pass last gave a finite vector, by `monotonic`
+        self.device_lost = False
+        self._runner, self._on_batch, self._on_split = runner, on_batch, on_split
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Schedule, launch and deliver in this thread until every request has its end."""
+        with self.changed:
+            for request in requests:
+                self.scheduler.add(request)
+        in_flight: deque[Launched] = deque()
+        while True:
+            slices = self.schedule() if len(in_flight) < self._runner.passes_in_flight else []
+            in_flight.extend(self.launch(slices) if slices else ())
+            if in_flight and (not slices or len(in_flight) >= self._runner.passes_in_flight):
+                again = self.deliver(in_flight.popleft())
+                with self.changed:
+                    for part in again:
+                        self.scheduler.add_alone(part)
+            elif not slices:
+                return
+
+    def schedule(self) -> list[Slice]:
+        """The slices of the next pass; none where nothing waits."""
+        with self.changed:
+            return self.scheduler.schedule(perf_counter())
+
+    def launch(self, slices: list[Slice]) -> Iterator[Launched]:
+        """Start a pass over the slices. A batch that does not fit into memory becomes two halves, down to single sequences.
+
+        Whatever goes wrong, the requests of what was not launched hear it.
+        """
+        waiting = [slices]
+        try:
+            while waiting:
+                launched = self._launch(waiting.pop(), waiting)
+                if launched is not None:
+                    yield launched
+        except BaseException as error:
+            for each in waiting:
+                self.failed(each, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _launch(self, slices: list[Slice], waiting: list[list[Slice]]) -> Launched | None:
+        """One pass, or None where its slices went back to `waiting` in halves, or failed."""
+        step: Step | None = None
+        try:
+            step = Step.of(slices)
+            with self.changed:
+                self.scheduler.started(step.num_tokens, step.started_at)
+            flight = self._runner.launch(step.sequences, step.options, step.outputs)
+        except BaseException as error:
+            if step is not None:
+                with self.changed:
+                    self.scheduler.abandoned(step.num_tokens)
+            if step is not None and isinstance(error, OutOfMemory) and len(step.sequences) > 1:
+                log.warning("a batch of %d sequences, %d tokens was split: %s", len(step.sequences), step.num_tokens, error)
+                first, second = step.halves()
+                waiting += [second, first]
+                self._observe(self._on_split)
+                return None
+            self.failed(slices, error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+        with self.changed:
+            self.scheduler.launched(perf_counter() - step.started_at)
+        return Launched(step, flight)
+
+    def deliver(self, launched: Launched) -> list[Slice]:
+        """Wait for a pass and give its results to the requests. The requests hear of whatever goes wrong.
+
+        Returns: slices to compute again, each alone.
+        """
+        step = launched.step
+        try:
+            output, device_s = None, 0.0
+            try:
+                output = launched.flight.wait()
+                device_s = output.device_s
+            finally:
+                now = perf_counter()
+                with self.changed:
+                    self.scheduler.ended(step.num_tokens, device_s, now)
+                    if self.scheduler.has_work:  # else waking the engine's thread would only delay what follows
+                        self.changed.notify_all()
+            seconds = device_s or now - step.started_at
+            self._observe(self._on_batch, BatchReport(step.num_tokens, len(step.sequences), seconds, step.num_duplicates))
+            if output.finite.any():
+                self.computed_at = monotonic()
+            return deliver(step, output, seconds)
+        except BaseException as error:
+            self.failed(step.slices, error)
+            if not isinstance(error, Exception):
+                raise
+            return []
+
+    def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
+        """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""
+        log.error("a batch of %d sequences failed", len(slices), exc_info=error)
+        if isinstance(error, DeviceLost):
+            self.device_lost = True
+        told = error if isinstance(error, BackendError | EngineStopped) else BackendError(str(error) or repr(error))
+        for part in slices:
+            part.request.fail(told)
+
+    def _observe(self, observer: Callable[..., None] | None, *event: Any) -> None:
+        if observer is None:
+            return
+        try:
+            observer(*event)
+        except Exception:
+            log.exception("an observer of passes failed")

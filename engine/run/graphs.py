@@ -1,0 +1,180 @@
+"""CUDA graphs of whole forward passes: captured at load, or beside eager passes, never while a request waits for the capture.
+
+All graphs share one memory pool and one place for results. They run one after the other on one stream, and the results of a
+pass are copied out before the next pass begins.
+"""
+
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from engine.heads.base import OutputHead
+from engine.run.batch import BatchShape
+from engine.run.network import Network, Results
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 160
+# Seconds that the captures at load may take. What is left is captured when a batch of its shape has come.
+MOST_CAPTURE_S = 2.5
+
+Heads = tuple[OutputHead, ...]
+Key = tuple[BatchShape, Heads]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A captured pass: fill `buffer`, replay, and read `results` before the next replay."""
+
+    graph: torch.cuda.CUDAGraph
+    buffer: Tensor
+    results: Results
+
+    def replay(self, staging: Tensor) -> Results:
+        self.buffer.copy_(staging, non_blocking=True)
+        self.graph.replay()
+        return self.results
+
+
+class Graphs:
+    """The graphs of one runner. `find` and `want` are for the runner's thread; captures later are in a thread of their own."""
+
+    def __init__(self, capture: Callable[[Key, bool], Graph], most: int = MAX_GRAPHS) -> None:
+        """`capture` makes a graph; its second argument says whether to run the pass eagerly first. It raises RuntimeError."""
+        self._capture, self._most = capture, most
+        self._graphs: dict[Key, Graph] = {}
+        self._given_up: set[Key] = set()
+        self._wanted: list[Key] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, key: Key) -> Graph | None:
+        return self._graphs.get(key)
+
+    def may_have(self, key: Key) -> bool:
+        """Whether the key has a graph or can get one."""
+        return key in self._graphs or (key not in self._given_up and len(self._graphs) < self._most)
+
+    def capture_all(self, keys: Iterable[Key], most_s: float = MOST_CAPTURE_S) -> None:
+        """Capture these in order, as many as the time allows."""
+        start = perf_counter()
+        for key in keys:
+            if perf_counter() - start > most_s or len(self._graphs) >= self._most:
+                return
+            self._try(key, eager_first=True)
+
+    def want(self, key: Key) -> None:
+        """Capture this beside the passes to come. A pass of the shape has just run eagerly, so its kernels are loaded."""
+        with self._lock:
+            if key in self._wanted or not self.may_have(key):
+                return
+            self._wanted.append(key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._capture_wanted, name="engine-graphs", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being captured."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+    def _capture_wanted(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._thread = None
+                    return
+                key = self._wanted[0]
+            self._try(key, eager_first=False)
+            with self._lock:
+                self._wanted.remove(key)
+
+    def _try(self, key: Key, eager_first: bool) -> None:
+        """A capture that fails costs its shape the graph and nothing else."""
+        try:
+            self._graphs[key] = self._capture(key, eager_first)
+        except RuntimeError as error:  # torch's OutOfMemoryError is one
+            self._given_up.add(key)
+            shape = key[0]
+            log.warning("no CUDA graph for %d tokens of %d sequences: %s", shape.num_tokens, shape.num_seqs, error)
+
+    def clear(self) -> None:
+        self.wait()
+        self._graphs.clear()
+        self._given_up.clear()
+
+
+class Capturer:
+    """Captures passes of one network on one device."""
+
+    def __init__(self, network: Network, device: torch.device, passes: torch.cuda.Stream) -> None:
+        """`passes`: the stream that passes run on."""
+        self._network, self._device, self._passes = network, device, passes
+        self._pool = torch.cuda.graph_pool_handle()
+        # A stream for captures alone. torch 2.13 frees a stream's cuBLAS workspace when any graph captured on the stream dies
+        # (pytorch#193402); taken during a capture, the workspace lies in the graphs' own pool. And pinned memory that is freed
+        # during a capture has an event recorded on the stream of the passes, not in the graph.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._results = torch.empty(0, device=device)
+
+    def __call__(self, key: Key, eager_first: bool) -> Graph:
+        """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
+        shape, heads = key
+        with torch.inference_mode(), torch.cuda.device(self._device):
+            with self._passes:
+                buffer = torch.zeros(shape.size, dtype=torch.int32, device=self._device)  # a batch of padding
+                batch = shape.view(buffer)
+                if eager_first:  # a capture can neither compile kernels nor load a library's
+                    self._network(batch, heads)
+                vectors, rows = self._place(shape, heads)
+            graph = torch.cuda.CUDAGraph()
+            with _no_collection(), self._stream:
+                if not eager_first:  # a capture cannot make a cuBLAS handle, and each thread has its own
+                    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+                # Not torch.cuda.graph: it empties the allocator's cache, and so gives back what `tune` has set aside.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    captured_vectors, captured_rows = self._network(batch, heads)
+                    vectors.copy_(captured_vectors)
+                    for row, captured in zip(rows, captured_rows, strict=True):
+                        row.copy_(captured)
+                    del captured_vectors, captured_rows  # kept, they would split the memory that the next graph needs whole
+                except BaseException:
+                    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # the graph is broken or empty
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        return Graph(graph, buffer, (vectors, rows))
+
+    def _place(self, shape: BatchShape, heads: Heads) -> Results:
+        """The place for a graph's results. Graphs made before a larger one keep the smaller place."""
+        shapes = self._network.result_shapes(shape, heads)
+        sizes = [rows * columns for rows, columns in shapes]
+        if self._results.numel() < sum(sizes):
+            self._results = self._results.new_empty(sum(sizes))
+        parts = torch.split(self._results[: sum(sizes)], sizes)
+        vectors, *rows = (part.view(each) for part, each in zip(parts, shapes, strict=True))
+        return vectors, rows
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector may free a graph of an engine that is gone. During a capture that would end the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,44 @@
+"""A loaded model and its heads: a packed batch in, vectors and other outputs out."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.errors import InvalidInput
+from engine.heads.base import OutputHead, Outputs, VectorHead
+from engine.model.base import Model
+from engine.model.config import OutputName
+from engine.run.batch import BatchShape, PackedBatch
+
+# The vectors [B, embedding_size], and the rows of each output head, all fp32 on the model's device.
+Results = tuple[Tensor, list[Tensor]]
+
+
+class Network:
+    """What a runner runs."""
+
+    def __init__(self, name: str, model: Model, vector_head: VectorHead, outputs: Outputs, embedding_size: int) -> None:
+        """`name` is for errors."""
+        self._name = name
+        self.model, self.vector_head, self.outputs, self._embedding_size = model, vector_head, outputs, embedding_size
+
+    def heads(self, names: Sequence[OutputName]) -> tuple[OutputHead, ...]:
+        """Raises: InvalidInput for an output that the model does not give."""
+        if unknown := [name for name in names if name not in self.outputs]:
+            raise InvalidInput(f"{self._name} has no output {', '.join(unknown)}; it gives {', '.join(self.outputs)}")
+        return tuple(self.outputs[name] for name in names)
+
+    def __call__(self, batch: PackedBatch, heads: Sequence[OutputHead]) -> Results:
+        pooled_only = self.vector_head.reads_pooled_rows and not heads
+        hidden = self.model.forward(batch, pooled_only)
+        vectors = self.vector_head(hidden, batch, pooled_only)
+        return vectors, [head(hidden, vectors, batch) for head in heads]
+
+    def wide_values(self, shape: BatchShape, heads: Sequence[OutputHead]) -> int:
+        """How many numbers a pass gives besides vectors of a usual width."""
+        of_tokens = shape.num_tokens * sum(head.width for head in heads)
+        return of_tokens + (shape.num_seqs * self._embedding_size if self.vector_head.is_wide else 0)
+
+    def result_shapes(self, shape: BatchShape, heads: Sequence[OutputHead]) -> list[tuple[int, int]]:
+        """Of the vectors and of each head's rows, where no head `takes_spans`."""
+        return [(shape.num_seqs, self._embedding_size), *((shape.num_tokens, head.width) for head in heads)]

@@ -1,0 +1,126 @@
+"""What a GPU engine finds out at load by running: its token budget, where CUDA graphs pay, and the longest input that fits.
+
+The memory of the largest pass and of the longest input is taken now and kept by torch's allocator. A later batch cannot fail
+for it, and a second engine on the card sees what is left.
+"""
+
+import logging
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from engine.errors import OutOfMemory
+from engine.model.config import ModelConfig
+from engine.model.footprint import MOST_BATCH_TOKENS, body_parameters, most_graph_tokens
+from engine.options import TokenIds
+from engine.run.cuda import CudaRunner
+
+log = logging.getLogger(__name__)
+
+_BUDGETS = (1024, 2048, 4096, 8192, MOST_BATCH_TOKENS)
+# Networks whose layers are smaller than this, or in 8 bits, fill an H200 with 16,384 tokens a pass; others with 8,192. The 4B in
+# float8 does 138 thousand tokens/s with 4,096, and 146 with 16,384 (loadtests/results/engine.md).
+_SMALL_BODY = 200_000_000
+# A query may wait for a whole pass of other work. A slower card gets smaller passes.
+_MOST_PASS_S = 0.25
+_TEXT_TOKENS = 200  # of a typical text
+
+
+def tune(
+    runner: CudaRunner, config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int | None, max_batch_seqs: int | None
+) -> int:
+    """Prepare the runner for requests; returns the token budget, or the one given.
+
+    Raises: OutOfMemory where not even a small pass fits beside the weights.
+    """
+    return _Trials(runner, config, dtype).tune(max_batch_tokens, max_batch_seqs)
+
+
+def first_budget(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The token budget to try first. It follows from the model alone, so that two starts on one card choose the same."""
+    is_light = dtype.itemsize == 1 or body_parameters(config) <= _SMALL_BODY
+    return MOST_BATCH_TOKENS if is_light else MOST_BATCH_TOKENS // 2
+
+
+class _Trials:
+    def __init__(self, runner: CudaRunner, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._runner, self._config, self._dtype = runner, config, dtype
+        self._longest = config.max_input_length
+
+    def tune(self, max_batch_tokens: int | None, max_batch_seqs: int | None) -> int:
+        runner = self._runner
+        budget = max_batch_tokens or self._find_budget()
+        graph_tokens = 0
+        if runner.packer.tiling is not None:  # the reference attention walks the lengths on the host
+            graph_tokens = min(self._find_graph_limit(), budget)
+        torch.cuda.empty_cache()  # the trials leave memory of other sizes behind; so the largest pass comes first now
+        runner.longest_input = self._longest
+        while runner.longest_input > budget and not self._fits([runner.longest_input]):
+            log.warning("an input of %d tokens does not fit into what this GPU has left", runner.longest_input)
+            runner.longest_input = max(budget, runner.longest_input // 2)
+        self._fits(self._typical(budget))
+        self._fits([1] * min(budget, max_batch_seqs or 4096))
+        if graph_tokens:
+            runner.graphs.capture_all((shape, ()) for shape in runner.packer.graph_shapes(graph_tokens))
+            runner.max_graph_tokens = graph_tokens
+            self._fits([min(16, self._longest)])
+        return budget
+
+    def _find_budget(self) -> int:
+        """The first budget that fits and whose pass is not too long."""
+        first = first_budget(self._config, self._dtype)
+        for budget in (each for each in reversed(_BUDGETS) if each <= first):
+            lengths = self._typical(budget)
+            if not self._fits(lengths):
+                continue
+            texts = self._texts(lengths)
+            if budget == _BUDGETS[0] or median(self._runner.launch(texts).wait().device_s for _ in range(3)) <= _MOST_PASS_S:
+                return budget
+        raise OutOfMemory(f"a batch of {_BUDGETS[0]} tokens does not fit beside the weights; free memory on this GPU")
+
+    def _find_graph_limit(self) -> int:
+        """Graphs pay while launching the kernels one by one takes a third of their time or more; above that, padding costs more.
+
+        A third, because a long launch leaves gaps at its start: the 8B's 512 tokens take 12.4 ms as a graph, 13.2 ms without.
+        And a launch lets go of the interpreter at each kernel, a graph's launch once.
+        """
+        most = most_graph_tokens(self._config, self._dtype)
+        for tokens in (*reversed(_BUDGETS), 512):
+            lengths = self._typical(tokens)
+            if tokens > most or not self._fits(lengths):
+                continue
+            texts = self._texts(lengths)
+            seconds = [self._launch_seconds(texts) for _ in range(3)]
+            if min(whole for _, whole in seconds) < 3 * min(queued for queued, _ in seconds):
+                return tokens
+        return 256
+
+    def _launch_seconds(self, texts: list[TokenIds]) -> tuple[float, float]:
+        """Seconds until one pass is queued, and until it has ended."""
+        start = perf_counter()
+        flight = self._runner.launch(texts)
+        queued = perf_counter() - start
+        flight.wait()
+        return queued, perf_counter() - start
+
+    def _fits(self, lengths: Sequence[int]) -> bool:
+        try:
+            self._runner.launch(self._texts(lengths)).wait()
+        except OutOfMemory:
+            torch.cuda.empty_cache()
+            return False
+        return True
+
+    def _typical(self, num_tokens: int) -> list[int]:
+        """Lengths of typical texts with `num_tokens` tokens in all."""
+        length = min(_TEXT_TOKENS, self._longest)
+        return [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
+
+    def _texts(self, lengths: Sequence[int]) -> list[TokenIds]:
+        """No two begin alike: a prefix that they shared would be computed once."""
+        return [
+            np.arange(index, index + length, dtype=np.int32) % self._config.vocab_size for index, length in enumerate(lengths)
+        ]

@@ -1,0 +1,62 @@
+"""How fast the device computes: seconds and tokens/s of its passes, learnt from the passes themselves.
+
+The engine reports for each pass how long the device took, by the device's own events. A thread that wakes up late does
+not change that figure. A pause in the middle of a launch does, so the slowest and the fastest passes are left out.
+"""
+
+from collections import deque
+
+# The passes of one size that an average is taken over. A quarter of them is left out at either end.
+_WINDOW = 16
+# A size that none of so many passes had is forgotten: traffic has changed, and the card may have.
+_FORGOTTEN_AFTER = 1_000
+# Passes below 512 tokens take as long as a launch or as reading the weights. They say little about a full pass.
+_LARGE_BITS = 10
+
+
+class Rates:
+    """Averages by size of pass. A size is the number of bits of the pass's number of tokens."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0  # of the best size; 0 before the first pass
+        self.large_tokens_per_s = 0.0  # of the best size from 512 tokens on; 0 before the first such pass
+        self.pass_s = 0.0  # of the quickest size; 0 before the first pass
+        self.busy_s = 0.0  # that the device has computed, in all
+        self._num_passes = 0
+        self._sizes: dict[int, _Size] = {}
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Count a pass that has succeeded. `seconds` is the device's own time for the pass; 0 is no measurement."""
+        if seconds <= 0:
+            return
+        self.busy_s += seconds
+        self._num_passes += 1
+        size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
+        size.add(num_tokens, seconds, self._num_passes)
+        self._sizes = {bits: each for bits, each in self._sizes.items() if self._num_passes - each.last < _FORGOTTEN_AFTER}
+        self.tokens_per_s = max(each.tokens_per_s for each in self._sizes.values())
+        large = (each.tokens_per_s for bits, each in self._sizes.items() if bits >= _LARGE_BITS)
+        self.large_tokens_per_s = max(large, default=0.0)
+        self.pass_s = min(each.seconds for each in self._sizes.values())
+
+    def seconds(self, num_tokens: int) -> float:
+        """Seconds that a pass of about as many tokens takes; 0 where none was measured."""
+        size = self._sizes.get(num_tokens.bit_length())
+        return 0.0 if size is None else size.seconds
+
+
+class _Size:
+    """The last passes of one size."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s, self.seconds, self.last = 0.0, 0.0, 0
+        self._passes: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)  # (seconds a token, tokens, seconds)
+
+    def add(self, num_tokens: int, seconds: float, number: int) -> None:
+        self.last = number
+        self._passes.append((seconds / num_tokens, num_tokens, seconds))
+        left_out = len(self._passes) // 4
+        kept = sorted(self._passes)[left_out : len(self._passes) - left_out]
+        total_s = sum(each[2] for each in kept)
+        self.tokens_per_s = sum(each[1] for each in kept) / total_s
+        self.seconds = total_s / len(kept)

@@ -1,0 +1,141 @@
+"""When the next pass starts and what it computes: the queue, the passes under way, and the device's rates. No torch here.
+
+On a GPU two passes are under way: while one computes, the next is scheduled and queued behind it. A pass that would not fill
+the token budget is scheduled as late as the device allows, so that requests that arrive meanwhile still join it.
+"""
+
+from collections import deque
+from contextlib import AbstractContextManager
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
+from engine.schedule.queue import Queue
+from engine.schedule.rates import Rates
+from engine.schedule.request import Request, Slice
+
+# The next pass is scheduled this long before the running one should end, besides the time that a launch takes.
+_MARGIN_S = 0.0005
+# Tokens/s before any pass was measured.
+_TOKENS_PER_S = 1_000.0
+
+
+class Scheduler:
+    """Hold `lock` to call anything here."""
+
+    def __init__(
+        self, max_batch_tokens: int, max_batch_seqs: int | None, most_in_flight: int, lock: AbstractContextManager[Any]
+    ) -> None:
+        """`most_in_flight`: passes that may be under way at once."""
+        self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
+        self.rates = Rates()
+        self.free_at = 0.0  # when the device should have finished the passes under way, by `perf_counter`
+        self.running_tokens = 0
+        self._most_in_flight = most_in_flight
+        self._in_flight: deque[float] = deque()  # seconds foreseen for each pass, in order
+        self._launch_s = 0.0
+        self._alone: deque[Slice] = deque()  # sequences to compute again, each in a pass of its own
+        self._was_alone = False
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits for a pass."""
+        return bool(len(self.queue) or self._alone)
+
+    @property
+    def running_s(self) -> float:
+        """Seconds that the passes under way take as a whole, at the measured rate."""
+        return self.running_tokens / (self.rates.tokens_per_s or _TOKENS_PER_S)
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds that the queue takes at the measured rate; 0 before the first pass."""
+        return self.queue.num_tokens / self.rates.tokens_per_s if self.rates.tokens_per_s else 0.0
+
+    def add(self, request: Request) -> None:
+        """Queue a request. A request that nobody can compute, or not in time, hears so at once."""
+        if not request.sequences:
+            request.fail(InvalidInput("a request without inputs"))
+        elif not all(map(len, request.sequences)):
+            empty = next(index for index, ids in enumerate(request.sequences) if not len(ids))
+            request.fail(InvalidInput(f"input {empty} has no tokens"))
+        elif request.deadline == inf or self._is_in_reach(request):
+            self.queue.add(request)
+
+    def _is_in_reach(self, request: Request) -> bool:
+        """Whether the request can be done in time at the measured rate; if not, the request hears so.
+
+        With nothing before it a request always is: rates are learnt from passes, and nothing else would correct a wrong one.
+        """
+        now = perf_counter()
+        ahead = self.queue.tokens_ahead(request)
+        under_way_s = max(0.0, self.free_at - now) if self._in_flight else 0.0
+        rate = self.rates.tokens_per_s
+        if not rate or not (ahead or under_way_s):
+            return True
+        predicted_s = under_way_s + (ahead + request.num_tokens) / rate
+        if now + predicted_s <= request.deadline:
+            return True
+        request.fail(DeadlineOutOfReach(predicted_s, max(0.0, request.deadline - now)))
+        return False
+
+    def add_alone(self, part: Slice) -> None:
+        """Compute a slice again, with nothing beside it."""
+        self._alone.append(part)
+
+    def wait_s(self, now: float) -> float | None:
+        """Seconds until the next pass is to be scheduled; None where only an arrival or the end of a pass changes anything."""
+        if not self.has_work or len(self._in_flight) >= self._most_in_flight:
+            return None
+        if not self._in_flight or self._alone or self.queue.interactive.num_tokens >= self.queue.max_batch_tokens:
+            return 0.0  # batch requests alone wait for the last moment: what is launched stands before whoever comes next
+        return self.free_at - self._launch_s - _MARGIN_S - now
+
+    def schedule(self, now: float) -> list[Slice]:
+        """The slices of the next pass; none where all that waited is over.
+
+        Every other pass at the most is one of `add_alone`, so that these hold up nobody for long.
+        """
+        if not (self._was_alone and len(self.queue)):
+            while self._alone:
+                part = self._alone.popleft()
+                if part.request.deadline <= now:
+                    part.request.fail(DeadlinePassed("the request's deadline passed while it was computed again"))
+                if not part.request.future.done():
+                    self._was_alone = True
+                    return [part]
+        self._was_alone = False
+        return self.queue.schedule(now)
+
+    def started(self, num_tokens: int, now: float) -> None:
+        """A pass begins to be launched."""
+        self._in_flight.append(self.rates.seconds(num_tokens))
+        self.running_tokens += num_tokens
+        self.free_at = max(self.free_at, now) + self._in_flight[-1]
+
+    def launched(self, launch_s: float) -> None:
+        """The pass that began last is launched, and `launch_s` is how long that took."""
+        self._launch_s = 0.9 * self._launch_s + 0.1 * launch_s if self._launch_s else launch_s
+
+    def ended(self, num_tokens: int, device_s: float, now: float) -> None:
+        """The oldest pass under way has ended. `device_s` is its time on the device; 0 where it failed."""
+        self._in_flight.popleft()
+        self.running_tokens -= num_tokens
+        self.free_at = now + sum(self._in_flight)
+        self.rates.add(num_tokens, device_s)
+
+    def abandoned(self, num_tokens: int) -> None:
+        """The pass that began last could not be launched."""
+        self.free_at -= self._in_flight.pop()
+        self.running_tokens -= num_tokens
+
+    def drain(self) -> list[Request]:
+        """Take out everything that waits, to tell the callers that nobody will compute it."""
+        alone = [part.request for part in self._alone]
+        self._alone.clear()
+        return [*self.queue.drain(), *alone]

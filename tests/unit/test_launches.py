@@ -1,0 +1,261 @@
+"""Arguments of launches: each kernel's signature is read from its source, and a launch that does not fit it is refused.
+
+A stand-in for the compiled kernel checks the arguments that each launcher and each family passes, on a CPU.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda.core import TensorMapDescriptor
+from engine.run.tiles import Tiling, hopper_shape, tile_shapes
+
+from engine import BackendError, Engine, kernels
+from engine.kernels import report
+from engine.kernels.activation import activation_defines
+from engine.kernels.attention import attention_defines
+from engine.kernels.compile import _SOURCES
+from engine.kernels.embed import embed_defines
+from engine.kernels.few_rows import few_rows, few_rows_shape
+from engine.kernels.gemm_hopper import gemm_hopper
+from engine.kernels.launch import Kernel
+from engine.kernels.norm import norm_defines
+from engine.kernels.quantize import quantize, quantize_defines
+from engine.kernels.signature import entries, signature
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+SOURCES = sorted(path.stem for path in _SOURCES.glob("*.cu"))
+LAUNCHERS = (
+    "activation",
+    "attention",
+    "attention_hopper",
+    "embed",
+    "few_rows",
+    "gemm_hopper",
+    "norm",
+    "pool",
+    "quantize",
+    "rope",
+)
+
+
+def test_every_entry_of_every_source_has_a_signature() -> None:
+    seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
+    assert len(seen) == 14
+    for variant in report.variants((9, 0)):
+        for entry in entries(variant.source):
+            seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
+    assert all(seen.values()), "each source has a variant, and no entry is without parameters"
+
+
+def test_a_signature_holds_what_the_macros_make_of_the_source() -> None:
+    def told(source: str, entry: str, defines: Mapping[str, int]) -> list[str]:
+        return [str(each) for each in signature(source, entry, defines).parameters]
+
+    assert told("activation", "gelu", activation_defines(96, FP16)) == [
+        "x as a tensor of float16, contiguous", "bias as a tensor of float16, contiguous", "num_rows as a whole number",
+    ]  # fmt: skip
+    shape = tile_shapes(64, (9, 0))[0]
+    q, k, v, out, *_, bias, reach = told("attention", "attention", attention_defines(64, 1, BF16, shape, e4m3=True))
+    assert q == "q as a tensor of bfloat16, of contiguous rows"
+    assert (k[2:], v[2:]) == (q[2:], q[2:])
+    assert out == "out as a tensor of float8_e4m3fn, of contiguous rows"
+    assert (bias, reach) == ("bias as a tensor of float32, contiguous", "reach as a whole number")
+    values = told("quantize", "quantize", quantize_defines(64, BF16, torch.int8))[3]
+    assert values == "values as a tensor of int8, contiguous"
+
+
+X, WEIGHT, ROWS, EPS = torch.ones(3, 64, dtype=BF16), torch.ones(64, dtype=BF16), 3, np.float32(1e-6)
+FITTING = (X, None, None, WEIGHT, None, torch.empty_like(X), ROWS, EPS)
+
+
+def test_arguments_that_fit_become_addresses() -> None:
+    values = signature("norm", "add_norm", norm_defines(64, BF16, False, False, 0)).values(FITTING)
+    assert values == [X.data_ptr(), 0, 0, WEIGHT.data_ptr(), 0, FITTING[5].data_ptr(), 3, EPS]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("at", "argument", "message"),
+    [
+        (0, X.half(), "x as a tensor of bfloat16, contiguous, got a tensor of float16, shape (3, 64), strides (64, 1)"),
+        (0, X[:, ::2], "x as a tensor of bfloat16, contiguous, got a tensor of bfloat16, shape (3, 32), strides (64, 2)"),
+        (3, WEIGHT.float(), "weight as a tensor of bfloat16, contiguous, got a tensor of float32, shape (64,), strides (1,)"),
+        (3, 1 << 40, "weight as a tensor of bfloat16, contiguous, got 1099511627776 of type int"),
+        (6, X, "num_rows as a whole number, got a tensor of bfloat16, shape (3, 64), strides (64, 1)"),
+        (6, 3.0, "num_rows as a whole number, got 3.0 of type float"),
+        (6, None, "num_rows as a whole number, got None of type NoneType"),
+        (7, 1e-6, "eps as a numpy.float32, got 1e-06 of type float"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_refused_by_name(at: int, argument: object, message: str) -> None:
+    arguments = [*FITTING[:at], argument, *FITTING[at + 1 :]]
+    with pytest.raises(BackendError) as caught:
+        signature("norm", "add_norm", norm_defines(64, BF16, False, False, 0)).values(arguments)
+    assert str(caught.value) == f"kernel add_norm takes {message}"
+
+
+@pytest.mark.parametrize("arguments", [FITTING[:-1], (*FITTING, 1), ()])
+def test_too_few_and_too_many_arguments_are_refused(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(BackendError) as caught:
+        signature("norm", "add_norm", norm_defines(64, BF16, False, False, 0)).values(arguments)
+    names = "x, residual, bias, weight, shift, out, num_rows, eps"
+    assert str(caught.value) == f"kernel add_norm takes 8 arguments ({names}), got {len(arguments)}"
+
+
+def test_a_kernel_checks_before_it_launches() -> None:
+    kernel = object.__new__(Kernel)  # nothing is compiled: there need not be a GPU
+    kernel._signature = signature("norm", "add_norm", norm_defines(64, BF16, False, False, 0))
+    with pytest.raises(BackendError, match="kernel add_norm takes 8 arguments"):
+        kernel(1, X)
+
+
+def test_strided_rows_are_taken_where_the_kernel_is_given_their_stride() -> None:
+    takes = signature("quantize", "quantize", quantize_defines(64, BF16, torch.int8))
+    wide = torch.ones(3, 128, dtype=BF16)
+    others = (None, None, torch.empty(3, 64, dtype=torch.int8), torch.empty(3), 3, 128, EPS)
+    assert takes.values((wide[:, 64:], *others))[0] == wide.data_ptr() + 128
+    with pytest.raises(BackendError, match=r"takes x as a tensor of bfloat16, of contiguous rows, got .* strides \(128, 2\)"):
+        takes.values((wide[:, ::2], *others))
+    takes = signature("embed", "embed", embed_defines(64, False, BF16))
+    with pytest.raises(BackendError, match="takes words as a tensor of bfloat16, contiguous"):
+        takes.values((torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32), wide[:, 64:], None, X, 3, 3))
+
+
+class FakeKernel:
+    """Checks its arguments as `Kernel` does, and computes nothing."""
+
+    launched: set[tuple[str, str]]
+    launches: list[tuple[int | tuple[int, ...], list[object]]]  # grids and values
+
+    def __init__(self, source: str, entry: str, defines: Mapping[str, int], *_: Any) -> None:
+        self.name, self.signature = (source, entry), signature(source, entry, defines)
+
+    def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
+        FakeKernel.launches.append((grid, self.signature.values(arguments)))
+        FakeKernel.launched.add(self.name)
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """Every launcher launches a fake, whatever device its tensors are on. Gives the kernels launched."""
+    modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear")]
+    made = [getattr(module, name) for module in modules for name in ("_kernel", "_made") if hasattr(module, name)]
+    caches = [each for each in made if hasattr(each, "cache_clear")]
+    assert len(caches) == len(LAUNCHERS)
+    stand_ins: dict[str, Any] = {
+        "Kernel": FakeKernel,
+        "runs_on": lambda x: x.dtype in (BF16, FP16),
+        "num_sms": lambda device: 132,
+        "tensor_map": lambda x, rows: TensorMapDescriptor.__new__(TensorMapDescriptor),
+    }
+    for module in modules:
+        for name, stand_in in stand_ins.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    FakeKernel.launched, FakeKernel.launches = set(), []
+    for each in caches:
+        each.cache_clear()
+    yield FakeKernel.launched
+    for each in caches:
+        each.cache_clear()
+
+
+def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> None:
+    ids, qkv = torch.zeros(3, dtype=torch.int32), torch.ones(3, 8, 128, dtype=BF16)
+    q, k, v = qkv.split((4, 2, 2), dim=1)  # type: ignore[no-untyped-call]
+    table, weight, wide = torch.ones(9, 64, 2), torch.ones(128, dtype=BF16), torch.ones(3, 128, dtype=BF16)
+    tiles, bounds = torch.tensor([[0, 3]], dtype=torch.int32), torch.tensor([[0, 3]] * 3, dtype=torch.int32)
+    kernels.embed(ids, ids, wide, wide)
+    kernels.embed(ids, ids, wide)
+    kernels.rope(qkv, table, ids, 4)
+    kernels.norm_rope(qkv, weight, weight, table, ids, 1e-6, 4)
+    kernels.rms_norm(wide, weight, 1e-6, wide.clone())
+    kernels.layer_norm(wide, weight, weight, 1e-6, weight, wide.clone())
+    kernels.swiglu(wide)
+    kernels.geglu(wide)
+    kernels.geglu(wide, tanh=True)
+    kernels.gelu(wide, weight)
+    kernels.pool_mean(wide, torch.tensor([0, 3], dtype=torch.int32))
+    wgmma = hopper_shape(128, (9, 0))
+    assert wgmma is not None
+    for dtype in (None, E4M3):
+        for each in (tiles, tiles.repeat(1, 2)):
+            kernels.attention(q, k, v, each, tile_shapes(128, (9, 0))[0], bounds, True, dtype=dtype)
+            kernels.attention(q, k, v, each, wgmma, bounds, True, dtype=dtype)
+    kernels.attention(q, k, v, tiles, tile_shapes(128, (9, 0))[0], bounds, False, bias=torch.ones(4, 9))
+    for kind in (E4M3, torch.int8):
+        quantize(wide, kind, norm=weight, pending=wide.clone())
+        quantize(wide, kind, gated=True)
+        quantize(qkv.flatten(1)[:, :128], kind)
+    x, w, scale = torch.ones(3, 1024, dtype=BF16), torch.ones(4096, 1024, dtype=BF16), torch.ones(3)
+    shape = few_rows_shape(4096, 1024, 8, False, 132)
+    assert shape is not None
+    few_rows(x, w, shape, norm=torch.ones(1024, dtype=BF16))
+    gemm_hopper(x, w, "swiglu")
+    gemm_hopper(x.half(), w.half(), "residual", torch.ones(3, 4096, dtype=FP16))
+    shape = few_rows_shape(4096, 1024, 8, False, 132, itemsize=1)
+    assert shape is not None
+    for kind in (E4M3, torch.int8):
+        scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
+        few_rows(x.to(kind), w.to(kind), shape, "swiglu", **scales)  # type: ignore[arg-type]
+        gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
+    expected = {(source, entry) for source in SOURCES for entry in entries(source)}
+    assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"
+
+
+def test_a_norm_of_strided_rows_is_refused(fake_kernels: set[tuple[str, str]]) -> None:
+    wide, weight = torch.ones(3, 128, dtype=BF16), torch.ones(64, dtype=BF16)
+    for call in (
+        lambda: kernels.rms_norm(wide[:, :64], weight, 1e-6),
+        lambda: kernels.rms_norm(X, weight, 1e-6, residual=wide[:, :64]),
+        lambda: kernels.layer_norm(wide[:, 64:], weight, weight, 1e-6),
+        lambda: kernels.rms_norm(X, weight.float(), 1e-6),
+    ):
+        with pytest.raises(BackendError, match=r"^kernel add_norm takes (x|residual|weight) as a tensor of bfloat16, contiguous"):
+            call()
+    assert not fake_kernels
+
+
+@pytest.mark.parametrize("width", [2, 4], ids=["plain", "prefixes"])
+@pytest.mark.parametrize("num_tiles", [65_535, 65_536, 200_000])
+def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width: int, fake_kernels: set[tuple[str, str]]) -> None:
+    """`pooled_tiles` of a pass of short sequences: a grid's y is at most 65,535."""
+    q, k, v = torch.ones(3, 8, 128, dtype=BF16).split((4, 2, 2), dim=1)  # type: ignore[no-untyped-call]
+    tiles, bounds = torch.zeros(num_tiles, width, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    kernels.attention(q, k, v, tiles, tile_shapes(128, (9, 0))[0], bounds, True)
+    at = tiles.data_ptr()
+    for (heads, count), values in FakeKernel.launches:  # type: ignore[misc]
+        assert heads == 2
+        assert count <= 65_535
+        assert values[4] == at, "a launch begins where the launch before it ended"
+        at += count * width * 4
+    assert at == tiles.data_ptr() + tiles.nbytes
+
+
+# Families with unusual tensors: biases of scores, norms of parts of QKV, windows. Our attention takes these head dimensions.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mpnet": {"hidden_size": 128},
+    "qwen3": {},
+    "jina_bert_code": {"hidden_size": 128},
+    "modernbert": {"hidden_size": 128},
+    "gemma3": {"head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_a_family_launches_fits(kind: str, tiny: Callable[..., Path], request: pytest.FixtureRequest) -> None:
+    engine = Engine.load(tiny(kind, **FAMILIES[kind]), dtype="bfloat16", device="cpu")
+    launched = request.getfixturevalue("fake_kernels")
+    config, model = engine.config, engine.model
+    group = config.n_heads // config.n_kv_heads
+    tiling = Tiling(config.head_dim, group, config.n_kv_heads, (9, 0), 132, config.causal, model.biases_scores)
+    texts = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 1, 20)]  # longer ones take another path on a CPU
+    with torch.inference_mode():
+        hidden = model.forward(replace(engine.packer, tiling=tiling).pack(texts))
+    assert hidden.shape == (30, config.hidden_size)
+    assert {("embed", "embed"), ("norm", "add_norm"), ("attention", "attention")} <= launched

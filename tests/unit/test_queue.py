@@ -1,0 +1,256 @@
+"""The queue's promises, over arbitrary arrivals: order, budget, fairness, priority, deadlines, cancelled requests."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.errors import DeadlinePassed
+from engine.options import EmbedOptions, Priority
+from engine.schedule.queue import BATCH_WAITS_S, Queue
+from engine.schedule.request import Request, Slice
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+arrivals = st.lists(lengths, max_size=12)
+
+
+def request(sizes: Sequence[int], priority: Priority = "interactive", at: float = 0.0, deadline: float = inf) -> Request:
+    return Request([np.zeros(size, dtype=np.int32) for size in sizes], EmbedOptions(), priority, deadline, submitted_at=at)
+
+
+def filled(requests: Sequence[Request], budget: int, most: int | None = None) -> Queue:
+    queue = Queue(budget, most)
+    for each in requests:
+        queue.add(each)
+    return queue
+
+
+def drained(queue: Queue) -> list[list[Slice]]:
+    passes = []
+    while slices := queue.schedule(0.0):
+        passes.append(slices)
+    return passes
+
+
+def tokens(slices: Sequence[Slice]) -> int:
+    return sum(part.stop - part.start for part in slices)
+
+
+@given(arrivals, st.integers(1, 100))
+def test_every_sequence_is_scheduled_once_and_whole(sizes: list[list[int]], budget: int) -> None:
+    requests = [request(each) for each in sizes]
+    queue = filled(requests, budget)
+    out: dict[int, list[int]] = {id(each): [] for each in requests}
+    for part in (part for slices in drained(queue) for part in slices):
+        assert (part.start, part.stop) == (0, len(part.request.sequences[part.sequence]))
+        out[id(part.request)].append(part.sequence)
+    assert list(out.values()) == [list(range(len(each))) for each in sizes]
+    assert len(queue) == queue.num_tokens == queue.num_inputs == 0
+
+
+@given(arrivals, st.integers(1, 100))
+def test_a_pass_keeps_the_budget_unless_one_sequence_alone_exceeds_it(sizes: list[list[int]], budget: int) -> None:
+    for slices in drained(filled([request(each) for each in sizes], budget)):
+        assert tokens(slices) <= budget or len(slices) == 1
+
+
+@given(arrivals, st.integers(1, 100), st.integers(1, 5))
+def test_a_pass_has_no_more_sequences_than_allowed(sizes: list[list[int]], budget: int, most: int) -> None:
+    requests = [request(each, "batch" if number % 2 else "interactive") for number, each in enumerate(sizes)]
+    passes = drained(filled(requests, budget, most))
+    assert all(len(slices) <= most for slices in passes)
+    assert sum(map(len, passes)) == sum(map(len, sizes))
+
+
+@given(arrivals, st.integers(1, 100))
+def test_no_pass_ends_while_the_next_sequence_would_fit(sizes: list[list[int]], budget: int) -> None:
+    for slices, following in pairwise(drained(filled([request(each) for each in sizes], budget))):
+        assert tokens(slices) + tokens(following[:1]) > budget
+
+
+@given(arrivals, st.integers(1, 100), st.data())
+def test_a_cancelled_request_counts_no_longer_and_is_never_scheduled(
+    sizes: list[list[int]], budget: int, data: st.DataObject
+) -> None:
+    requests = [request(each) for each in sizes]
+    gone = [each for each in requests if data.draw(st.booleans())]
+    queue = filled(requests, budget)
+    first = queue.schedule(0.0)
+    for each in gone:
+        each.future.cancel()
+    assert queue.num_tokens == sum(each.waiting_tokens for each in requests if each not in gone)
+    assert len(queue) == sum(not each.is_scheduled for each in requests if each not in gone)
+    later = drained(queue)
+    assert not [part for slices in later for part in slices if part.request in gone]
+    scheduled = {id(part.request) for slices in [first, *later] for part in slices}
+    assert scheduled >= {id(each) for each in requests if each not in gone}
+    assert queue.num_tokens == 0
+
+
+def test_many_cancelled_requests_leave_the_queue_at_once() -> None:
+    live, gone = request([8]), [request([8]) for _ in range(1000)]
+    queue = filled([live, *gone], 8)
+    for each in gone:
+        each.future.cancel()
+    assert len(queue.interactive._requests) < 200
+    assert [part.request for part in queue.schedule(0.0)] == [live]
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(8, 200))
+def test_requests_share_the_tokens(sizes: list[int], budget: int) -> None:
+    """Of requests that wait throughout, none has had more than a round's share and one sequence more than another."""
+    requests = [request([size] * 200) for size in sizes]
+    queue = filled(requests, budget)
+    served = dict.fromkeys(map(id, requests), 0)
+    while True:
+        for part in queue.schedule(0.0):
+            served[id(part.request)] += part.stop - part.start
+        if any(each.is_scheduled for each in requests):
+            return
+        assert max(served.values()) - min(served.values()) <= queue.interactive.quantum + 2 * max(sizes)
+
+
+@given(st.lists(lengths, min_size=1, max_size=12), st.integers(1, 20))
+def test_a_short_request_waits_for_a_share_of_each_request_before_it(sizes: list[list[int]], size: int) -> None:
+    queue = filled([request(each * 20) for each in sizes], 64)
+    short = request([size])
+    most = len(sizes) * (queue.interactive.quantum + 60)
+    assert queue.tokens_ahead(short) <= queue.num_tokens
+    queue.add(short)
+    before = 0
+    while not short.is_scheduled:
+        before += tokens(queue.schedule(0.0))
+    assert before <= most + size + 64  # the rest of the short request's pass may be of others
+
+
+@given(st.integers(1, 50), st.lists(st.integers(1, 20), min_size=1, max_size=30))
+def test_a_long_sequence_waits_for_one_pass_at_most(budget: int, later: list[int]) -> None:
+    """Short sequences that keep arriving never overtake it."""
+    long = request([1000])
+    queue = filled([request([1]), long], budget)
+    first = queue.schedule(0.0)
+    for size in later:
+        queue.add(request([size]))
+    assert long in [part.request for part in first] or [part.request for part in queue.schedule(0.0)] == [long]
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests of both priorities come, are cancelled and run out of time between passes; each pass keeps every promise."""
+
+    @initialize(budget=st.integers(1, 100))
+    def start(self, budget: int) -> None:
+        self.queue, self.now = Queue(budget), 0.0
+        self.requests: list[Request] = []
+        self.batch_waits_since = 0.0
+
+    @rule(sizes=lengths, priority=st.sampled_from(["interactive", "batch"]), left_s=st.just(inf) | st.floats(0.1, 30))
+    def arrive(self, sizes: list[int], priority: Priority, left_s: float) -> None:
+        self.requests.append(request(sizes, priority, self.now, self.now + left_s))
+        self.queue.add(self.requests[-1])
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if waiting := [each for each in self.requests if not each.future.done()]:
+            data.draw(st.sampled_from(waiting)).future.cancel()
+
+    @rule(seconds=st.floats(0, 12))
+    def schedule(self, seconds: float) -> None:
+        self.now += seconds
+        alive = [each for each in self.requests if not each.future.done()]
+        scheduled_before = {id(each): each.num_scheduled for each in alive}
+        waiting = [each for each in self.waiting("batch") if each.deadline > self.now]
+        batch_first = bool(waiting) and self.now - self.batch_waits_since > BATCH_WAITS_S
+        slices = self.queue.schedule(self.now)
+        for each in alive:
+            is_late = each.deadline <= self.now and scheduled_before[id(each)] < len(each.sequences)
+            assert each.future.done() == is_late
+            if is_late:
+                assert isinstance(each.future.exception(), DeadlinePassed)
+        for part in slices:
+            assert part.request in alive
+            assert not part.request.future.done()
+            assert part.sequence == scheduled_before[id(part.request)]
+            scheduled_before[id(part.request)] += 1
+        if any(part.request.priority == "batch" for part in slices):
+            self.batch_waits_since = self.now
+        self.check_room(slices, batch_first and all(self.now - each.submitted_at > BATCH_WAITS_S for each in waiting))
+
+    def check_room(self, slices: list[Slice], batch_first: bool) -> None:
+        budget = self.queue.max_batch_tokens
+        assert tokens(slices) <= budget or len(slices) == 1
+        first: Priority = "batch" if batch_first else "interactive"
+        if front := self.front(first):  # what goes first leaves nothing that fits
+            taken = tokens([part for part in slices if part.request.priority == first])
+            assert taken or batch_first or self.batch_went_first(slices)
+            assert tokens(slices) + front > budget
+        for priority in ("interactive", "batch"):
+            if front := self.front(priority):  # type: ignore[arg-type]
+                assert tokens(slices) + front > budget
+
+    def batch_went_first(self, slices: list[Slice]) -> bool:
+        return bool(slices) and slices[0].request.priority == "batch"
+
+    def front(self, priority: Priority) -> int:
+        """Tokens of the sequence that is next; 0 where none waits."""
+        queue = self.queue.interactive if priority == "interactive" else self.queue.batch
+        front = queue._front()
+        return 0 if front is None else len(front.sequences[front.num_scheduled])
+
+    def waiting(self, priority: Priority) -> list[Request]:
+        return [each for each in self.requests if each.priority == priority and not each.future.done() and not each.is_scheduled]
+
+    @invariant()
+    def counts_what_waits(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        waiting = self.waiting("interactive") + self.waiting("batch")
+        assert len(self.queue) == len(waiting)
+        assert self.queue.num_inputs == sum(len(each.sequences) - each.num_scheduled for each in waiting)
+        assert self.queue.num_tokens == sum(len(ids) for each in waiting for ids in each.sequences[each.num_scheduled :])
+
+    def teardown(self) -> None:
+        while self.queue.schedule(self.now):
+            pass
+        assert len(self.queue) == self.queue.num_tokens == self.queue.num_inputs == 0
+
+
+TestTraffic = Traffic.TestCase
+
+
+def test_batch_work_fills_what_interactive_work_leaves() -> None:
+    bulk, query = request([4, 4, 4], "batch"), request([5])
+    queue = filled([bulk, query], 10)
+    assert queue.batch.num_tokens == 12
+    assert [(part.request, part.sequence) for part in queue.schedule(0.0)] == [(query, 0), (bulk, 0)]
+    assert [(part.request, part.sequence) for part in queue.schedule(0.0)] == [(bulk, 1), (bulk, 2)]
+    assert queue.batch.num_tokens == queue.num_tokens == 0
+
+
+def test_batch_work_that_got_nothing_goes_first_once_and_waits_anew() -> None:
+    bulk = request([6, 6, 6], "batch", at=100.0)
+    queue = filled([bulk], 10)
+    firsts = []
+    for second in range(25):
+        queue.add(request([5, 5], at=100.0 + second))
+        firsts.append(queue.schedule(100.0 + second)[0].request is bulk)
+    assert [second for second, first in enumerate(firsts) if first] == [11, 22]
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_a_deadline_passes_wherever_in_the_queue_a_request_waits(priority: Priority) -> None:
+    started, front, late = (
+        request([10, 10], priority, deadline=5.0),
+        request([10], priority),
+        request([3], priority, deadline=4.0),
+    )
+    queue = filled([started, front, late], 10)
+    assert queue.schedule(1.0)[0].request is started
+    assert [part.request for part in queue.schedule(5.0)] == [front]
+    for each in (started, late):
+        with pytest.raises(DeadlinePassed):
+            each.future.result(0)
