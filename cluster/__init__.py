@@ -1,1 +1,1 @@
-"""Where models run: Ray on this machine now, placement over many nodes to come."""
+"""A cluster of unlike nodes: what each node has, which model runs where, which replica is next. Also Ray on one machine."""

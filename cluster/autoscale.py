@@ -1,6 +1,6 @@
-"""How many replicas a pool needs: seconds of backlog over the seconds it may take, beside how busy its replicas are.
+"""How many replicas a pool needs, from its replicas' busy shares and their backlog.
 
-Ray Serve's controller calls `replicas_needed` every moment; delays and bounds are Serve's own, set in `options`.
+Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and bounds that `options` sets.
 """
 
 import math
@@ -8,16 +8,16 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-# A backlog is to be worked off within so many seconds.
+# The replicas should work off a backlog within this time.
 _DRAIN_S = 4.0
-# Replicas are kept at most so busy: above it queues grow out of all proportion.
+# The largest busy share of a replica. Above it queues grow steeply.
 _BUSY = 0.75
 
 
 def replicas_needed(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """(replicas, no state). A replica reports `busy`, the share of its time that it computed, and `backlog_s`."""
     if not ctx.running_replicas:
-        return ctx.target_num_replicas, {}  # Serve itself starts the first when a request waits
+        return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
     reports = ctx.aggregated_metrics or {}
     busy = sum(reports.get("busy", {}).values())
     backlog_s = sum(reports.get("backlog_s", {}).values())
@@ -25,13 +25,18 @@ def replicas_needed(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def needed(busy: float, backlog_s: float, num_requests: float) -> int:
-    """Replicas for a pool whose replicas together compute for `busy` seconds a second and have `backlog_s` before them."""
+    """Replicas for a pool.
+
+    Args:
+        busy: the busy shares of all replicas, summed.
+        backlog_s: the queued work of all replicas in seconds, summed.
+    """
     load = busy + backlog_s / _DRAIN_S
     return max(math.ceil(load / _BUSY - 0.01), int(num_requests > 0))
 
 
 def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
-    """The scaling part of a pool's deployment options."""
+    """The deployment options of a pool that concern scaling."""
     if min_replicas == max_replicas:
         return {"num_replicas": max_replicas}
     return {
@@ -41,7 +46,7 @@ def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
             "initial_replicas": min_replicas,
             "max_replicas": max_replicas,
             "policy": {"policy_function": "cluster.autoscale:replicas_needed"},
-            "metrics_interval_s": 1.0,  # unused where SERVE_ENV is set, but must be less than the next
+            "metrics_interval_s": 1.0,  # unused with SERVE_ENV, but must be less than look_back_period_s
             "look_back_period_s": 4.0,
             "upscale_delay_s": 2.0,
             "downscale_delay_s": 15.0,

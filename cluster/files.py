@@ -1,4 +1,4 @@
-"""The files an operator writes: YAML read against a schema that refuses what it does not know. Ray drops such keys silently."""
+"""Reads the YAML files of operators against a schema that refuses unknown keys. Ray would drop such keys silently."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +12,11 @@ File = TypeVar("File", bound=BaseModel)
 
 
 class ClusterError(EmberError):
-    """A file, a node or a plan cannot be used; names it, the value and the way out."""
+    """A file, a node or a plan cannot be used. The text names it, the value and the way out."""
 
 
 def read_yaml(path: Path, schema: type[File]) -> File:
-    """A YAML file as `schema`. Raises: ClusterError; an unknown key is one of its reasons, with the keys there are."""
+    """Reads a YAML file as `schema`. Raises: ClusterError, also for an unknown key; the text then lists the known keys."""
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return schema.model_validate(content)
@@ -28,7 +28,7 @@ def read_yaml(path: Path, schema: type[File]) -> File:
 
 def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
     errors = error.errors(include_url=False)
-    # A misspelt key is often two errors, of which "missing" says less.
+    # A misspelt key often gives two errors. The one for the unknown key says more than "missing".
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
@@ -38,13 +38,13 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
     if first["type"] == "model_type":
         return f"{where or 'the file'} is {first['input']!r}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
     reason = first["msg"].removeprefix("Value error, ")
-    if isinstance(first["input"], dict):  # a rule between keys, which says itself what it is about
+    if isinstance(first["input"], dict):  # a rule between several keys; the reason names them
         return f"{where}: {reason}" if where else reason
     return f"{where} = {first['input']!r}: {reason}"
 
 
 def _keys_at(schema: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
-    """The keys of the model that stands at `place` inside `schema`."""
+    """The keys of the part of `schema` at `place`."""
     for step in place:
         if isinstance(step, str):
             annotation = schema.model_fields[step].annotation

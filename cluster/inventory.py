@@ -1,6 +1,6 @@
-"""What the machine at hand has, as a `Node`: cards, memory and cores, each figure with where it was read.
+"""This machine as a `Node`: cards, memory and cores, each figure with its source.
 
-`read_machine` gathers facts and judges nothing; all that follows is pure, so every machine can be had in a test.
+`read_machine` gathers facts and judges nothing. The functions on `Facts` are pure, so a test can describe any machine.
 """
 
 import os
@@ -28,15 +28,15 @@ _NOT_SUPPORTED = "Not Supported"  # NVML's own words
 
 @dataclass(frozen=True, slots=True)
 class NvmlDevice:
-    """A GPU or a MIG slice, as NVML describes it. `error` is why there are no bytes.
+    """A GPU or a MIG slice, as NVML describes it. `error` says why the bytes are missing.
 
-    `slices` is None where the GPU is not in MIG mode, and empty where it is and nobody has made any.
+    `slices` is None if the GPU is not in MIG mode. It is empty if the GPU is in MIG mode and has no slices.
     """
 
     name: str
     uuid: str  # GPU-... or MIG-...
     total_bytes: int | None = None
-    reserved_bytes: int = 0  # part of the total that no program gets
+    reserved_bytes: int = 0  # the part of the total that no program can use
     free_bytes: int | None = None
     error: str | None = None
     capability: tuple[int, int] | None = None
@@ -56,20 +56,20 @@ class TorchDevice:
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """The limits of the control group this process is in; None where there is none."""
+    """The limits of this process's control group. None means no limit."""
 
     memory_bytes: int | None = None
     cpus: float | None = None
-    memory_folder: Path | None = field(default=None, compare=False)  # of the group that has this limit
+    memory_folder: Path | None = field(default=None, compare=False)  # the folder of the group with this memory limit
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything a machine said, unjudged."""
+    """Everything that the machine reports, unjudged."""
 
     hostname: str
     machine: str
-    num_cpus: int  # that this process may run on
+    num_cpus: int  # cores that this process may run on
     mem_total_bytes: int
     mem_available_bytes: int
     cgroup: Cgroup = Cgroup()
@@ -83,10 +83,6 @@ class Facts:
         return min(self.mem_total_bytes, self.cgroup.memory_bytes or self.mem_total_bytes)
 
     @property
-    def available_bytes(self) -> int:
-        return min(self.mem_available_bytes, self.ram_bytes)
-
-    @property
     def usable_cpus(self) -> int:
         return max(1, int(min(self.num_cpus, self.cgroup.cpus or self.num_cpus)))
 
@@ -96,7 +92,7 @@ _Device = tuple[NvmlDevice | None, TorchDevice | None]
 
 
 def read_machine() -> Facts:
-    """Ask NVML, torch, the kernel and the control group. Creates no CUDA context, so it takes no GPU memory."""
+    """Asks NVML, torch, the kernel and the control group. Creates no CUDA context, so it takes no GPU memory."""
     memory = psutil.virtual_memory()
     return Facts(
         hostname=socket.gethostname(),
@@ -118,9 +114,9 @@ def available_cpus() -> int:
 
 
 def this_node(name: str | None = None, reserve_bytes: int | None = None, source: Source = read_machine) -> Node:
-    """The machine at hand as a node, called after its host unless `name` is given.
+    """This machine as a node. The node has the host's name unless `name` is given.
 
-    Raises: ClusterError where its cards differ, their memory cannot be known, or nothing is left for models.
+    Raises: ClusterError if the cards differ, if a card's memory is unknown, or if nothing is left for models.
     """
     facts = source()
     return checked(
@@ -136,43 +132,32 @@ def this_node(name: str | None = None, reserve_bytes: int | None = None, source:
     )
 
 
-def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -> tuple[Node, ...]:
-    """Every node of the running cluster, each as `this_node` reads it there at this moment.
-
-    Args:
-        address: of the head, HEAD[:PORT]; None takes the cluster that this machine is part of.
-        say: takes a line for each node that is left out, or that models would not find as what it is.
-    Raises: ClusterError where there is no cluster, or a node of it does not answer.
-    """
-    from cluster.node_live import Readings, connected, nodes_to_plan_with  # which asks `this_node`
-
-    with connected(address):
-        return nodes_to_plan_with(Readings().read(), say)
-
-
 def cards(facts: Facts) -> tuple[Card, ...]:
-    """The cards a CUDA program would see, each MIG slice as one. Raises: ClusterError where a card's memory is unknown."""
+    """The cards that a CUDA program sees; each MIG slice is one. Raises: ClusterError if a card's memory is unknown."""
     return tuple(_card(nvml, seen, facts) for nvml, seen in _devices(facts))
 
 
 def capability(facts: Facts) -> tuple[int, int] | None:
-    """The compute capability of the node's cards, as in (12, 1); None without a card, or where nobody says."""
+    """The compute capability of the node's cards, as in (12, 1). None without a card, or if no source tells it."""
     return next((_capability(nvml, seen) for nvml, seen in _devices(facts)), None)
 
 
-def free_host_bytes() -> int:
-    """What this process may still take of the machine's memory: MemAvailable, within its control group's limit."""
+def free_host_bytes(for_gpu: bool = False) -> int:
+    """Bytes of the machine's memory that this process may still take: MemAvailable, and within the control group's limit.
+
+    With `for_gpu`, bytes that an integrated GPU may take. The control group does not count this memory.
+    """
     available, group = psutil.virtual_memory().available, _own_cgroup()
-    if group.memory_bytes is None or group.memory_folder is None:
+    if for_gpu or group.memory_bytes is None or group.memory_folder is None:
         return available
     return max(0, min(available, group.memory_bytes - _held_bytes(group.memory_folder)))
 
 
 def visible_devices(devices: Sequence[NvmlDevice], value: str | None) -> tuple[NvmlDevice, ...]:
-    """The devices that CUDA_VISIBLE_DEVICES = `value` leaves, in its order; None leaves all.
+    """The devices that stay visible with CUDA_VISIBLE_DEVICES = `value`, in the order of `value`. None keeps all.
 
-    As CUDA reads it: what follows the first entry it does not know is ignored, and an entry given twice leaves nothing. A
-    GPU in MIG mode stands for its slices. CUDA itself would stop at the first of them, but each replica gets its own.
+    As in CUDA, the first unknown entry ends the list, and an entry given twice leaves no device. A GPU in MIG mode stands for
+    all of its slices. CUDA would see only the first slice, but here each replica gets a slice of its own.
     """
     if value is None:
         return tuple(part for device in devices for part in _parts(device))
@@ -188,7 +173,7 @@ def visible_devices(devices: Sequence[NvmlDevice], value: str | None) -> tuple[N
 
 
 def _entry(devices: Sequence[NvmlDevice], entry: str) -> tuple[NvmlDevice, ...]:
-    """What one entry of CUDA_VISIBLE_DEVICES names: an index, or the unambiguous start of a uuid."""
+    """The devices that one entry of CUDA_VISIBLE_DEVICES names, by index or by the unambiguous start of a uuid."""
     if entry.isdecimal():
         return _parts(devices[int(entry)]) if int(entry) < len(devices) else ()
     if not entry.startswith(("GPU-", "MIG-")):
@@ -199,7 +184,7 @@ def _entry(devices: Sequence[NvmlDevice], entry: str) -> tuple[NvmlDevice, ...]:
 
 
 def _parts(device: NvmlDevice) -> tuple[NvmlDevice, ...]:
-    """Raises: ClusterError for a GPU that can run nothing, being in MIG mode without a slice."""
+    """Raises: ClusterError for a GPU in MIG mode without slices, because such a GPU can run nothing."""
     if device.slices is None:
         return (device,)
     if not device.slices:
@@ -211,9 +196,9 @@ def _parts(device: NvmlDevice) -> tuple[NvmlDevice, ...]:
 
 
 def _devices(facts: Facts) -> list[_Device]:
-    """What NVML and torch know of each visible device."""
+    """Each visible device as NVML and as torch describe it."""
     if facts.torch and not any(device.slices for device in facts.nvml):
-        # CUDA counts the fastest card first and NVML by bus, so an index means different cards; a uuid does not.
+        # CUDA orders cards by speed and NVML by bus, so the same index may mean different cards. A uuid means one card.
         by_uuid = {_bare(device.uuid): device for device in facts.nvml}
         return [(by_uuid.get(seen.uuid), seen) for seen in facts.torch]
     seen_by_uuid = {seen.uuid: seen for seen in facts.torch}
@@ -229,7 +214,8 @@ def _card(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> Ca
     compute = _capability(nvml, seen)
     unified = _unified(nvml, seen, facts)
     if unified is not None:
-        return Card(name, facts.ram_bytes, facts.available_bytes, True, uuid, unified, compute)
+        # Without the control group's limit: it does not count memory that the GPU takes.
+        return Card(name, facts.mem_total_bytes, facts.mem_available_bytes, True, uuid, unified, compute)
     if nvml is not None and nvml.total_bytes:
         return Card(name, nvml.total_bytes - nvml.reserved_bytes, nvml.free_bytes, False, uuid, "NVML", compute)
     if seen is not None:
@@ -243,9 +229,9 @@ def _capability(nvml: NvmlDevice | None, seen: TorchDevice | None) -> tuple[int,
 
 
 def _unified(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> str | None:
-    """Why this card's memory is the host's, as the source of its figures; None where it has its own.
+    """The source of the figures of a card that uses the host's memory. None for a card with memory of its own.
 
-    torch knows. NVML can only be guessed from: on an integrated GPU it says nothing, zero, or the host's memory, by driver.
+    torch tells whether a GPU is integrated. NVML does not: by driver it reports an error, zero, or the host's memory.
     """
     if seen is not None:
         return INTEGRATED if seen.integrated else None
@@ -263,7 +249,7 @@ def _bare(uuid: str) -> str:
 
 
 def _read_nvml() -> tuple[NvmlDevice, ...]:
-    """Empty where there is no NVML, or it fails: then torch is left to tell."""
+    """Empty if NVML is missing or fails. Then torch is the only source."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -289,13 +275,13 @@ def _read_slices(handle: Any) -> Iterator[NvmlDevice]:
     gpu_name, compute = pynvml.nvmlDeviceGetName(handle), _asked(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         part = _asked(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-        if part is None:  # slots may be empty anywhere
+        if part is None:  # any slot may be empty
             continue
         yield _read_device(part, _slice_name(gpu_name, part), compute)
 
 
 def _slice_name(gpu_name: str, part: Any) -> str:
-    """The GPU's name with the profile, as in `NVIDIA A100-SXM4-80GB MIG 1g.10gb`. Older drivers give the GPU's alone."""
+    """The GPU's name with the profile, as in `NVIDIA A100-SXM4-80GB MIG 1g.10gb`. Older drivers give only the GPU's name."""
     name = str(_asked(pynvml.nvmlDeviceGetName, part) or gpu_name)
     attributes = _asked(pynvml.nvmlDeviceGetAttributes, part)
     if "MIG" in name or attributes is None:
@@ -317,7 +303,7 @@ def _read_device(
 
 
 def _asked(question: Callable[..., Any], *arguments: Any) -> Any:
-    """NVML's answer, or None where it has none."""
+    """NVML's answer, or None if NVML raises an error."""
     try:
         return question(*arguments)
     except pynvml.NVMLError:
@@ -325,9 +311,9 @@ def _asked(question: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _read_torch() -> tuple[TorchDevice, ...]:
-    """Empty for a CPU build, and where the driver does not fit."""
+    """Empty for a CPU build, and for a driver that does not match the build."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver that does not fit is a warning here, and a line in the doctor's report
+        warnings.simplefilter("ignore")  # torch warns of a driver that does not match; the doctor reports it
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(_torch_device(torch.cuda.get_device_properties(index)) for index in range(num_devices))
 
@@ -352,11 +338,11 @@ def _own_cgroup() -> Cgroup:
 
 
 def read_cgroup(membership: str, root: Path) -> Cgroup:
-    """The tightest limits on the way from a process's group up to the root; version 1, version 2, or both at once.
+    """The tightest limits of a process's group and of all groups above it. Reads version 1, version 2, or both.
 
     Args:
-        membership: what /proc/PID/cgroup says.
-        root: where the control groups are mounted.
+        membership: the text of /proc/PID/cgroup.
+        root: the folder where the control groups are mounted.
     """
     memory: list[tuple[int, Path]] = []
     cpus: list[float] = []
@@ -375,25 +361,27 @@ def read_cgroup(membership: str, root: Path) -> Cgroup:
 
 
 def _held_bytes(folder: Path) -> int:
-    """What a group holds and would not give back at once; 0 where it does not say."""
+    """Bytes that a group holds and cannot free at once. 0 if the group does not tell."""
     held = next(iter(_numbers(folder / "memory.current") + _numbers(folder / "memory.usage_in_bytes")), 0)
     try:
         words = (folder / "memory.stat").read_text(encoding="utf-8").split()
     except OSError:
         return held
     stat = dict(zip(words[::2], words[1::2], strict=False))
-    return held - int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # version 1 has both, and means the first
+    return held - int(
+        stat.get("total_inactive_file", stat.get("inactive_file", 0))
+    )  # version 1 has both figures; the first one counts
 
 
 def _upward(root: Path, path: str) -> Iterator[Path]:
-    """The folders of a group and of all that contain it. In a container only the root may be there, as its own group."""
+    """The folder of a group and the folders of all groups above it. In a container possibly only the root exists."""
     inner = Path(path.lstrip("/"))
     for part in (inner, *inner.parents):
         yield root / part
 
 
 def _numbers(file: Path) -> list[int]:
-    """The whole numbers in a file, none where it is missing. The word `max` ends them: no limit."""
+    """The whole numbers in a file. Empty if the file is missing, or holds the word `max`, which means no limit."""
     try:
         words = file.read_text(encoding="utf-8").split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A Ray of our own on this machine: its environment, its start, and an end that leaves no process behind."""
+"""Starts and ends a Ray of our own on this machine. The end leaves no process behind."""
 
 import errno
 import logging
@@ -16,55 +16,55 @@ import psutil
 
 from cluster import haproxy
 
-# Ray reads these when it is imported and when a node starts, so they are set before either, on every node.
+# Variables that every node must have before Ray is imported and before a node starts, because Ray reads them then.
 SERVE_ENV = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    # Per-request metrics of the proxy cost 58-79 us of CPU; /metrics of the replicas has what they tell.
+    # The proxy's metrics cost 58-79 us of CPU for each request. The replicas' /metrics have the same figures.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-    # A request whose gateway dies with it in hand goes to another: every POST of ours is a pure computation. It must fit
-    # into the buffer for that.
+    # If a gateway dies, HAProxy sends its requests to another one. That is safe because every POST of ours is a pure
+    # computation. The request must fit into HAProxy's buffer.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "2",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
-    # How long a stopping replica waits for HAProxy to forget it. HAProxy hears within 0.2 s and retries elsewhere.
+    # Seconds that a stopping replica waits for HAProxy to drop it. HAProxy learns of it within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-    # A replica that failed three checks computes nothing any more: waiting a minute for its requests would only keep its card.
+    # A replica that failed three checks no longer computes. Waiting a minute for its requests would only block its card.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # Replicas' gRPC ports stand next to their HTTP ports, below those that the kernel gives away for outgoing connections.
+    # The replicas' gRPC ports are next to their HTTP ports, below the kernel's ports for outgoing connections.
     "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": "31001",
     "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": "32000",
-    # Autoscaling hears of a burst this often; it is ten seconds otherwise.
+    # Autoscaling gets new figures this often, in seconds. Ray's default is ten.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
-    # From the gateway to a replica and back: 2,048 vectors of 4,096 numbers are 32 MiB.
+    # The largest message between gateway and replica. 2,048 vectors of 4,096 numbers are 32 MiB.
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-    # Of gRPC too, each way; it would be 2 GiB.
+    # The largest gRPC message in each direction. Ray's default is 2 GiB.
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(256 << 20),
-    # Ray runs workers at nice 15; the engine is one, and would yield to whatever else the machine does.
+    # Ray runs workers at nice 15. The engine is a worker, and would yield to all other processes.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 _PORTS_OF_A_RAY = 50
-# Between those of Ray's workers and those of replicas. The kernel would offer one of those that connections get, of which a Ray
-# opens hundreds while it starts.
+# Between the ports of Ray's workers and of replicas. A free port from the kernel may be taken before it is used: a starting Ray
+# opens hundreds of connections from the same range.
 _FREE_PORTS = range(20000, 30000)
 
-# Seconds a replica that is told to stop may take for the requests it has accepted.
+# Seconds that a stopping replica may take for the requests that it has accepted.
 DRAIN_S = 60.0
-# What Serve and Ray may take for their own part in the end of a local server.
+# Seconds that Serve and Ray may take to stop at the end of a local server.
 _SERVE_STOP_S = 5.0
 _RAY_STOP_S = 2.0
 
 
 def serve_environment(state_dir: Path) -> dict[str, str]:
-    """What a node that runs emberforge has in its environment.
+    """The environment of a node that runs emberforge.
 
     Args:
-        state_dir: where this node's HAProxy keeps its files; two Rays on one machine must not share it.
+        state_dir: the folder of this node's HAProxy; two Rays on one machine must not share it.
     """
     return SERVE_ENV | {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(state_dir / "haproxy.cfg"),
@@ -74,7 +74,7 @@ def serve_environment(state_dir: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(state_dir / "metrics.sock"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        # HAProxy sends requests here while no replica is up; on the default port that may be another Ray's proxy.
+        # HAProxy sends requests here while no replica is up. On the default port another Ray's proxy may listen.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
     }
@@ -82,15 +82,17 @@ def serve_environment(state_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def grpc_ports() -> Iterator[dict[str, str]]:
-    """Ports for the gRPC of one Ray's replicas, for as long as it runs.
+    """Reserves ports for the gRPC of one Ray's replicas, until the context ends.
 
-    Ray 2.60 means to give each replica a port of its own, but says so to gRPC in a form that gRPC ignores: replicas of two Rays
-    would listen on one port, and get each other's calls.
+    Ray 2.60 intends to give each replica a port of its own, but passes an option that gRPC ignores. Replicas of two Rays could
+    then listen on the same port, and get each other's calls.
     """
     low, high = int(SERVE_ENV[_MIN_GRPC_PORT]), int(SERVE_ENV[_MAX_GRPC_PORT])
-    for first in reversed(range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY)):  # a cluster's node begins at the other end
+    for first in reversed(
+        range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY)
+    ):  # from the top, because a cluster's node begins at the bottom
         ports = range(first + 1, first + _PORTS_OF_A_RAY)
-        mark = _bound(first)  # keeps the next Ray away before a replica of ours listens
+        mark = _bound(first)  # keeps other Rays away until our replicas listen
         if mark is not None:
             with mark:
                 if all(map(_is_free, ports)):
@@ -100,7 +102,7 @@ def grpc_ports() -> Iterator[dict[str, str]]:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """A socket that holds a port without listening; None where somebody else has it."""
+    """A socket that holds a port without listening. None if the port is taken."""
     mark = socket.socket()
     try:
         mark.bind(("", port))
@@ -126,19 +128,19 @@ def free_port() -> int:
 
 
 def set_environment(values: Mapping[str, str]) -> None:
-    """Put `values` into this process's environment; what the operator has set stays."""
+    """Puts `values` into this process's environment. Variables that are already set stay."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 @contextmanager
 def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iterator[None]:
-    """Start Ray in this process's session and connect to it; at the end stop every process that came of it.
-
-    Args:
-        max_concurrent_requests: of an ingress process, for its HAProxy.
+    """Starts Ray in this process's session and connects to it. At the end it stops all of Ray's processes.
 
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
+
+    Args:
+        max_concurrent_requests: HAProxy's limit for each ingress process.
     """
     with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
         set_environment(serve_environment(Path(state)) | ports | haproxy.environment(max_concurrent_requests))
@@ -146,10 +148,10 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iter
         import ray
         import ray.serve
 
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its import sets it to INFO
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing ray.serve sets it to INFO
         try:
             ray.init(
-                address="local",  # else a Ray that already runs on this machine would be joined
+                address="local",  # otherwise this process would join a Ray that already runs here
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 log_to_driver=False,
@@ -162,19 +164,19 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iter
 
 
 def _stop(me: psutil.Process) -> None:
-    """Finish the requests in flight, stop Serve and Ray, then end by pid whatever is left of our descendants.
+    """Finishes the requests in flight, stops Serve and Ray, then ends all remaining descendants by pid.
 
-    HAProxy outlives a killed Ray. A step that does not end is the last of Ray's: it goes on in its thread, and a Ray that is
-    stopped under it would end this process, with its work undone.
+    HAProxy would outlive a killed Ray. If one step does not end in time, the later steps of Ray are left out. The step goes on in
+    its thread, and a Ray that stopped under it would end this process.
     """
     import ray
     from ray import serve
 
     ours = set(me.children(recursive=True))
     if ray.is_initialized():
-        own = me.children()  # some of them end at once where a signal has reached them too, and then nobody answers
+        own = me.children()  # a signal may have reached and ended some of them, and then Ray does not answer
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            # Ray prints the controller's orderly end as an error.
+            # Ray prints the orderly end of the controller as an error.
             if _within(DRAIN_S + _SERVE_STOP_S, _finish_requests, own) and _within(_SERVE_STOP_S, serve.shutdown, own):
                 ours |= set(me.children(recursive=True))
                 _within(_RAY_STOP_S, ray.shutdown)
@@ -188,9 +190,9 @@ def _stop(me: psutil.Process) -> None:
 
 
 def _finish_requests() -> None:
-    """Stop the replicas while HAProxy is there to carry their last answers: `serve.shutdown` ends HAProxy first.
+    """Stops the replicas while HAProxy can still carry their last answers. `serve.shutdown` would end HAProxy first.
 
-    Of a model that is still being loaded nobody waits for an answer.
+    Applications that are still loading have no requests, so they are not waited for.
     """
     from ray import serve
 
@@ -203,7 +205,7 @@ def _finish_requests() -> None:
 
 
 def _within(seconds: float, step: Callable[[], None], needed: Sequence[psutil.Process] = ()) -> bool:
-    """Run `step` for at most so long, and while the processes that it needs run; then leave it. Returns: whether it ended."""
+    """Runs `step` for at most `seconds`, and only while all processes in `needed` run. Returns whether the step ended."""
     thread = threading.Thread(target=step, daemon=True)
     thread.start()
     deadline = monotonic() + seconds

@@ -1,7 +1,7 @@
-"""Make this machine a node of a cluster, and undo it: what `emberforge node start` and `emberforge node stop` do.
+"""`emberforge node start` makes this machine a node of a cluster; `emberforge node stop` undoes it.
 
-Ray is started by its own command, in a session of its own and with a mark in its environment, so that `stop` finds all
-that came of it and nothing else.
+`start` runs Ray's own command in a new session and with a mark in its environment. By session and mark `stop` finds all of its
+processes, and no other.
 """
 
 import os
@@ -20,13 +20,11 @@ from pathlib import Path
 from cluster.files import ClusterError
 from cluster.inventory import capability, read_machine, this_node
 from cluster.node_arguments import object_store_bytes, ray_arguments, ray_environment
-from cluster.node_head import DEFAULT_PORT, Member, ask, explain, joinable
+from cluster.node_head import DEFAULT_DASHBOARD_PORT, DEFAULT_PORT, Member, ask, explain, joinable
 from cluster.node_labels import NODE_LABEL, node_labels
 from cluster.node_processes import MARK, Started, content, end, find_processes, read_record, recorded, remove_record, write_record
 from cluster.node_token import Token, head_token, home_folder, worker_token
 from cluster.nodes import GIB, Node
-
-DEFAULT_DASHBOARD_PORT = 8265
 
 _START_TIMEOUT_S = 120.0
 _ALIVE_TIMEOUT_S = 60.0
@@ -43,13 +41,13 @@ def start(
     dashboard_port: int = DEFAULT_DASHBOARD_PORT,
     say: Callable[[str], None] = print,
 ) -> Started:
-    """Start Ray on this machine, as the head of a new cluster or as a node of the one at `address`, and see it alive.
+    """Starts Ray on this machine, as the head of a new cluster or as a node of the cluster at `address`. Waits until it is alive.
 
     Args:
-        port: where a head listens for its nodes.
-        reserve_gib: what models leave of each card; None takes the default of its kind.
+        port: the port where a head listens for its nodes.
+        reserve_gib: memory of each card that models leave free; None takes the default for the kind of card.
         say: takes each line for the operator.
-    Raises: ClusterError naming what is in the way; nothing is left running then.
+    Raises: ClusterError naming the obstacle. No process is left running then.
     """
     if head == (address is not None):
         raise ClusterError("say either --head, on the first node, or --address HEAD, on every other")
@@ -86,9 +84,9 @@ def start(
 
 
 def stop() -> int:
-    """End what `start` has started on this machine; how many processes that were, 0 where nothing ran.
+    """Ends all processes that `start` has started on this machine. Returns their number.
 
-    Raises: ClusterError for processes that do not end, or a record that cannot be read.
+    Raises: ClusterError for processes that do not end, or for a record that cannot be read.
     """
     home = home_folder()
     started = read_record(home)
@@ -100,13 +98,13 @@ def stop() -> int:
 
 
 def running() -> Started | None:
-    """The node that runs on this machine, if `start` has started one. Raises: ClusterError for a record that cannot be read."""
+    """The node that `start` has started on this machine, if it runs. Raises: ClusterError for a record that cannot be read."""
     started = read_record(home_folder())
     return started if started and find_processes(started) else None
 
 
 def describe(node: Node) -> list[str]:
-    """What was found on this machine, line by line."""
+    """The node's description for the operator, line by line."""
     lines = [f"node {node.name}: {node.class_name}, {node.num_cpus} CPUs, {node.ram_bytes / GIB:.1f} GiB of memory"]
     for card in node.cards:
         shared = " shared with the host" if card.unified else ""
@@ -116,7 +114,7 @@ def describe(node: Node) -> list[str]:
 
 
 def how_to_deploy(token: Token, dashboard_port: int) -> list[str]:
-    """What `serve deploy` needs in its environment on the head."""
+    """The lines that tell how to deploy from the head."""
     variables = token.variables
     if dashboard_port != DEFAULT_DASHBOARD_PORT:
         variables["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard_port}"
@@ -125,7 +123,7 @@ def how_to_deploy(token: Token, dashboard_port: int) -> list[str]:
 
 
 def how_to_join(ip: str, port: int, token: Token, user: str) -> list[str]:
-    """What to type on every other node. The token itself is not shown."""
+    """The lines that tell how other nodes join. They do not show the token."""
     if token.file is None:
         bring = "export RAY_AUTH_TOKEN=...  # as it is set here"
     else:
@@ -161,7 +159,7 @@ def _refuse_taken(port: int) -> None:
 def _launch(
     home: Path, started: Started, arguments: list[str], environ: Mapping[str, str], address: str, labels: Mapping[str, str]
 ) -> tuple[Started, Member]:
-    """Run `ray start`, wait for the node, and record it. Whatever goes wrong, Ctrl-C too, ends what was begun."""
+    """Runs `ray start`, waits for the node, and records it. Any error, and Ctrl-C, ends all processes started so far."""
     write_record(home, started)
     try:
         session = _run_ray(arguments, {**environ, MARK: started.id}, address)
@@ -180,9 +178,9 @@ def _launch(
 
 
 def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
-    """Ray's processes go on when its command has ended; returned is the session they are in. Raises: ClusterError."""
+    """Runs `ray start`. Ray's processes outlive the command. Returns their session. Raises: ClusterError."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
-    # Not a pipe: a process that stays would hold it open.
+    # A file instead of a pipe, because Ray's processes would hold a pipe open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(  # noqa: S603 - Ray's command, with arguments that were checked
             command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -192,7 +190,7 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
         except subprocess.TimeoutExpired:
             raise ClusterError(f"Ray did not start within {_START_TIMEOUT_S:g} s; its logs are in /tmp/ray") from None
         finally:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # does nothing if it has ended
             process.wait()
         if status:
             output.seek(0)
@@ -201,7 +199,7 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
 
 
 def _wait_until_alive(address: str, labels: Mapping[str, str], environ: Mapping[str, str]) -> Member:
-    """Raises: ClusterError where the head does not know the node in time, or knows it otherwise than it was started."""
+    """Raises: ClusterError if the head does not know the node in time, or knows it with other labels."""
     deadline = time.monotonic() + _ALIVE_TIMEOUT_S
     while True:
         member = ask(address, environ).member(labels[NODE_LABEL])

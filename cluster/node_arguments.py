@@ -1,4 +1,4 @@
-"""What `ray start` is given on a node, its environment included. Pure: nothing here is started."""
+"""The arguments and the environment of `ray start` on a node. Pure functions: they start nothing."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,14 @@ from cluster.nodes import GIB, Node
 
 _LEAST_STORE = 75 << 20  # Ray refuses less
 
-# How long a node goes on answering while the head is gone, before Ray there ends itself; its own default is 60 s.
+# Seconds that a node keeps answering without its head. Then Ray ends itself there. Ray's default is 60 s.
 _WITHOUT_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
 
 def ray_arguments(
     node: Node, labels: Mapping[str, str], store_bytes: int, *, address: str | None, port: int, dashboard_port: int
 ) -> list[str]:
-    """What `ray start` is given; a node without `address` is the head."""
+    """The arguments of `ray start`. Without `address` the node is the head."""
     head = ["--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1"]
     return [
         *([f"--address={address}"] if address else [*head, f"--dashboard-port={dashboard_port}"]),
@@ -30,7 +30,9 @@ def ray_arguments(
 
 
 def object_store_bytes(node: Node, gib: float | None) -> int:
-    """Ray's default is 30 % of the host's memory, which on a GPU that shares it is the models'. Raises: ClusterError."""
+    """The size of Ray's object store. Ray's default, 30 % of the host's memory, would take memory from models on a GPU that
+    shares it. Raises: ClusterError.
+    """
     if gib is None:
         return max(_LEAST_STORE, min(2 * GIB, node.ram_bytes // 10))
     if gib * GIB < _LEAST_STORE:
@@ -39,8 +41,10 @@ def object_store_bytes(node: Node, gib: float | None) -> int:
 
 
 def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of `ray start`: what the operator has set stays. Raises: ClusterError for a Ray without a token, or a limit
-    that is none."""
+    """The environment of `ray start`. Variables that the operator has set stay.
+
+    Raises: ClusterError for a Ray without a token, or for a limit that is not a number.
+    """
     try:
         haproxy.most_requests(environ)
     except ValueError as error:
@@ -49,17 +53,17 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dic
     if mode.lower() != "token":
         raise ClusterError(f"RAY_AUTH_MODE is {mode!r}, and a node without a token obeys anyone who reaches it: unset it")
     uuids = [card.uuid or "" for card in node.cards]
-    # A MIG slice has no index, so Ray can hand it out by its uuid only.
+    # A MIG slice has no index. Ray can only assign it by its uuid.
     slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
-    theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # it would outdo --address
+    theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # RAY_ADDRESS would override --address
     return SERVE_ENV | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
 
 
 def memory_monitor(node: Node) -> dict[str, str]:
-    """Let models fill a GPU that shares the host's memory; Ray would kill their replicas at 95 %.
+    """Ray's threshold for killing replicas, on a GPU that shares the host's memory. Ray's own 95 % is less than models may take.
 
-    It still does when three quarters of the reserve are gone: the kernel kills nobody for memory the GPU holds, and the
-    machine hangs.
+    The threshold is reached when three quarters of the reserve are gone. It must exist: the kernel kills no process for memory
+    that the GPU holds, so the machine would hang.
     """
     if not node.cards or not node.cards[0].unified:
         return {}

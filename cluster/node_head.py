@@ -1,4 +1,4 @@
-"""A cluster's head, asked from afar: where it is, what it says of its cluster, and whether it would take this machine."""
+"""Questions to a cluster's head from another machine: its address, its cluster, and whether this machine may join."""
 
 import json
 import platform
@@ -14,11 +14,12 @@ from cluster.files import ClusterError
 from cluster.node_labels import NODE_LABEL
 
 DEFAULT_PORT = 6379
+DEFAULT_DASHBOARD_PORT = 8265
 
 _ASK_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 5.0
 
-# In a process of its own: Ray reads its token once, when it is imported, and waits without end for a port that is not Ray's.
+# A script for a process of its own: Ray reads its token once, at import, and waits forever on a port that is not Ray's.
 _ASK = """
 import json, sys
 from ray._common.usage.usage_lib import get_cluster_metadata
@@ -35,7 +36,7 @@ print(json.dumps({"ray": versions["ray_version"], "python": versions["python_ver
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A living node, as the head knows it."""
+    """A living node in the head's records."""
 
     ip: str
     labels: dict[str, str] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a head says of its cluster."""
+    """A head's description of its cluster: the versions of Ray and Python, and the living nodes."""
 
     ray: str
     python: str
@@ -54,7 +55,7 @@ class Cluster:
 
 
 def head_address(text: str) -> tuple[str, int]:
-    """HEAD[:PORT] in two; an IPv6 address stands in brackets. Raises: ClusterError."""
+    """Splits HEAD[:PORT] into host and port. An IPv6 address stands in brackets. Raises: ClusterError."""
     matched = re.fullmatch(r"(?P<host>\[[0-9A-Fa-f:]+\]|[^\s:/]+)(:(?P<port>\d+))?", text)
     if not matched or not 0 < int(matched["port"] or DEFAULT_PORT) < 65536:
         raise ClusterError(f"--address {text!r} is not HEAD or HEAD:PORT, as in 10.0.0.1:{DEFAULT_PORT}")
@@ -62,9 +63,9 @@ def head_address(text: str) -> tuple[str, int]:
 
 
 def ask(address: str, environ: Mapping[str, str]) -> Cluster:
-    """What the head at `address`, HOST:PORT, says of its cluster.
+    """Asks the head at `address`, HOST:PORT, about its cluster.
 
-    Raises: ClusterError where it does not answer, or not to this token.
+    Raises: ClusterError if the head does not answer, or refuses the token.
     """
     command = [sys.executable, "-c", _ASK, address]
     try:
@@ -80,13 +81,13 @@ def ask(address: str, environ: Mapping[str, str]) -> Cluster:
 
 
 def reach(text: str, environ: Mapping[str, str]) -> tuple[str, Cluster]:
-    """HOST:PORT of the head at HEAD[:PORT], and what it says of its cluster. Raises: ClusterError where it does not answer."""
+    """(HOST:PORT of the head at HEAD[:PORT], its description of the cluster). Raises: ClusterError if it does not answer."""
     address = connect(text)
     return address, ask(address, environ)
 
 
 def connect(text: str) -> str:
-    """HOST:PORT of HEAD[:PORT], where something listens. Raises: ClusterError where nothing does."""
+    """HOST:PORT of HEAD[:PORT]. Raises: ClusterError if nothing listens there."""
     host, port = head_address(text)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -100,7 +101,7 @@ def connect(text: str) -> str:
 
 
 def joinable(text: str, name: str, environ: Mapping[str, str]) -> str:
-    """The head's address, once it has answered and would take a node called `name`. Raises: ClusterError."""
+    """The address of a head that answers and accepts a node called `name`. Raises: ClusterError."""
     address, cluster = reach(text, environ)
     level = environ.get("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "patch")
     refuse_mismatch(cluster, version("ray"), platform.python_version(), level)
@@ -113,7 +114,7 @@ def joinable(text: str, name: str, environ: Mapping[str, str]) -> str:
 
 
 def refuse_mismatch(cluster: Cluster, ray: str, python: str, level: str) -> None:
-    """Raises: ClusterError where this node's Ray or Python is not the head's. `level` minor lets the patch differ."""
+    """Raises: ClusterError if this node's Ray or Python differs from the head's. With `level` "minor" the patch may differ."""
     if cluster.ray != ray:
         raise ClusterError(f"the head runs Ray {cluster.ray} and this node {ray}: pip install 'ray[serve]=={cluster.ray}' here")
     parts = 2 if level == "minor" else 3
@@ -125,7 +126,7 @@ def refuse_mismatch(cluster: Cluster, ray: str, python: str, level: str) -> None
 
 
 def explain(output: str, address: str) -> str:
-    """The sentence for what Ray printed before it failed."""
+    """One sentence for the operator that explains Ray's output before a failure."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", output)
     if "InvalidAuthToken" in text or "AuthenticationError" in text:
         return f"{address} takes another token than this node has: copy the head's again"

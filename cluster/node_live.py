@@ -1,4 +1,4 @@
-"""The nodes of a running cluster, as Ray knows them and as each says of itself when it is asked."""
+"""The nodes of a running cluster: Ray's records of them, and each node's own description of itself."""
 
 import logging
 import os
@@ -19,13 +19,16 @@ from cluster.node_labels import ARCH_LABEL, CLASS_LABEL, NODE_LABEL, reserve_of
 from cluster.node_token import client_environment
 from cluster.nodes import Node
 
-# The first question to a node starts a Python there and imports torch: six seconds on two nodes that share two cores.
+# The first question to a node starts a Python process there and imports torch. Two nodes that share two cores need 6 s.
 ANSWER_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A node of the cluster. `node` is what it last said of itself, at `heard_at` by our clock; `problem` is why it is silent."""
+    """A node of the cluster.
+
+    `node` is the node's latest description of itself, received at `heard_at` by our clock. `problem` says why it does not answer.
+    """
 
     id: str
     name: str
@@ -40,7 +43,7 @@ class Seen:
 
     @property
     def class_label(self) -> str | None:
-        """By which models are placed there; None where placement never finds it."""
+        """The label by which models are placed on the node. None if placement cannot find the node."""
         return self.labels.get(CLASS_LABEL)
 
     @property
@@ -49,14 +52,14 @@ class Seen:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Of all its cards together, what Ray has promised to replicas; None without cards, or where nobody said."""
+        """Bytes of all cards together that Ray has promised to replicas. None without cards, or without a description."""
         if self.node is None or not self.node.cards:
             return None
         return round((self.total.get("GPU", 0.0) - self.available.get("GPU", 0.0)) * self.node.usable_bytes)
 
 
 def seen_nodes(rows: Iterable[Mapping[str, Any]], available: Mapping[str, Mapping[str, float]]) -> tuple[Seen, ...]:
-    """Ray's own rows, by name. Of the dead only those whose name nobody alive has taken up, each once."""
+    """The nodes from Ray's records, sorted by name. A dead node is left out if a living or a later node has the same name."""
     everyone = [_seen(row, available.get(row["NodeID"], {})) for row in rows]
     alive = [each for each in everyone if each.alive]
     names = {each.name for each in alive}
@@ -78,9 +81,9 @@ def _seen(row: Mapping[str, Any], available: Mapping[str, float]) -> Seen:
 
 
 def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tuple[Node, ...]:
-    """What a plan may count on. A node that placement would not find, or not as what it is, is named.
+    """The nodes that a plan may use. `say` gets a line for each node that placement cannot find, or that has changed.
 
-    Raises: ClusterError for a node that is there and does not answer, and where none is left.
+    Raises: ClusterError for a living node that does not answer, and if no node is left.
     """
     nodes = []
     for each in seen:
@@ -105,19 +108,31 @@ def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tupl
     return tuple(nodes)
 
 
+def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -> tuple[Node, ...]:
+    """Every node of the running cluster. Each node reads itself with `this_node` at this moment.
+
+    Args:
+        address: the head's, HEAD[:PORT]; None takes the cluster that this machine is part of.
+        say: takes a line for each node that is left out, and for each node that has changed since it was started.
+    Raises: ClusterError where there is no cluster, or where a node does not answer.
+    """
+    with connected(address):
+        return nodes_to_plan_with(Readings().read(), say)
+
+
 class Readings:
-    """Asks every node, again and again. A node that answers late is heard then; meanwhile it keeps what it said last."""
+    """Asks every node repeatedly. A late answer counts when it comes; until then the node's previous description stays."""
 
     def __init__(self) -> None:
         """Needs a connected Ray."""
         import ray
 
         self._question: Any = ray.remote(num_cpus=0, max_retries=0)(this_node)
-        self._asked: dict[str, Any] = {}  # of each node that owes an answer: Ray's reference to it
+        self._asked: dict[str, Any] = {}  # Ray's reference to the answer of each node that has not answered yet
         self._heard: dict[str, tuple[Node, float]] = {}
 
     def read(self, timeout_s: float = ANSWER_TIMEOUT_S) -> tuple[Seen, ...]:
-        """Every node there is, with what it says. Waits for all together, for at most so long."""
+        """All nodes with their descriptions. Waits for all answers together, for at most `timeout_s`."""
         import ray
         from ray._private.state import available_resources_per_node
 
@@ -135,7 +150,7 @@ class Readings:
         return tuple(self._with_answer(each, problems.get(each.id)) for each in seen)
 
     def _ask(self, seen: Iterable[Seen]) -> dict[str, str | None]:
-        """Send the question to every node alive that does not owe an answer; returns what kept it from being sent."""
+        """Asks every living node that has no open question. Returns the problems of nodes that could not be asked."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         problems: dict[str, str | None] = {}
@@ -152,13 +167,13 @@ class Readings:
         return problems
 
     def _hear(self, node_id: str, ref: Any) -> str | None:
-        """Keep an answer that has come; returns what was wrong instead."""
+        """Keeps the answer of a node. Returns the problem if the node raised an error."""
         import ray
 
         del self._asked[node_id]
         try:
             self._heard[node_id] = ray.get(ref), time.time()
-        except Exception as error:  # whatever its machine raised
+        except Exception as error:  # any error of the node's machine
             return _one_line(getattr(error, "cause", None) or error)
         return None
 
@@ -178,10 +193,10 @@ def _miscounted(node: Node, total: Mapping[str, float]) -> str | None:
 
 @contextmanager
 def connected(address: str | None = None) -> Iterator[str]:
-    """Join the cluster as a client for so long: the one at `address`, else RAY_ADDRESS, else that of the node that runs here.
+    """Connects to a cluster as a client: the cluster at `address`, else at RAY_ADDRESS, else of the node that runs here.
 
-    Ray reads its token when it is imported, so that must not have been before; a process that is connected already stays so.
-    Raises: ClusterError where there is no cluster, or this machine is none of its nodes.
+    Ray must not be imported before, because it reads its token at import. A process that is already connected stays connected.
+    Raises: ClusterError if there is no cluster, or if this machine is not one of its nodes.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         yield sys.modules["ray"].get_runtime_context().gcs_address
@@ -215,7 +230,7 @@ def _default_address() -> str:
 
 
 def _refuse_outsider(address: str, cluster: Cluster) -> None:
-    """Ray would look for a node of the cluster on this machine for long. Raises: ClusterError."""
+    """Raises: ClusterError if this machine is no node of the cluster. Ray would search for a node here for a long time."""
     own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if not any(member.ip in own for member in cluster.members):
         names = ", ".join(sorted(member.labels.get(NODE_LABEL, member.ip) for member in cluster.members))
@@ -223,6 +238,6 @@ def _refuse_outsider(address: str, cluster: Cluster) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    """The last line of what an error says; of Ray's errors that is the one that counts."""
+    """The last line of an error's text. In Ray's errors the last line names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""All that came of starting a node here: how it is recorded, found again, and ended without touching anything else."""
+"""The processes of a node that was started on this machine: recorded, found again, and ended without touching others."""
 
 import json
 import os
@@ -13,13 +13,13 @@ import psutil
 
 from cluster.files import ClusterError
 
-# In the environment of everything that comes of a start. No setting of emberforge's, so without its prefix.
+# A variable in the environment of all processes of a start. It is no setting, so it has no EMBERFORGE_ prefix.
 MARK = "EMBER_NODE_ID"
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A process of ours. The time it was created, in seconds since the epoch, tells it from a later one with its pid."""
+    """A process of ours. Its creation time, in seconds since the epoch, tells it from a later process with the same pid."""
 
     pid: int
     create_time: float
@@ -28,15 +28,15 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A node that was started here, as `node.json` keeps it."""
+    """A node that was started on this machine, as `node.json` stores it."""
 
     id: str  # the mark
     name: str
     head: bool
-    session: int | None = None  # of the operating system
-    address: str = ""  # of the cluster, HOST:PORT
-    note: str = ""  # the file by which Ray leads whoever comes without an address
-    noted: str = ""  # and what it says of this cluster
+    session: int | None = None  # the operating system's session
+    address: str = ""  # the cluster's address, HOST:PORT
+    note: str = ""  # the file in which Ray notes the address of the current cluster
+    noted: str = ""  # the file's text for this cluster
     processes: tuple[Recorded, ...] = ()
 
 
@@ -53,7 +53,7 @@ def read_record(home: Path) -> Started | None:
 
 
 def write_record(home: Path, started: Started) -> None:
-    """In one step: a record cut short would leave processes that nobody can end."""
+    """Writes the record in one step. With half a record nobody could end the processes."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = _record_file(home).with_suffix(".part")
     part.write_text(json.dumps(asdict(started), indent=1), encoding="utf-8")
@@ -69,13 +69,13 @@ def _record_file(home: Path) -> Path:
 
 
 def find_processes(started: Started) -> set[psutil.Process]:
-    """Every process alive that came of a start: recorded, marked, of its session, or a descendant of one that is.
+    """All living processes of a start: recorded, marked, in its session, or descendants of such a process.
 
-    Ray's workers write their title over their environment, and orphans lose their parents, so no single sign is enough.
+    No single sign is enough: Ray's workers overwrite their environment with their title, and orphans lose their parents.
     """
     everyone = list(psutil.process_iter())
     ours = {process for process in everyone if _is_recorded(process, started) or _mark(process) == started.id}
-    # The number of a session is given to another one only when all of it has ended.
+    # A session's number is not reused while a process of the session lives.
     if any(_session(process) == started.session for process in ours):
         ours |= {process for process in everyone if _session(process) == started.session}
     for process in tuple(ours):
@@ -92,10 +92,10 @@ def recorded(processes: Iterable[psutil.Process]) -> Iterable[Recorded]:
 
 
 def end(started: Started) -> int:
-    """End all that came of a start, by pid; how many that were. Raises: ClusterError for what outlives being killed."""
+    """Ends all processes of a start by pid, and returns their number. Raises: ClusterError for processes that survive SIGKILL."""
     ended = find_processes(started)
-    # A raylet that is told to end takes leave of the head and ends its workers and HAProxy. One whose helpers are told at
-    # the same time waits for them.
+    # The raylet first: it signs off at the head, and ends its workers and HAProxy. If its helpers are ended at the same time,
+    # it waits for them.
     _signal((process for process in ended if _name(process) == "raylet"), "terminate", 5)
     for signal_name in ("terminate", "kill"):
         ours = {process for process in ended | find_processes(started) if _is_alive(process)}
@@ -109,7 +109,7 @@ def end(started: Started) -> int:
 
 
 def _signal(processes: Iterable[psutil.Process], signal_name: str, seconds: float) -> None:
-    """Signal each, and wait for at most so long until all have ended."""
+    """Signals each process, and waits until all have ended, for at most `seconds`."""
     told = list(processes)
     for process in told:
         with suppress(psutil.NoSuchProcess):  # psutil compares creation times, so a reused pid is not touched
@@ -120,13 +120,13 @@ def _signal(processes: Iterable[psutil.Process], signal_name: str, seconds: floa
 
 
 def _forget_address(started: Started) -> None:
-    """Take back Ray's note of our cluster, or the next Ray on this machine would look for it; another's note stays."""
+    """Removes Ray's note of our cluster. Otherwise the next Ray here would look for this cluster. Others' notes stay."""
     if started.noted and content(Path(started.note)) == started.noted:
         Path(started.note).unlink(missing_ok=True)
 
 
 def content(file: Path) -> str:
-    """Empty where there is no such file."""
+    """The file's text. Empty if the file does not exist."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8")
     return ""
@@ -135,13 +135,13 @@ def content(file: Path) -> str:
 def _is_recorded(process: psutil.Process, started: Started) -> bool:
     known = next((each for each in started.processes if each.pid == process.pid), None)
     with suppress(psutil.Error):
-        # Linux gives the time of boot, which this counts from, to the second, and NTP moves it.
+        # Creation times count from the time of boot, which Linux gives to the second, and which NTP moves.
         return known is not None and abs(process.create_time() - known.create_time) < 2
     return False
 
 
 def _mark(process: psutil.Process) -> str | None:
-    """None as well for processes of other users, and for those that write over their environment."""
+    """The mark of a process. None without a mark, for processes of other users, and for those with an overwritten environment."""
     with suppress(psutil.Error, OSError):
         return process.environ().get(MARK)
     return None
@@ -150,7 +150,7 @@ def _mark(process: psutil.Process) -> str | None:
 def _session(process: psutil.Process) -> int | None:
     with suppress(OSError):
         return os.getsid(process.pid)
-    return -1  # of a process that has ended: no session, and not the None of one that was never known
+    return -1  # the process has ended; -1 equals no session and differs from an unknown session, None
 
 
 def _is_alive(process: psutil.Process) -> bool:

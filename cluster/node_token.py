@@ -1,4 +1,4 @@
-"""The token that all nodes of a cluster share, and where a machine keeps it: who has it may run code on every node."""
+"""The token that all nodes of a cluster share, and the file that holds it. Whoever has the token can run code on every node."""
 
 import os
 import secrets
@@ -11,23 +11,23 @@ from cluster.files import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Where the token is that all nodes of a cluster share. `file` is None where RAY_AUTH_TOKEN holds it."""
+    """The place of the token that all nodes of a cluster share. `file` is None if the variable RAY_AUTH_TOKEN holds it."""
 
     file: Path | None = None
 
     @property
     def variables(self) -> dict[str, str]:
-        """What Ray must find in its environment, besides what is there already."""
+        """The variables that Ray needs besides those that are already set."""
         return {"RAY_AUTH_MODE": "token"} | ({"RAY_AUTH_TOKEN_PATH": str(self.file)} if self.file else {})
 
 
 def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the token and the record of the node are kept: EMBERFORGE_HOME, else ~/.emberforge."""
+    """The folder of the token and of the node's record: EMBERFORGE_HOME, else ~/.emberforge."""
     return Path(environ.get("EMBERFORGE_HOME") or Path.home() / ".emberforge").expanduser().absolute()
 
 
 def find_token(home: Path, environ: Mapping[str, str]) -> Token | None:
-    """RAY_AUTH_TOKEN, else the file RAY_AUTH_TOKEN_PATH names, else ours. Raises: ClusterError for a file without a token."""
+    """RAY_AUTH_TOKEN, else the file in RAY_AUTH_TOKEN_PATH, else our file. Raises: ClusterError for a file without a token."""
     if environ.get("RAY_AUTH_TOKEN"):
         return Token()
     named = environ.get("RAY_AUTH_TOKEN_PATH")
@@ -44,7 +44,7 @@ def find_token(home: Path, environ: Mapping[str, str]) -> Token | None:
 
 
 def head_token(home: Path, environ: Mapping[str, str]) -> Token:
-    """The token there is, or a new one that only its owner may read."""
+    """The existing token, or a new one in a file that only the owner can read."""
     found = find_token(home, environ)
     if found is not None:
         return found
@@ -56,7 +56,7 @@ def head_token(home: Path, environ: Mapping[str, str]) -> Token:
 
 
 def worker_token(home: Path, environ: Mapping[str, str]) -> Token:
-    """Raises: ClusterError where there is none; a new one would be the wrong one."""
+    """The existing token. Raises: ClusterError if there is none, because a new token would not be the head's."""
     found = find_token(home, environ)
     if found is None:
         raise ClusterError(f"this node has no token: copy the head's to {home / 'token'}, or set RAY_AUTH_TOKEN to it")
@@ -64,5 +64,5 @@ def worker_token(home: Path, environ: Mapping[str, str]) -> Token:
 
 
 def client_environment() -> dict[str, str]:
-    """What a process on this machine needs in its environment to talk to the cluster. Raises: ClusterError without a token."""
+    """The variables that a process on this machine needs to talk to the cluster. Raises: ClusterError without a token."""
     return worker_token(home_folder(), os.environ).variables

@@ -1,7 +1,6 @@
-"""What a cluster is made of, as plain data: nodes, their cards, and the class that equal nodes share.
+"""The nodes of a cluster as plain data: their cards, and the class that equal nodes share.
 
-Read from a running node by `cluster/inventory.py`, or from a file by `load_nodes`: a cluster can be planned before it is
-bought.
+`cluster/inventory.py` reads a running node. `load_nodes` reads a file, so a cluster can be planned before it is bought.
 """
 
 import platform
@@ -21,16 +20,16 @@ GIB = 1 << 30
 HOST_RESERVE = 4 * GIB
 CARD_RESERVE = GIB // 4
 
-_LABEL_LENGTH = 63  # of a label's value, which Ray and Kubernetes limit
+_LABEL_LENGTH = 63  # the longest value of a label in Ray and Kubernetes
 
 _ARCHS = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One GPU, or one MIG slice of one.
+    """One GPU, or one MIG slice of a GPU.
 
-    `total_bytes` is what the card has; with `unified`, what the host has. `free_bytes` is None where nobody measured.
+    `total_bytes` is the card's memory; with `unified`, the host's memory. `free_bytes` is None if nobody has measured it.
     """
 
     name: str
@@ -38,27 +37,27 @@ class Card:
     free_bytes: int | None = None
     unified: bool = False
     uuid: str | None = None
-    source: str = "file"  # where the two numbers come from
-    capability: tuple[int, int] | None = None  # compute capability, as in (12, 1); None where nobody asked
+    source: str = "file"  # the source of the two figures
+    capability: tuple[int, int] | None = None  # compute capability, as in (12, 1); None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `read_at` is seconds since the epoch; None for a file, which has no age."""
+    """One machine. `read_at` is in seconds since the epoch. It is None for a node from a file."""
 
     name: str
     arch: str  # amd64 or arm64
     ram_bytes: int
     num_cpus: int
     cards: tuple[Card, ...] = ()
-    reserve_bytes: int | None = None  # None takes the default of its kind
+    reserve_bytes: int | None = None  # None takes the default for the kind of node
     read_at: float | None = None
 
     @property
     def class_name(self) -> str:
-        """Nodes of one class are interchangeable: same card, same memory, same architecture, or the same CPUs.
+        """The node's class. Nodes of one class are interchangeable: same card, memory and architecture, or the same CPUs.
 
-        Also the value of the label by which models find them.
+        The class is also the value of the label by which models are placed.
         """
         if self.cards:
             card = self.cards[0]
@@ -68,7 +67,7 @@ class Node:
 
     @property
     def reserved(self) -> int:
-        """Bytes of each card, or of the host where there is none, that are left to the system."""
+        """Bytes that models leave to the system: of each card, or of the host if there is no card."""
         if self.reserve_bytes is not None:
             return self.reserve_bytes
         if not self.cards:
@@ -77,12 +76,12 @@ class Node:
 
     @property
     def usable_bytes(self) -> int:
-        """What models may take of each card; of the host where there is no card."""
+        """Bytes that models may take: of each card, or of the host if there is no card."""
         return (self.cards[0].total_bytes if self.cards else self.ram_bytes) - self.reserved
 
 
 def checked(node: Node) -> Node:
-    """Raises: ClusterError for a node that has cards of several kinds, or nothing left for models."""
+    """Returns the node. Raises: ClusterError for cards of several kinds, or no memory left for models."""
     kinds = {(card.name, round(card.total_bytes / GIB)) for card in node.cards}
     if len(kinds) > 1:
         names = ", ".join(f"{name} {gib} GiB" for name, gib in sorted(kinds))
@@ -111,12 +110,12 @@ def normal_arch(machine: str = platform.machine()) -> str:
 
 
 def is_label(text: str) -> bool:
-    """Whether Ray takes this as the value of a label."""
+    """Whether Ray accepts the text as the value of a label."""
     return len(text) <= _LABEL_LENGTH and bool(re.fullmatch(r"[a-zA-Z0-9]([a-zA-Z0-9_.-]*[a-zA-Z0-9])?", text))
 
 
 def _label(name: str) -> str:
-    """Models are pinned to a node through a label of Ray's, which takes no other names."""
+    """Raises: ValueError for a name that cannot be a label. Models are pinned to a node by a label with the node's name."""
     if not is_label(name):
         raise ValueError(
             "a node's name is 1 to 63 letters, digits, dots, dashes or underscores, and none of these three at its ends"
@@ -153,7 +152,7 @@ class _File(BaseModel):
 
 
 def load_nodes(path: Path) -> tuple[Node, ...]:
-    """Read an inventory file. Raises: ClusterError naming the line's place, the value and what is allowed."""
+    """Reads an inventory file. Raises: ClusterError naming the place, the value and the allowed values."""
     nodes = tuple(map(_node, read_yaml(path, _File).nodes))
     names = [node.name for node in nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -172,7 +171,7 @@ def _node(file: _FileNode) -> Node:
 
 
 def _nominal_gib(size: int) -> int:
-    """Whole GiB; in steps of four where machines of one kind report a few more or less, as those that share memory do."""
+    """Whole GiB. From 64 GiB on in steps of four, because equal machines with shared memory report slightly different sizes."""
     gib = size / GIB
     return round(gib) if gib < 64 else 4 * round(gib / 4)
 
@@ -184,7 +183,7 @@ def _slug(name: str) -> str:
 
 
 def _shortened(slug: str, length: int) -> str:
-    """What is too long is cut, and kept apart from others by a digest."""
+    """Cuts a long slug to `length`. A digest at the end keeps it distinct."""
     if len(slug) <= length:
         return slug
     return f"{slug[: length - 9].rstrip('-')}-{uuid.uuid5(uuid.NAMESPACE_OID, slug).hex[:8]}"

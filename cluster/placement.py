@@ -1,9 +1,9 @@
 """Which replica goes on which card: pure functions on plain data.
 
-Replicas that must be there (`min_replicas`) come first, the most constrained model first, each on the card that promises
-the most tokens/s for it. Where that leaves one out and the cluster is small, an exact search finds whether anything was
-possible. What room is left goes to further replicas up to `max_replicas`, to models that need none at first before the
-rest: the whole of a plan fits at once, so that autoscaling within it never meets a full card.
+Required replicas (`min_replicas`) are placed first, the most constrained model first, each on the card with the most tokens/s
+for it. If one finds no place and the cluster is small, an exact search looks for an arrangement of all. The remaining room goes
+to further replicas up to `max_replicas`, first to models that are scaled to zero. The whole plan fits at once, so autoscaling
+never meets a full card.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# Beyond either, the search for an arrangement that the quick way has missed is not tried.
+# The exact search is left out with more slots or more replicas than these.
 EXACT_SLOTS = 24
 EXACT_REPLICAS = 24
 EXACT_STEPS = 100_000  # a second or two
@@ -23,7 +23,7 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One card, which its replicas share; or the CPUs of a node without one, which are shared out over `places` replicas."""
+    """One card, which its replicas share. On a node without cards, its CPUs, divided among at most `places` replicas."""
 
     node: str
     index: int
@@ -38,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A model to place. By node class: bytes of one replica and its tokens/s alone; a class not named cannot run it."""
+    """A model to place, with the bytes and the tokens/s of one replica by node class. A missing class cannot run the model."""
 
     model: str
     bytes_on: Mapping[str, int]
@@ -51,7 +51,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica and its card. One that is not `required` is room kept for autoscaling."""
+    """A replica and its card. A replica that is not `required` is room for autoscaling."""
 
     model: str
     slot: Slot
@@ -60,7 +60,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`missing` counts the required replicas that found no place, by model; `proven` says that none could have."""
+    """`missing` counts the required replicas without a place, by model. `proven` says that no arrangement places more."""
 
     replicas: tuple[Replica, ...]
     missing: Mapping[str, int]
@@ -69,10 +69,10 @@ class Placement:
 
 
 def place(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT_STEPS) -> Placement:
-    """Place all demands. The same input, in any order, gives the same plan; more slots never place fewer required replicas
-    as long as the search is exact.
+    """Places all demands. The same input in any order gives the same plan. With an exact search, more slots never place fewer
+    required replicas.
 
-    `steps` bounds that search; it counts steps, not seconds, so that a plan does not depend on the machine.
+    `steps` bounds the search. It counts steps instead of seconds, so a plan does not depend on the machine.
     """
     slots = sorted(slots, key=lambda slot: (slot.node, slot.index))
     demands = sorted(demands, key=lambda demand: _hardness(demand, slots))
@@ -93,19 +93,19 @@ def _missing(demands: Sequence[Demand], chosen: Mapping[str, Sequence[int]]) -> 
 
 
 def _hardness(demand: Demand, slots: Sequence[Slot]) -> tuple[int, int, str]:
-    """Fewest possible cards first, then the largest."""
+    """A sort key: models with few possible cards first, then large models."""
     possible = sum(_allowed(demand, slot) for slot in slots)
     return possible, -max(demand.bytes_on.values(), default=0), demand.model
 
 
 def _allowed(demand: Demand, slot: Slot) -> bool:
-    """Whether the model could be on this card if nothing else were."""
+    """Whether the model could run on this card if the card were empty."""
     here = demand.nodes is None or slot.node in demand.nodes
     return here and slot.node not in demand.not_nodes and demand.bytes_on.get(slot.node_class, slot.capacity + 1) <= slot.capacity
 
 
 class _Board:
-    """How full each card is. Arrays over the slots, so that a thousand nodes are one step."""
+    """How full each card is. Arrays over the slots handle a thousand nodes in one step."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
@@ -115,15 +115,16 @@ class _Board:
         self._places = np.array([slot.places or _MANY for slot in slots], dtype=np.int64)
         self._shared_out = np.array([slot.shared_out for slot in slots], dtype=bool)
         self._count = np.zeros(len(slots), dtype=np.int64)
-        self._on_node: dict[str, NDArray[np.int64]] = {}  # by model: its replicas on each node
-        self._on_card: dict[str, NDArray[np.int64]] = {}  # and on each card
+        self._on_node: dict[str, NDArray[np.int64]] = {}  # by model: the number of its replicas on each node
+        self._on_card: dict[str, NDArray[np.int64]] = {}  # by model: the number of its replicas on each card
         self._facts: dict[str, tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.float64]]] = {}
 
     def choose(self, demand: Demand, apart: bool = False) -> int | None:
-        """The best card with room: on a node with the fewest replicas of this model, then where it gets the most tokens/s
-        beside what is there already, then the fullest.
+        """The best card with room: on a node with the fewest replicas of this model, then with the most tokens/s for one more
+        replica, then the fullest.
 
-        With `apart`, none that has this model: a second replica makes a card no faster. On CPUs it has its own cores.
+        With `apart`, cards that have this model are left out, because a second replica makes a card no faster. CPU nodes stay,
+        because there each replica has cores of its own.
         """
         allowed, needs, rates = self._of(demand)
         fitting = allowed & (needs <= self._free) & (self._count < self._places)
@@ -141,7 +142,7 @@ class _Board:
         return int(fits[0])
 
     def put(self, demand: Demand, slot: int, count: int = 1) -> None:
-        """A replica on the card; with `count` -1, off it again."""
+        """Puts a replica on the card. With `count` -1, takes it off again."""
         _, needs, _ = self._of(demand)
         self._free[slot] -= count * needs[slot]
         self._count[slot] += count
@@ -160,7 +161,7 @@ class _Board:
 
 
 def _take_turns(demands: Sequence[Demand], board: _Board, chosen: dict[str, list[int]]) -> None:
-    """Choose cards for required replicas that have none yet. Every model gets its first before any gets its second."""
+    """Chooses cards for required replicas without one. Every model gets its first replica before any gets its second."""
     full: set[str] = set()
     for turn in range(max((demand.min_replicas for demand in demands), default=0)):
         for demand in demands:
@@ -177,7 +178,7 @@ def _take_turns(demands: Sequence[Demand], board: _Board, chosen: dict[str, list
 def _settled(
     demands: Sequence[Demand], slots: Sequence[Slot], found: Mapping[str, Sequence[int]]
 ) -> tuple[_Board, dict[str, list[int]]]:
-    """What the search has found, each replica moved to where it would rather be: the search took any place there was."""
+    """The search's arrangement, with each replica moved to its best card. The search itself takes any free place."""
     board, chosen = _Board(slots), {model: list(cards) for model, cards in found.items()}
     for demand in demands:
         for card in chosen[demand.model]:
@@ -194,15 +195,15 @@ def _settled(
                 board.put(demand, best)
         if chosen == before:
             break
-    _take_turns(demands, board, chosen)  # a search that was cut short may have left room
+    _take_turns(demands, board, chosen)  # an interrupted search may have left room
     return board, chosen
 
 
 def _fill(demands: Sequence[Demand], board: _Board) -> list[Replica]:
-    """Further replicas, a turn at a time, until nothing fits or every model has its `max_replicas`."""
+    """Further replicas, one for each model in turn, until nothing fits or every model has `max_replicas`."""
     found: list[Replica] = []
     room = {demand.model: demand.max_replicas - demand.min_replicas for demand in demands}
-    turns = sorted(demands, key=lambda demand: demand.min_replicas > 0)  # a model scaled to zero must have a card to wake on
+    turns = sorted(demands, key=lambda demand: demand.min_replicas > 0)  # a model scaled to zero needs a card to wake on
     while any(room.values()):
         for demand in turns:
             slot = board.choose(demand, apart=True) if room[demand.model] else None
@@ -216,9 +217,10 @@ def _fill(demands: Sequence[Demand], board: _Board) -> list[Replica]:
 
 
 class _Search:
-    """Depth first over the required replicas, each on every card that is not like one tried already, or on none.
+    """A depth-first search over the required replicas. It tries each replica on every distinct kind of card, and on none.
 
-    Better is: more models served at all, then more replicas. Only what beats `start` is looked for.
+    An arrangement is better if it serves more models, then if it has more replicas. The search looks only for arrangements
+    better than `start`.
     """
 
     def __init__(self, demands: Sequence[Demand], slots: Sequence[Slot], start: Mapping[str, Sequence[int]], steps: int) -> None:
@@ -235,7 +237,7 @@ class _Search:
             ]
             for demand in demands
         }
-        # Cards of one kind are alike when equally full. A node that some model names is like no other.
+        # Equally full cards of one kind are interchangeable, except on nodes that some model names.
         named = {node for demand in demands for node in (*(demand.nodes or ()), *demand.not_nodes)}
         kinds: dict[tuple[str, bool], int] = {}
         keys = [(slot.node, True) if slot.node in named else (slot.node_class, False) for slot in slots]
@@ -251,7 +253,7 @@ class _Search:
         return self._best, self._steps < self._most_steps or self._best_value == self._goal
 
     def _least_sums(self, item: int) -> list[int]:
-        """Bytes that 1, 2, ... of the replicas from `item` on take at least."""
+        """The least bytes that 1, 2, ... of the replicas from `item` on take."""
         options = (self._options[demand.model] for demand in self._items[item:])
         least = sorted(min(needs for _, needs in cards) for cards in options if cards)
         return [sum(least[: count + 1]) for count in range(len(least))]
@@ -272,7 +274,7 @@ class _Search:
             return
         tried: set[tuple[int, int, int]] = set()
         for index, needs in self._options[demand.model]:
-            # Replicas of a model are alike: each goes to a later card than the one before it, or to the same.
+            # Replicas of a model are interchangeable, so each goes to the same card as the one before, or to a later one.
             if needs > self._free[index] or not self._places[index] or (cards and index < cards[-1]):
                 continue
             like = self._kind[index], self._free[index], self._places[index]
@@ -286,11 +288,11 @@ class _Search:
             cards.pop()
             self._free[index] += needs
             self._places[index] += 1
-        # Without this replica; those of the same model after it would not find a place either.
+        # Leaves this replica out, and also the later replicas of the same model.
         self._visit(item + demand.min_replicas - len(cards), value)
 
     def _was_here(self, item: int, value: tuple[int, int]) -> bool:
-        """Whether cards as full as now, in any order, have been left to the same replicas with as much placed before."""
+        """Whether the search has seen equally full cards, in any order, with the same replicas left and as many placed."""
         state = item, *sorted(zip(self._kind, self._free, self._places, strict=True))
         if self._seen.get(state, (-1, -1)) >= value:
             return True

@@ -1,6 +1,5 @@
-"""A cluster's models and nodes -> which replica goes where, why, what does not fit, and the Serve config that does it."""
+"""A cluster's models and nodes -> which replica goes where, why, and what does not fit."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,109 +7,38 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from cluster.catalogue import hub_id, known_model
-from cluster.files import ClusterError, read_yaml
+from cluster.catalogue import known_model
+from cluster.files import ClusterError
+from cluster.model_folder import read_model, shortened
+from cluster.model_spec import Dtype, pool_name
+from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
 from cluster.throughput import Basis, Rate, capability_of, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
-from engine.hub import EMBEDDED_MODEL, resolve_model
-from engine.model.config import Backend, ModelConfig, Pooling
+from engine.model.config import ModelConfig
 from engine.model.families import family_of
-from engine.model.folder import load_model_config
 from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
-from serve_app.settings import Dtype, Settings, check_remote_code, pool_name
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
-# Steps of the search behind a way out; the plan itself takes more. And how many replicas all tries of ways out together may
-# place: some seconds; with hundreds of nodes, only the first unplaced models get ways out.
+# Limits on the search for ways out: steps of one search, and replicas placed by all searches together. The limits amount to some
+# seconds. With hundreds of nodes only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
 _TRY_REPLICAS = 100_000
-# Settings that the plan gives each pool from its model's entry.
-_PER_MODEL = (
-    "models", "served_model_name", "dtype", "pooling", "default_prompt_name", "default_prompt", "max_batch_tokens",
-    "max_input_tokens", "num_threads", "backend", "trust_remote_code",
-)  # fmt: skip
-
-
-class ModelEntry(BaseModel):
-    """One model of models.yaml."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(min_length=1)
-    model: str = Field(min_length=1)
-    dtype: Dtype = "auto"
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
-    aliases: tuple[str, ...] = ()
-    pooling: Pooling | None = None
-    max_batch_tokens: PositiveInt | None = None
-    max_input_tokens: PositiveInt | None = None
-    default_prompt_name: str | None = None
-    default_prompt: str | None = None
-    backend: Backend = "emberforge"
-    trust_remote_code: bool = False
-    nodes: tuple[str, ...] | None = None
-    not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class
-
-    @model_validator(mode="after")
-    def _limits_agree(self) -> "ModelEntry":
-        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}")
-        if self.default_prompt_name is not None and self.default_prompt is not None:
-            raise ValueError("default_prompt_name and default_prompt are both set; a text gets one prompt, leave one out")
-        check_remote_code(self.backend, self.trust_remote_code)
-        return self
-
-    @property
-    def most_replicas(self) -> int:
-        return self.max_replicas or max(1, self.min_replicas)
-
-
-class ModelsFile(BaseModel):
-    """models.yaml. `default` answers where a request names no model; the first one where none is named here."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    models: tuple[ModelEntry, ...] = Field(min_length=1)
-    default: str | None = None
-    gateways: PositiveInt = 1  # replicas of the gateway
-    asleep: Literal["wait", "refuse"] = "wait"  # what a request hears that wakes a model scaled to zero
-    settings: Settings = Settings()
-
-    @model_validator(mode="after")
-    def _names_are_distinct(self) -> "ModelsFile":
-        names = Counter(name for entry in self.models for name in {entry.name, *entry.aliases})
-        twice = next((name for name, count in names.items() if count > 1), None)
-        if twice:
-            raise ValueError(f"two models are called {twice!r}; names and aliases must differ")
-        if self.default is not None and self.default not in names:
-            raise ValueError(f"default is {self.default!r}, which no model is called; there is {', '.join(names)}")
-        slugs = Counter(pool_name(entry.name) for entry in self.models)
-        slug, count = slugs.most_common(1)[0]
-        if count > 1:
-            raise ValueError(f"{count} models would have pools called {slug!r}; let their names differ in the last part")
-        misplaced = next((name for name in _PER_MODEL if name in self.settings.model_fields_set), None)
-        if misplaced:
-            raise ValueError(f"settings.{misplaced} is not for all models at once: it is taken from each model's entry")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A replica of the plan, with its reason. One that is not `required` is room for autoscaling."""
+    """A replica of the plan, and why it is there. A replica that is not `required` is room for autoscaling."""
 
     model: str
     node: str
-    card: int | None  # None on a node without
+    card: int | None  # None on a node without cards
     needs_bytes: int
     capacity: int
     tokens_per_s: float
@@ -120,8 +48,8 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """The replicas of one model on one class of nodes: what becomes one Serve application."""
+class PlannedPool:
+    """The replicas of one model on one class of nodes. They become one Serve application."""
 
     model: str
     node_class: str
@@ -140,8 +68,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Required replicas without a card, and what would make room for them. `count` is 0 for a model scaled to zero that has
-    none to wake on."""
+    """Required replicas that found no card, and the changes that would make room for them.
+
+    `count` is 0 for a model scaled to zero that has no card to wake on.
+    """
 
     model: str
     count: int
@@ -149,39 +79,21 @@ class Unplaced:
     ways_out: tuple[str, ...]
 
 
-def load_models(path: Path) -> ModelsFile:
-    """Raises: ClusterError naming the place, the value and what is allowed."""
-    return read_yaml(path, ModelsFile)
-
-
 def shape_of(entry: ModelEntry) -> ModelConfig:
-    """The model's shape: from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
+    """The model's configuration from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     ours = entry.backend == "emberforge" and not Path(entry.model).expanduser().is_dir()
     config = known_model(entry.model) if ours else None
     if config is None:
-        folder = resolve_model(entry.model, weights=False, code=entry.trust_remote_code)
-        config = load_model_config(folder, entry.pooling, backend=entry.backend, trust_remote_code=entry.trust_remote_code)
-    return _shortened(config, entry.max_input_tokens)
-
-
-def _shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:
-    return replace(config, max_input_length=min(config.max_input_length, max_input_tokens or config.max_input_length))
-
-
-def source_of(entry: ModelEntry) -> str:
-    """What a replica is told to load: a folder by its whole path, having another working directory, or a Hub id."""
-    folder = Path(entry.model).expanduser()
-    if folder.is_dir():
-        return str(folder.resolve())
-    return entry.model if entry.model == EMBEDDED_MODEL else hub_id(entry.model) or entry.model
+        _, config = read_model(entry)
+    return shortened(config, entry.max_input_tokens)
 
 
 class Plan:
-    """Where everything goes. Everything else is read off the placement."""
+    """Where every replica goes. All other properties derive from the placement."""
 
     def __init__(self, file: ModelsFile, nodes: Sequence[Node]) -> None:
-        """Raises: ClusterError for a pin to a node that is not there, or a dtype the model cannot have; ModelError for a
-        model that cannot be looked up."""
+        """Raises: ClusterError for a pin to an unknown node, or a dtype that the model cannot have; ModelError for a model that
+        cannot be read."""
         self.file, self.nodes = file, tuple(nodes)
         self.entries = {entry.name: entry for entry in file.models}
         self.shapes = {name: shape_of(entry) for name, entry in self.entries.items()}
@@ -202,15 +114,15 @@ class Plan:
         self.placement: Placement = place(list(self.demands.values()), self.slots)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
-        """Bytes of one replica there. `changes` are fields of the model's entry to imagine otherwise."""
+        """The bytes of one replica on a class of node. `changes` replaces fields of the model's entry."""
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
-        config = _shortened(self.shapes[entry.name], entry.max_input_tokens)
+        config = shortened(self.shapes[entry.name], entry.max_input_tokens)
         return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
-        """As the model's entry gives it, or else by the best that is known."""
+        """The rate in the model's entry, or else the best known estimate."""
         if node_class in entry.tokens_per_s:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
@@ -243,8 +155,8 @@ class Plan:
         return tuple(Unplaced(name, count, self._why_not(name), self._ways_out(name)) for name, count in without.items())
 
     @cached_property
-    def pools(self) -> tuple[Pool, ...]:
-        """Largest replicas first: Ray then finds the arrangement that was planned."""
+    def pools(self) -> tuple[PlannedPool, ...]:
+        """The pools with the largest replicas first. In this order Ray finds the planned arrangement."""
         groups: dict[tuple[str, str], list[Any]] = {}
         for each in self.placement.replicas:
             groups.setdefault((each.model, each.slot.node_class), []).append(each)
@@ -263,12 +175,12 @@ class Plan:
             frozenset(entry.not_nodes),
         )
 
-    def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> Pool:
+    def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> PlannedPool:
         node = self.classes[node_class]
-        # Rounded down: what fits to the byte must not fail for the fourth decimal, which is all that Ray counts.
+        # Rounded down, because Ray counts four decimals. Rounded up, replicas that fit to the byte would exceed the card.
         share = self.demands[name].bytes_on[node_class] / node.usable_bytes
         places = _places(node)
-        return Pool(
+        return PlannedPool(
             name,
             node_class,
             sum(each.required for each in replicas),
@@ -322,23 +234,23 @@ class Plan:
         return f"a replica needs {_gib_up(needs)}, and {_where(closest)} has {_gib(free)} of {_gib(closest.capacity)} left"
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
-        """What would place all of this model and leave nothing else out: the smallest change of each kind, each tried."""
+        """Changes that place all replicas of this model and displace no other: of each kind the smallest that works."""
         smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
         for kind in self._changes(name):
-            if kind and self._would_fit(name, kind[-1][1]):  # where the largest change is not enough, none is
+            if kind and self._would_fit(name, kind[-1][1]):  # if the largest change is not enough, no smaller one is
                 found.append(next(text for text, changes in kind if changes is kind[-1][1] or self._would_fit(name, changes)))
         return (*found, self._another_node(name))
 
     def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
-        """To try instead of the model's own, the most exact first; int8 only for cards without float8."""
+        """The dtypes to try instead of the model's own, the most exact one first. int8 only for cards without float8."""
         if self.entries[name].backend != "emberforge":
             return ("bfloat16",)
         lacks_float8 = any(_runs("int8", node) and not _runs("float8", node) for node in self.classes.values())
         return ("bfloat16", "float8", "int8") if lacks_float8 else ("bfloat16", "float8")
 
     def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
-        """Changes of the model's entry to try, by kind, smallest first; each as the operator would write it."""
+        """Changes of the model's entry to try, by kind, the smallest first; each with the text that an operator would write."""
         entry, longest = self.entries[name], self.shapes[name].max_input_length
         budget = entry.max_batch_tokens or MOST_BATCH_TOKENS
         shorter = [
@@ -361,7 +273,9 @@ class Plan:
             return False
         self._tries -= 1
         demands = [changed if each.model == name else each for each in self.demands.values()]
-        required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # room to grow changes nothing
+        required = [
+            replace(each, max_replicas=max(1, each.min_replicas)) for each in demands
+        ]  # room for autoscaling is not needed here
         then = place(required, self.slots, _TRY_STEPS)
         others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
@@ -375,102 +289,13 @@ class Plan:
         needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
         return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
-    def serve_config(self) -> dict[str, Any]:
-        """The Serve config of the plan: a pool a model and class, and the gateway in front, as plain data for YAML.
-
-        Raises: ClusterError where the default model has no replica: the gateway would not know what to answer with.
-        """
-        settings = self.file.settings
-        applications = [self._pool_application(pool) for pool in self.pools]
-        return {
-            "proxy_location": "EveryNode",
-            "http_options": {"host": settings.host, "port": settings.port},
-            **settings.grpc_options,
-            "applications": [*applications, self._gateway_application()],
-        }
-
-    def _pool_application(self, pool: Pool) -> dict[str, Any]:
-        entry = self.entries[pool.model]
-        given: dict[str, Any] = {"dtype": entry.dtype, "pooling": entry.pooling, "num_threads": pool.num_threads}
-        given |= {"max_batch_tokens": entry.max_batch_tokens, "max_input_tokens": entry.max_input_tokens}
-        given |= {"backend": entry.backend, "trust_remote_code": entry.trust_remote_code}
-        settings = self.file.settings.model_copy(
-            update={"models": (source_of(entry),), "served_model_name": (entry.name,)} | {k: v for k, v in given.items() if v}
-        )
-        options: dict[str, Any] = {"num_cpus": pool.num_cpus}
-        if pool.num_gpus:
-            options["num_gpus"] = pool.num_gpus
-        options["label_selector"] = {"emberforge-class": pool.node_class}
-        if entry.nodes is not None:
-            options["label_selector"]["emberforge-node"] = f"in({','.join(entry.nodes)})"
-        elif entry.not_nodes:
-            options["label_selector"]["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
-        return {
-            "name": pool.name,
-            "route_prefix": None,
-            "import_path": "serve_app.pool:build",
-            "args": {
-                "pool": pool.name,
-                "model": source_of(entry),
-                "name": entry.name,
-                "tokens_per_s": round(pool.tokens_per_s),
-                "settings": _plain(settings),
-                "min_replicas": pool.min_replicas,
-                "max_replicas": pool.max_replicas,
-            },
-            "deployments": [
-                {"name": "Engine", "max_replicas_per_node": pool.max_per_node, "ray_actor_options": options},
-            ],
-        }
-
-    def _gateway_application(self) -> dict[str, Any]:
-        models = []
-        for name, entry in self.entries.items():
-            pools = [
-                {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": round(pool.tokens_per_s)}
-                | {"min_replicas": pool.min_replicas, "max_replicas": pool.max_replicas}
-                for pool in self.pools
-                if pool.model == name
-            ]
-            if pools:
-                given: dict[str, Any] = {"pooling": entry.pooling, "max_input_tokens": entry.max_input_tokens}
-                given |= {"default_prompt_name": entry.default_prompt_name, "default_prompt": entry.default_prompt}
-                if entry.backend != "emberforge":
-                    given |= {"backend": entry.backend, "trust_remote_code": entry.trust_remote_code}
-                models.append(
-                    {"name": name, "model": source_of(entry), "aliases": list(entry.aliases)}
-                    | {key: value for key, value in given.items() if value is not None}
-                    | {"pools": pools}
-                )
-        default = self.file.default or self.file.models[0].name
-        answers = {alias for pool in self.pools for alias in (pool.model, *self.entries[pool.model].aliases)}
-        if default not in answers:
-            raise ClusterError(f"{default}, the default model, has no place, so there is no config; let default be another")
-        return {
-            "name": "gateway",
-            "route_prefix": "/",
-            "import_path": "serve_app.gateway:build",
-            "args": {
-                "models": models,
-                "default": default,
-                "asleep": self.file.asleep,
-                "settings": _plain(self.file.settings),
-            },
-            "deployments": [{"name": "Gateway", "num_replicas": self.file.gateways, "ray_actor_options": {"num_cpus": 0.5}}],
-        }
-
     def guesses(self) -> tuple[str, ...]:
-        """Classes whose speed is a cautious guess, because nobody knows their card."""
+        """The classes of node with an unknown card. Their speed is a cautious guess."""
         return tuple(name for name, node in self.classes.items() if not is_known(node))
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(settings.model_dump_json(exclude_defaults=True))
-    return content
-
-
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
-    """A node of each class, the one with the least for models: what fits there fits on all of them."""
+    """For each class the node with the least memory for models. A replica that fits there fits on every node of the class."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
@@ -491,7 +316,7 @@ def _slots(nodes: Iterable[Node], classes: dict[str, Node]) -> list[Slot]:
 
 
 def _places(node: Node) -> int:
-    """Replicas that a node without a card may compute with."""
+    """The largest number of replicas on a node without a card."""
     return max(1, node.num_cpus // _CORES_A_REPLICA)
 
 
@@ -500,7 +325,7 @@ def _kind(node: Node) -> MemoryKind:
 
 
 def _runs(dtype: Dtype, node: Node) -> bool:
-    """Whether a model of that dtype can run there at all."""
+    """Whether the node can compute in this dtype."""
     if dtype == "float16":
         return bool(node.cards)
     return (capability_of(node) or (0, 0)) >= (_least_capability(dtype) or (0, 0))
@@ -516,7 +341,7 @@ def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
 
 
 def _least_capability(dtype: Dtype) -> tuple[int, int] | None:
-    """Of a card for a dtype that not all have."""
+    """The compute capability that a dtype needs. None if every card has the dtype."""
     return None if dtype == "auto" else LEAST_CAPABILITY.get(DTYPES[dtype])
 
 
@@ -525,7 +350,7 @@ def _written(capability: tuple[int, int]) -> str:
 
 
 def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype:
-    """What the engine will take there; for "auto" on a CPU it depends on the chip, so the larger one is counted with."""
+    """The dtype that the engine chooses on this node. "auto" on a CPU depends on the chip, so the larger dtype is assumed."""
     if entry.dtype != "auto":
         return DTYPES[entry.dtype]
     if has_bf16(node):
@@ -551,10 +376,10 @@ def _where(slot: Slot) -> str:
 
 
 def _gib(size: float) -> str:
-    """What there is, rounded down."""
+    """Available bytes, rounded down."""
     return f"{math.floor(size / GIB * 10) / 10:.1f} GiB"
 
 
 def _gib_up(size: float) -> str:
-    """What is needed, rounded up: a card of just that is enough."""
+    """Needed bytes, rounded up. A card of this size is enough."""
     return f"{math.ceil(size / GIB * 10) / 10:.1f} GiB"

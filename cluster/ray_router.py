@@ -1,7 +1,7 @@
-"""Ray Serve's request router within a pool: the replica that would be done first, by `cluster/router.py`.
+"""Ray Serve's request router of a pool. It chooses the replica that finishes first, by `cluster/router.py`.
 
-Serve makes one of these for each handle, in the process that calls, so that the gateway and its routers share one view. It
-pickles this module by value: what is shared must live in another.
+Serve makes one router for each handle, in the calling process, so the gateway and its routers share one view of the load. Serve
+pickles this module by value, so the shared view lives in `cluster/router.py`.
 """
 
 from time import monotonic
@@ -27,14 +27,14 @@ class TokenRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        # Without it the caller would ask again at once for as long as no replica takes the request.
+        # Without it the caller asks again without a pause until a replica takes the request.
         pending_request.routing_context.should_backoff = True
         by_name = {_name(each.replica_id): each for each in candidate_replicas}
         ticket = pending_request.kwargs["ticket"]
         ranked = [name for name in self._load.ranked(ticket, monotonic()) if name in by_name]
         if ranked:
-            # Not in `on_request_routed`: Serve calls that once the answer is there. Replicas do not turn requests away, so
-            # the first one takes it; should that not be so, this is called again.
+            # Not in `on_request_routed`, because Serve calls that after the answer. Replicas do not refuse requests, so the first
+            # one takes it. If it does not, Serve calls this method again.
             self._load.routed(ranked[0], ticket)
         return [[by_name[name]] for name in ranked]
 

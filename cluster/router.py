@@ -1,43 +1,48 @@
-"""Which pool, and which of its replicas, will have a request's vectors first.
+"""Which pool, and which replica of the pool, finishes a request first.
 
-Plain data and arithmetic, no Ray and no clock: `cluster/ray_router.py` feeds it and asks it, `now` is the caller's in
-seconds. Everything here belongs to one gateway
-process; what other gateways send is seen in the replicas' own reports, a second late.
+Plain data and arithmetic, without Ray and without a clock: `cluster/ray_router.py` feeds the data, and callers give `now` in
+seconds. All objects here belong to one gateway process. It learns of other gateways' requests from the replicas' reports, which
+are a second late.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# A replica that fails is left alone for a second, then two, four, ... at most so many. A card that fails fast looks idle.
+# A replica that fails gets no requests for one second, then two, four, ... up to the second figure. Otherwise a card that fails
+# fast would look idle, and attract requests.
 _SHUNNED_S = 1.0
 _MOST_SHUNNED_S = 30.0
-# A replica whose reports lag this far behind the others' is taken for lost: its node has gone silent.
+# A replica counts as lost if its latest report is this much older than the latest report of any replica.
 SILENT_S = 4.0
-# What starting a replica takes where nothing is known of it.
+# Assumed seconds to start a replica.
 COLD_START_S = 20.0
-# A request is split if the last part is done in this share of the time one replica would need, and if that is long at all.
+# A request is split if one replica would need at least _SPLIT_FROM_S, and the last part ends within this share of that time.
 _SPLIT_SHARE = 0.8
 _SPLIT_FROM_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of itself, every second. The rates are 0 before anything was measured."""
+    """A replica's report on itself, sent every second. The rates are 0 before the first measurement."""
 
-    at: float = 0.0  # by its own clock: tells a new report from an old one, and nothing else
+    at: float = 0.0  # the replica's own clock; only tells a new report from an old one
     queued_tokens: int = 0
     tokens_per_s: float = 0.0
     pass_s: float = 0.0
-    longest_input: int | None = None  # tokens that its memory holds now
-    busy: float = 0.0  # share of the last second that it computed
-    batch_tokens: int = 0  # of those queued: of batch priority
+    longest_input: int | None = None  # tokens of the longest input that fits into memory now
+    busy: float = 0.0  # share of the last second in which it computed
+    batch_tokens: int = 0  # the part of queued_tokens with batch priority
     max_batch_tokens: int = 0  # in one pass
+    dtype: str = ""  # the dtype that the replica has loaded the model in
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What routing needs to know of a request; travels with it. `longest` is its longest input, in tokens; `batch` its priority,
-    behind which no interactive request waits for longer than a pass."""
+    """The facts about a request that routing needs. A ticket travels with its request.
+
+    `longest` is the request's longest input in tokens. `batch` is True for batch priority. An interactive request waits for at
+    most one pass of batch work.
+    """
 
     id: int
     num_tokens: int
@@ -50,16 +55,18 @@ class ReplicaLoad:
     """A replica as this gateway sees it."""
 
     report: Report = Report()
-    heard_at: float = 0.0  # by our clock
-    sent: dict[int, int] = field(default_factory=dict)  # tokens of our interactive requests that are not over, by ticket
-    sent_batch: dict[int, int] = field(default_factory=dict)  # of those of batch priority
+    heard_at: float = 0.0  # by this process's clock
+    sent: dict[int, int] = field(default_factory=dict)  # tokens of this gateway's open interactive requests, by ticket
+    sent_batch: dict[int, int] = field(default_factory=dict)  # the same for batch priority
     failures: int = 0  # in a row
     shunned_until: float = 0.0
 
     def queued_tokens(self, rate: float, now: float, batch: bool = True) -> float:
-        """What is before a new request: our own, or what it last reported less what it has done since.
+        """Tokens queued ahead of a new request.
 
-        With `batch` False, before an interactive one: of batch work, no more than the pass under way.
+        This is the larger of two figures: the tokens that this gateway has sent, and the tokens that the replica last reported
+        minus those it has processed since. With `batch` False the new request is interactive. Then at most one pass of batch
+        work counts.
         """
         done, own = rate * (now - self.heard_at), sum(self.sent.values())
         everything = max(own + sum(self.sent_batch.values()), self.report.queued_tokens - done)
@@ -71,22 +78,26 @@ class ReplicaLoad:
 
 @dataclass
 class Heard:
-    """When any replica was last heard of, by our clock. One for all pools: where nobody reports, the controller is gone."""
+    """The time of the latest report of any replica, by this process's clock. All pools share it.
+
+    If no replica reports at all, the controller is gone and the replicas are not lost.
+    """
 
     at: float = 0.0
 
 
 class PoolLoad:
-    """The replicas of one pool, and how soon each would be done."""
+    """The replicas of one pool, and how soon each of them finishes a request."""
 
     def __init__(self, name: str, tokens_per_s: float, max_replicas: int = 1, heard: Heard | None = None) -> None:
-        """`tokens_per_s` is the plan's, used until a replica has measured its own."""
+        """`tokens_per_s` is the plan's figure, used until a replica has measured its own."""
         self.name, self.max_replicas = name, max_replicas
         self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
-        self._replica_of: dict[int, str | None] = {}  # of each request that is not over, by ticket; None until it has one
-        self._unrouted: dict[int, Ticket] = {}  # those that have none yet
+        self.dtypes: frozenset[str] = frozenset()  # the dtypes that replicas have reported
+        self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
+        self._unrouted: dict[int, Ticket] = {}  # the open requests that are not routed yet
 
     def queued_tokens(self, now: float) -> float:
         return self._unrouted_tokens(batch=True) + sum(
@@ -98,7 +109,7 @@ class PoolLoad:
         return replica.report.tokens_per_s or self._planned
 
     def update(self, reports: Mapping[str, Report], now: float) -> None:
-        """The replicas there are now, with their latest reports."""
+        """Takes the latest reports of all replicas that exist now."""
         for gone in set(self.replicas) - set(reports):
             del self.replicas[gone]
         for name, report in reports.items():
@@ -107,14 +118,15 @@ class PoolLoad:
                 load = self.replicas.setdefault(name, ReplicaLoad())
                 load.report, load.heard_at = report, now
                 self._heard.at = max(self._heard.at, now)
+        self.dtypes = frozenset(report.dtype for report in reports.values() if report.dtype)
 
     def opened(self, ticket: Ticket) -> None:
-        """A request is about to be sent here. From now on it counts, wherever it will go."""
+        """A request is about to be sent to this pool. From now on it counts as load."""
         self._replica_of[ticket.id] = None
         self._unrouted[ticket.id] = ticket
 
     def routed(self, replica: str, ticket: Ticket) -> None:
-        """It goes to this replica; if to another before, no longer. Nothing where it is over already."""
+        """The request goes to this replica, and no longer to an earlier one. Does nothing if the request has ended."""
         if ticket.id not in self._replica_of:
             return
         self._release(ticket)
@@ -123,7 +135,7 @@ class PoolLoad:
         (load.sent_batch if ticket.batch else load.sent)[ticket.id] = ticket.num_tokens
 
     def finished(self, ticket: Ticket, now: float, failed: bool = False) -> None:
-        """The request is over, however it ended. `failed` says that the replica is to blame."""
+        """The request has ended. `failed` says that the replica caused the failure."""
         load = self._release(ticket)
         self._replica_of.pop(ticket.id, None)
         if load is None:
@@ -135,7 +147,7 @@ class PoolLoad:
         load.shunned_until = now + min(_MOST_SHUNNED_S, _SHUNNED_S * 2 ** (load.failures - 1))
 
     def _release(self, ticket: Ticket) -> ReplicaLoad | None:
-        """Take the request off whatever it counts for; its replica, where that is known and still there."""
+        """Removes the request from the load. Returns its replica if that is known and still exists."""
         self._unrouted.pop(ticket.id, None)
         load = self.replicas.get(self._replica_of.get(ticket.id) or "")
         if load is not None:
@@ -143,7 +155,7 @@ class PoolLoad:
         return load
 
     def is_lost(self, ticket: Ticket) -> bool:
-        """Whether the replica that has the request is gone, or reports no more although others do."""
+        """Whether the request's replica is gone, or has stopped reporting while others report."""
         replica = self._replica_of.get(ticket.id)
         if replica is None:
             return False
@@ -152,7 +164,7 @@ class PoolLoad:
 
     @property
     def heard(self) -> list[ReplicaLoad]:
-        """The replicas that are there, as far as anybody can tell."""
+        """The replicas that exist and report."""
         return [load for load in self.replicas.values() if not self._silent(load)]
 
     def _silent(self, load: ReplicaLoad) -> bool:
@@ -162,24 +174,24 @@ class PoolLoad:
         return load.shunned_until > now or self._silent(load)
 
     def ranked(self, ticket: Ticket, now: float) -> list[str]:
-        """Its replicas, the one that would be done first in front; those that cannot hold the request left out."""
+        """The replicas that can hold the request, the one that finishes first in front."""
         able = [name for name, load in self.replicas.items() if _holds(load, ticket)]
         return sorted(able, key=lambda name: (self._avoided(self.replicas[name], now), self._finish_s(name, ticket, now), name))
 
     def finish_s(self, ticket: Ticket, now: float) -> float | None:
-        """Seconds until a request sent here would be done; None where no replica can do it, now or once one is started."""
+        """Predicted seconds until a request sent now is done. None if no replica can do it, not even one yet to be started."""
         if not self.replicas:
             return COLD_START_S + ticket.num_tokens / self._planned if self.max_replicas else None
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]
         if able:
             ahead_s = self._unrouted_tokens(ticket.batch) / sum(self.rate(self.replicas[name]) for name in able)
             return ahead_s + min(self._finish_s(name, ticket, now) for name in able)
-        # Better a replica that has just failed than none.
+        # A replica that has just failed is better than none.
         waits = [max(0.0, load.shunned_until - now) for load in self.replicas.values() if _holds(load, ticket)]
         return COLD_START_S + min(waits) if waits else None
 
     def starts(self, longest: int, now: float, batch: bool) -> list[tuple[float, float]]:
-        """(seconds until it could begin, tokens/s) of each replica that would take an input of so many tokens."""
+        """(seconds until it can begin, tokens/s) for each replica that can hold an input of `longest` tokens."""
         return [
             (load.report.pass_s + load.queued_tokens(self.rate(load), now, batch) / self.rate(load), self.rate(load))
             for load in self.replicas.values()
@@ -199,26 +211,26 @@ def _holds(load: ReplicaLoad, ticket: Ticket) -> bool:
     return load.report.longest_input is None or ticket.longest <= load.report.longest_input
 
 
-# What this process sees of each pool, by name.
+# This process's view of each pool, by name.
 LOADS: dict[str, PoolLoad] = {}
 _HEARD = Heard()
 
 
 def load_of(pool: str, tokens_per_s: float, max_replicas: int) -> PoolLoad:
-    """This process's view of a pool, made when first asked for."""
+    """This process's view of a pool. The first call makes it."""
     return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, max_replicas, _HEARD))
 
 
 def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:
-    """The pool that would be done first; None where none can do it."""
+    """The pool that finishes first. None if no pool can do the request."""
     times = [(seconds, pool.name, pool) for pool in pools if (seconds := pool.finish_s(ticket, now)) is not None]
     return min(times, key=lambda each: each[:2])[2] if times else None
 
 
 def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float, batch: bool = False) -> list[list[int]]:
-    """Which inputs go together, each part to a replica of its own: one part unless more are done sooner.
+    """Splits a request into parts for different replicas. Returns one part unless several parts are done sooner.
 
-    Longest first, each to the replica that would then be done first.
+    The longest input is assigned first. Each input goes to the replica that then finishes first.
     """
     whole = [list(range(len(lengths)))]
     if len(lengths) < 2:

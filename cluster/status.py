@@ -1,6 +1,6 @@
-"""What runs in a cluster at this moment: its nodes and their cards, its pools and their load, as tables and as plain data.
+"""The state of a running cluster, as tables and as plain data: its nodes with their cards, its pools with their load.
 
-The first half is pure; the second asks Ray, the nodes and the gateway.
+The first half of this file is pure. The second half asks Ray, the nodes and the gateway.
 """
 
 import json
@@ -34,7 +34,7 @@ _GATEWAY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """A pool, or an application that is none. None where nobody says: only the gateway knows load."""
+    """A pool, or another application with a model. Fields are None if the source does not tell: only the gateway knows load."""
 
     name: str
     model: str
@@ -44,12 +44,12 @@ class PoolState:
     max_replicas: int
     queued_tokens: int | None = None
     tokens_per_s: float | None = None
-    busy: float | None = None  # share of the time that its replicas compute
+    busy: float | None = None  # share of the time in which its replicas compute
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The cluster at one moment, `at` in seconds since the epoch. `source` is who told of the pools."""
+    """The cluster at one moment, `at` in seconds since the epoch. `source` names the source of the pools."""
 
     address: str
     at: float
@@ -79,7 +79,7 @@ def gateway_pools(entries: Iterable[Mapping[str, Any]]) -> tuple[PoolState, ...]
 
 
 def serve_pools(details: Mapping[str, Any]) -> tuple[PoolState, ...]:
-    """The applications with a model, as Serve's controller has them: what there is to tell without a gateway."""
+    """The applications with a model in Serve's controller. They are the only source without a gateway."""
     return tuple(
         PoolState(
             name=name,
@@ -96,7 +96,7 @@ def serve_pools(details: Mapping[str, Any]) -> tuple[PoolState, ...]:
 
 
 def gateway_urls(details: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where a gateway may answer, through the proxy of each node that has one; empty where no gateway is deployed."""
+    """Addresses where a gateway may answer: the proxies of all nodes. Empty if no gateway is deployed."""
     prefixes = [each["route_prefix"] for each in details["applications"].values() if "Gateway" in each["deployments"]]
     if not prefixes or prefixes[0] is None:
         return ()
@@ -108,7 +108,7 @@ def gateway_urls(details: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def as_data(status: Status) -> dict[str, Any]:
-    """The status for JSON. Bytes are bytes, ages seconds; null where nobody says."""
+    """The status for JSON. Sizes are in bytes, ages in seconds; unknown figures are null."""
     return {
         "address": status.address,
         "at": status.at,
@@ -120,7 +120,7 @@ def as_data(status: Status) -> dict[str, Any]:
 
 
 def as_text(status: Status, width: int) -> Iterator[RenderableType]:
-    """The tables and sentences, in the order they are read; for a terminal with so many columns."""
+    """The tables and sentences in reading order, for a terminal of `width` columns."""
     yield _nodes_table(status, width)
     if status.pools:
         yield _pools_table(status.pools)
@@ -129,7 +129,7 @@ def as_text(status: Status, width: int) -> Iterator[RenderableType]:
 
 
 def notes(status: Status) -> tuple[str, ...]:
-    """What a reader should know of the figures."""
+    """Remarks on the figures."""
     silent = [f"node {each.name}: {each.problem}" for each in status.nodes if each.alive and each.problem]
     moved = [
         f"node {each.name} was started as {each.class_label} and is {each.node.class_name} now: end it and start it again"
@@ -184,7 +184,7 @@ def _node_cells(seen: Seen) -> dict[str, str]:
 
 
 def _memory_cells(cards: Sequence[Card]) -> dict[str, str]:
-    """Of equal cards together."""
+    """The cells for several equal cards together."""
     free = [card.free_bytes for card in cards if card.free_bytes is not None]
     return {
         "card": f"{len(cards)} x {cards[0].name}" if len(cards) > 1 else cards[0].name,
@@ -222,9 +222,9 @@ def _most_replicas(deployment: Mapping[str, Any]) -> int:
 
 
 def _model_of(application: Mapping[str, Any], name: str) -> str:
-    """From the `args` of a pool or of a plain application, which only a config file leaves behind."""
+    """The model named in the `args` of a pool or of a plain application. Only a deployed config file leaves `args` behind."""
     args = (application.get("deployed_app_config") or {}).get("args") or {}
-    return str(args.get("name") or args.get("model") or name)
+    return str(args.get("spec", {}).get("name") or args.get("model") or name)
 
 
 def _age_s(seen: Seen, now: float) -> float | None:
@@ -240,14 +240,14 @@ def _rounded(seconds: float | None) -> str:
 
 
 class Watcher:
-    """Looks at the cluster this process is connected to, as often as it is asked."""
+    """Reads the status of the cluster that this process is connected to."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._readings = Readings()
 
     def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Status:
-        """The cluster now; waits for at most so long for its nodes. Raises: ClusterError where the head has gone."""
+        """The status now. Waits for the nodes for at most `timeout_s`. Raises: ClusterError if the head has gone."""
         connect(self._address)
         nodes = self._readings.read(timeout_s)
         try:
@@ -266,24 +266,27 @@ def show(status: Status, console: Console) -> None:
 
 
 def show_forever(watcher: Watcher, console: Console) -> None:
-    """Until Ctrl-C. Raises: ClusterError where the head has gone: Ray would end this process for it a minute later."""
+    """Shows the status every 2 s until Ctrl-C.
+
+    Raises: ClusterError if the head has gone. A minute later Ray itself would end this process.
+    """
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         timeout_s = ANSWER_TIMEOUT_S
         while True:
             live.update(Group(*as_text(watcher.look(timeout_s), console.width)), refresh=True)
-            timeout_s = _WATCH_EVERY_S  # whoever has not answered yet may still do so later
+            timeout_s = _WATCH_EVERY_S  # a node that has not answered yet may answer before a later look
             time.sleep(_WATCH_EVERY_S)
 
 
 @contextmanager
 def watching(address: str | None = None) -> Iterator[Watcher]:
-    """Raises: ClusterError where there is no cluster, or it cannot be asked from this machine."""
+    """Raises: ClusterError if there is no cluster, or if this machine is no node of it."""
     with connected(address) as found:
         yield Watcher(found)
 
 
 def _pools(details: Mapping[str, Any]) -> tuple[tuple[PoolState, ...], str, tuple[str, ...]]:
-    """The pools, who told of them, and which gateways did not."""
+    """(the pools, the source, the problems of gateways that did not answer)."""
     problems = []
     for url in gateway_urls(details):
         try:
@@ -294,14 +297,16 @@ def _pools(details: Mapping[str, Any]) -> tuple[tuple[PoolState, ...], str, tupl
 
 
 def _ask_gateway(url: str) -> list[dict[str, Any]]:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the company's does not know the cluster
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # without HTTP_PROXY, because a company's proxy cannot reach the cluster
     with opener.open(f"{url}/v1/models", timeout=_GATEWAY_TIMEOUT_S) as response:
         entries: list[dict[str, Any]] = json.loads(response.read())["data"]
         return entries
 
 
 def _serve_details() -> dict[str, Any] | None:
-    """Everything Serve's controller knows; None where Serve is not running. Raises: ClusterError where it does not answer."""
+    """All details of Serve's controller. None if Serve is not running. Raises: ClusterError if the controller does not answer."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
 from engine.errors import ModelError
-
-DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+from engine.model.config import DtypeName as DtypeName
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,

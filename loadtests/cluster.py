@@ -16,8 +16,10 @@ from typing import Any
 
 import yaml
 
+from cluster.models_file import ModelsFile
 from cluster.nodes import GIB, Card, Node
-from cluster.plan import ModelsFile, Plan
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
 from loadtests.balancer import haproxy, haproxy_config
 from loadtests.cluster_load import DEADLINE_S, Load, Result, Site, failures, summary
 from loadtests.lab import Lab, lab, possible, wait_for
@@ -64,7 +66,7 @@ def config(
     entry = {"name": "lite", "model": MODEL, "tokens_per_s": rates, "max_replicas": len(nodes)}
     entry["min_replicas"] = len(nodes) if min_replicas is None else min_replicas
     file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": {"request_timeout_s": 30}})
-    content = Plan(file, nodes).serve_config() | {"proxy_location": "HeadOnly" if ingress == ("head",) else "EveryNode"}
+    content = serve_config(Plan(file, nodes)) | {"proxy_location": "HeadOnly" if ingress == ("head",) else "EveryNode"}
     speeds = {node.class_name: speed(node) for node in nodes}
     *pools, gateway = content["applications"]
     for pool in pools:

@@ -8,8 +8,9 @@ from time import perf_counter
 from typing import Any
 
 from cluster.catalogue import CATALOGUE
+from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import GIB, Card, Node
-from cluster.plan import ModelEntry, ModelsFile, Plan
+from cluster.plan import Plan
 from cluster.plan_report import as_data
 from loadtests.report import write
 

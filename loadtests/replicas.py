@@ -5,14 +5,14 @@ from typing import Any
 
 from ray import serve
 
+from cluster.model_spec import ModelSpec
 from engine.schedule.request import Request, Slice
 from loadtests.servers import StubEngine
-from serve_app.model_server import ModelServer
-from serve_app.settings import Settings
+from serve_app.replica.model_server import ModelServer
 
 
 class StubServer(ModelServer):
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
         return StubEngine()
 
 

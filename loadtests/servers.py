@@ -144,12 +144,12 @@ def _serve(kind: str, port: int) -> None:
         from ray import serve
 
         from loadtests.replicas import REPLICAS
-        from serve_app.app import PoolArgs, bind
+        from serve_app.app import ModelArgs, bind
         from serve_app.settings import Settings
 
         settings = Settings(num_threads=os.cpu_count(), max_client_batch_size=MAX_CLIENT_BATCH, max_concurrent_requests=4096)
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        serve.run(bind(PoolArgs(model=settings.models[0], settings=settings), REPLICAS[kind]), name="bench", route_prefix="/")
+        serve.run(bind(ModelArgs(model=settings.models[0], settings=settings), REPLICAS[kind]), name="bench", route_prefix="/")
         sys.stdin.read()
 
 
@@ -162,15 +162,17 @@ def _serve_stub_behind_gateways(kind: str, port: int) -> None:
         from ray import serve
 
         from loadtests.stub_pool import FastPool, FreePool
-        from serve_app import gateway, pool
+        from serve_app.gateway import app as gateway
+        from serve_app.gateway.config import GatewayArgs
+        from serve_app.replica import pool
 
         server = FastPool if kind == "fast-gateways" else FreePool
-        ref: dict[str, Any] = {"name": "stub", "tokens_per_s": server.planned_tokens_per_s}
-        given = {"name": SERVED_NAME, "model": EMBEDDED_MODEL, "pools": [ref | {"node_class": "stub"}]}
-        args = gateway.GatewayArgs.model_validate(
+        ref, spec = {"tokens_per_s": server.planned_tokens_per_s}, {"name": SERVED_NAME, "model": EMBEDDED_MODEL}
+        given = {"spec": spec, "pools": [ref | {"name": "stub", "node_class": "stub"}]}
+        args = GatewayArgs.model_validate(
             {"models": [given], "default": SERVED_NAME, "settings": {"max_concurrent_requests": 4096}}
         )
-        of_pool = pool.PoolArgs(pool="stub", model=EMBEDDED_MODEL, **(ref | {"name": SERVED_NAME}))
+        of_pool = pool.PoolArgs.model_validate(ref | {"pool": "stub", "spec": spec})
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         small = {"ray_actor_options": {"num_cpus": 0.1}}
         number = int(os.environ.get("BENCH_GATEWAYS", "1"))
@@ -200,13 +202,15 @@ def _serve_gateways(port: int) -> None:
     """The Serve config that `emberforge plan` writes for this machine, deployed as `serve deploy` does."""
     from cluster.inventory import available_cpus, this_node
     from cluster.local_ray import local_ray
-    from cluster.plan import ModelsFile, Plan
+    from cluster.models_file import ModelsFile
+    from cluster.plan import Plan
+    from cluster.serve_config import serve_config
 
     entry = {"name": SERVED_NAME, "model": os.environ["BENCH_MODEL"]}
     settings = {"host": "127.0.0.1", "port": port}
     gateways = int(os.environ["BENCH_GATEWAYS"])
     file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": settings})
-    content = Plan(file, [this_node()]).serve_config()
+    content = serve_config(Plan(file, [this_node()]))
     for application in content["applications"]:
         for deployment in application["deployments"]:
             deployment["ray_actor_options"].pop("label_selector", None)  # the one node of this Ray has no labels
@@ -229,10 +233,11 @@ def _uvicorn(port: int) -> None:
     from engine.loop import EngineLoop
     from engine.options import EncodeOptions
     from engine.schedule.request import Request
-    from serve_app.backend import LocalBackend, LocalModel, ModelInfo
-    from serve_app.health import Health
     from serve_app.http.app import Api
+    from serve_app.models import ModelInfo
     from serve_app.observe.metrics import Metrics
+    from serve_app.replica.health import Health
+    from serve_app.replica.local import LocalModel, LocalModels
     from serve_app.settings import Settings
 
     engine = StubEngine()
@@ -243,7 +248,7 @@ def _uvicorn(port: int) -> None:
         loop.submit([job])
 
     health = Health(loop, engine.tokenizer.encode(["health"], EncodeOptions())[0])
-    backend = LocalBackend(LocalModel(info, engine.tokenizer, collect), loop, health, {})
+    backend = LocalModels(LocalModel(info, engine.tokenizer, collect), loop, health, {})
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
 

@@ -9,9 +9,9 @@ import ray
 from pydantic import Field
 from ray import serve
 
+from cluster.model_spec import ModelSpec
 from loadtests.servers import StubEngine
-from serve_app import pool
-from serve_app.settings import Settings
+from serve_app.replica import pool
 
 
 class StubArgs(pool.PoolArgs):
@@ -41,7 +41,7 @@ class SleepingPool(pool.PoolServer):
 
     speeds: dict[str, tuple[float, float]] = {}
 
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
         node = ray.get_runtime_context().get_node_id()
         labels = next(each["Labels"] for each in ray.nodes() if each["NodeID"] == node)  # type: ignore[no-untyped-call]
         return SleepingEngine(*self.speeds[labels["emberforge-class"]])
@@ -52,7 +52,7 @@ class FastPool(pool.PoolServer):
 
     planned_tokens_per_s = 6e5
 
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
         return SleepingEngine(self.planned_tokens_per_s, pass_s=0.002)
 
 
@@ -61,7 +61,7 @@ class FreePool(pool.PoolServer):
 
     planned_tokens_per_s = 1e6
 
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Any:
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
         return SleepingEngine(math.inf, 0.0)
 
 

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from cluster.settings import ServerSettings
 from serve_app.errors import BatchTooLarge, Overloaded
 from serve_app.observe.metrics import Metrics
-from serve_app.settings import Settings
 
 
 class Admission:
     """Counts the requests in flight and refuses those beyond the limit. Called on one event loop."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, backlog_s: Callable[[], float]) -> None:
+    def __init__(self, settings: ServerSettings, metrics: Metrics, backlog_s: Callable[[], float]) -> None:
         """`backlog_s` gives the seconds of queued work, for `retry-after`."""
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
         self._in_flight = 0

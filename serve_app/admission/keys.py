@@ -16,8 +16,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import monotonic
 
+from cluster.settings import ServerSettings, hash_key
 from engine.errors import EmberError
-from serve_app.settings import Settings, hash_key
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Keys:
         self._looked_at = monotonic()
 
     @classmethod
-    def of(cls, settings: Settings) -> "Keys | None":
+    def of(cls, settings: ServerSettings) -> "Keys | None":
         """The keys of these settings. None if requests need no key."""
         if settings.api_key is None and settings.api_keys_file is None:
             return None

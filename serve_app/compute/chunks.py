@@ -11,7 +11,6 @@ from engine.run.flight import Vectors
 from engine.text.chunks import ChunkedText
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import ServedModel
 from serve_app.compute.embedding import check_options, embed
 from serve_app.compute.parameters import Chunking
 from serve_app.compute.quantize import OutputDtype
@@ -19,6 +18,7 @@ from serve_app.compute.scores import weighted_mean
 from serve_app.compute.service import Service
 from serve_app.errors import BatchTooLarge
 from serve_app.gather import gather
+from serve_app.models import ServedModel
 
 
 @dataclass(frozen=True, slots=True)

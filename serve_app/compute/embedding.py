@@ -9,9 +9,9 @@ from engine.loop import Embeddings
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, check_dimensions, check_outputs
 from engine.run.flight import Vectors
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import ServedModel
 from serve_app.compute.quantize import OutputDtype, check_dtype
 from serve_app.compute.service import Service
+from serve_app.models import ServedModel
 
 
 async def embed(

@@ -13,13 +13,13 @@ from engine.run.flight import Vectors
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import ServedModel
 from serve_app.compute.embedding import embed
 from serve_app.compute.parameters import HybridWeights
 from serve_app.compute.scores import late_interaction, lexical, probabilities
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import hybrid_outputs
 from serve_app.errors import ScoreNotFinite
+from serve_app.models import ServedModel
 
 _SCORES: dict[OutputName, Callable[[Any, Sequence[Any]], Vectors]] = {"sparse": lexical, "colbert": late_interaction}
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
@@ -12,11 +13,10 @@ from serve_app.admission.admission import Admission
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.request_state import RequestState
 from serve_app.admission.terms import Terms, read_terms
-from serve_app.backend import Backend, ServedModel
 from serve_app.errors import DeadlineExceeded, Overloaded
+from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.tei_metrics import Task
-from serve_app.settings import Settings
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ _MOST_ANSWER_BYTES = 1 << 30
 class Service:
     """The models of one backend, with admission, timeouts and metrics. Called on one event loop."""
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.backend, self.settings, self.metrics = backend, settings, metrics
         self.admission = Admission(settings, metrics, backend.backlog_s)
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")

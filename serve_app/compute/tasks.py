@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from serve_app.backend import ModelInfo
 from serve_app.compute.parameters import HybridOutput
 from serve_app.errors import WrongTask
+from serve_app.models import ModelInfo
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import ServedModel
 from serve_app.compute.service import Service
 from serve_app.dialects import cohere
 from serve_app.dialects.bodies import ModelBody, fields_of, parse_body, parse_instance
@@ -13,6 +12,7 @@ from serve_app.dialects.tei_answers import answer, check_task, inputs_of, schema
 from serve_app.dialects.tei_bodies import DecodeRequest, EmbedRequest, RerankRequest, TaskBody, TokenizeRequest, VertexRequest
 from serve_app.errors import BadInstance, EmptyBatch
 from serve_app.gather import gather
+from serve_app.models import ServedModel
 
 
 async def task(service: Service, body: TaskBody, headers: Headers) -> Reply:

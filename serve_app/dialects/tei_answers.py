@@ -9,7 +9,6 @@ from engine.model.config import OutputName
 from engine.options import EmbedOptions
 from engine.run.flight import Vectors
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import ModelInfo, ServedModel
 from serve_app.compute.chunks import embed_chunks, only_texts
 from serve_app.compute.embedding import embed, embed_sparse, embed_tokens
 from serve_app.compute.parameters import HybridOutput
@@ -39,6 +38,7 @@ from serve_app.dialects.tei_bodies import (
 )
 from serve_app.dialects.vectors import quantized
 from serve_app.errors import EmptyBatch
+from serve_app.models import ModelInfo, ServedModel
 
 
 def schema_for(info: ModelInfo, fields: Mapping[str, Any]) -> type[TaskBody]:

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.loop import Embeddings
-from serve_app.backend import ServedModel
 from serve_app.compute.quantize import OutputDtype, quantize
+from serve_app.models import ServedModel
 
 # float32, or quantised
 Vectors = NDArray[np.float32] | NDArray[np.int8] | NDArray[np.uint8]

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import grpc
+
 from engine.errors import EmberError
 from serve_app.grpc.status import grpc_status
 from serve_app.observe.metrics import Metrics

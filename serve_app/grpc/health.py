@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncIterator
 
+import grpc
 from grpc_health.v1 import health_pb2
 
-import grpc
-from serve_app.backend import Backend
 from serve_app.compute.tasks import can_rerank
 from serve_app.errors import Unhealthy, UnknownRoute
 from serve_app.grpc.calls import Context, end_with_error
+from serve_app.models import ServedModels
 
 _HEALTH = health_pb2.HealthCheckResponse
 _ALWAYS = ("tei.v1.Info", "tei.v1.Tokenize")  # these services need no engine
@@ -17,7 +17,7 @@ _ALWAYS = ("tei.v1.Info", "tei.v1.Tokenize")  # these services need no engine
 class HealthServicer:
     """The health service's methods over one backend."""
 
-    _backend: Backend
+    _backend: ServedModels
 
     async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Context) -> health_pb2.HealthCheckResponse:
         """The status of one service, or of the server if the request names none."""

@@ -7,7 +7,6 @@ from typing import Any
 from engine.options import EmbedOptions, EncodeOptions
 from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import ModelInfo, ServedModel
 from serve_app.compute import embedding, scoring
 from serve_app.compute.scores import best_first
 from serve_app.compute.service import Service
@@ -15,6 +14,7 @@ from serve_app.compute.tasks import can_rerank, check_embed, check_embed_all, ch
 from serve_app.errors import BadMessage, EmptyBatch, WrongTask
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.encode import packed_floats
+from serve_app.models import ModelInfo, ServedModel
 
 
 @dataclass(frozen=True, slots=True)

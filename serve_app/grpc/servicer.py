@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from cluster.settings import ServerSettings
 from engine.hub import split_revision
 from serve_app.admission.keys import Keys
 from serve_app.admission.request_state import RequestState
-from serve_app.backend import Backend
 from serve_app.compute.service import TOKENIZING_THREADS, Service
 from serve_app.errors import EmptyBatch, Unauthorized
 from serve_app.grpc import messages
@@ -24,8 +24,8 @@ from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.streams import in_order
+from serve_app.models import ServedModels
 from serve_app.observe.metrics import Metrics
-from serve_app.settings import Settings
 from serve_app.version import VERSION
 
 # The most answers of one stream that are computed, or wait for the client. TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
@@ -74,7 +74,7 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
 class TeiServicer(HealthServicer):
     """The methods, over one backend. Called on one event loop."""
 
-    def __init__(self, service: Service, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, service: Service, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self._service, self._backend, self._settings, self._metrics = service, backend, settings, metrics
         self._keys = Keys.of(settings)
 

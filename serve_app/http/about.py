@@ -10,10 +10,10 @@ from starlette.responses import HTMLResponse, Response
 
 from engine.devices import CLOSENESS, DtypeName
 from engine.hub import EMBEDDED_MODEL, split_revision
-from serve_app.backend import ModelInfo
 from serve_app.compute.service import TOKENIZING_THREADS, Service
 from serve_app.errors import UnknownModel
 from serve_app.http.encode import json_response, to_json
+from serve_app.models import ModelInfo
 from serve_app.version import VERSION
 
 

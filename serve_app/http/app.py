@@ -8,22 +8,22 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from cluster.settings import ServerSettings
 from serve_app.admission.keys import Keys
-from serve_app.backend import Backend
 from serve_app.compute.service import Service
 from serve_app.http.cors import cors
 from serve_app.http.errors import no_such_route
 from serve_app.http.guard import guarded
 from serve_app.http.openapi import document
 from serve_app.http.routes import ROUTES
+from serve_app.models import ServedModels
 from serve_app.observe.metrics import Metrics
-from serve_app.settings import Settings
 
 
 class Api:
     """The HTTP API over one backend. `app` is the ASGI application, `service` is shared with gRPC's methods."""
 
-    def __init__(self, backend: Backend, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.service = Service(backend, settings, metrics)
         keys = Keys.of(settings)
         routes = [routing.Route(route.path, guarded(route, self.service, keys), methods=[route.method]) for route in ROUTES]

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.plan import ModelsFile, Plan
+from cluster.models_file import ModelsFile
+from cluster.plan import Plan
 from loadtests import cluster
 from loadtests.cluster_load import Site, failures
 from loadtests.lab import Lab, lab, wait_for

@@ -18,7 +18,8 @@ from cluster.local_ray import SERVE_ENV
 from cluster.node import NODE_LABEL, node_labels
 from cluster.nodes import GIB, Card, Node
 from loadtests.balancer import DEPLOY
-from serve_app.app import PoolArgs, Share, deploy_config, deployment_options
+from serve_app.app import ModelArgs, Share, deploy_config
+from serve_app.deployment import deployment_options
 from serve_app.settings import Settings
 
 FOLDER = DEPLOY / "kubernetes"
@@ -210,7 +211,7 @@ def test_the_serve_config_is_one_that_we_write() -> None:
     assert written == SERVE_CONFIG
     assert places == {"num_replicas": sum(group["replicas"] for group in WORKERS), "max_replicas_per_node": 1}
     ServeDeploySchema.model_validate(SERVE_CONFIG)
-    PoolArgs.model_validate(application["args"])
+    ModelArgs.model_validate(application["args"])
 
 
 def test_ray_is_the_version_of_the_image() -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import pytest
 from ray import serve
-from servers import POOL_SETTINGS, Clustered, Deploy, DeployTogether
+from servers import Clustered, Deploy, DeployTogether
 
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
-from serve_app import gateway, pool
-from serve_app.app import PoolArgs, bind
-from serve_app.model_server import ModelServer
+from serve_app.app import ModelArgs, bind
+from serve_app.gateway import app as gateway
+from serve_app.replica import pool
+from serve_app.replica.model_server import ModelServer
 from serve_app.settings import Settings
 
 
@@ -52,7 +53,7 @@ def deployed_together(address: str) -> DeployTogether:
         targets = []
         for prefix, (server, settings) in variants.items():
             serve.delete(names[prefix])  # waits for the end of an application that had this name
-            args = PoolArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", **settings))
+            args = ModelArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", **settings))
             targets.append(serve.RunTarget(bind(args, server, **(options or {})), names[prefix], prefix))
         serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
         with ExitStack() as stack:
@@ -98,26 +99,16 @@ def clustered(address: str) -> Clustered:
         with ExitStack() as stack:
             for model, servers in models.items():
                 folder = (folders or {}).get(model, EMBEDDED_MODEL)
-                refs = []
+                spec, refs = {"name": model, "model": folder, "dtype": "float32"}, []
                 for name, server in servers.items():
                     least, most = (replicas or {}).get(name, (1, 1))
-                    ref = {
-                        "name": name,
-                        "tokens_per_s": (rates or {}).get(name, 3000),
-                        "min_replicas": least,
-                        "max_replicas": most,
-                    }
-                    pool_args = pool.PoolArgs(
-                        pool=name,
-                        model=folder,
-                        settings=POOL_SETTINGS.model_copy(update={"models": (folder,)}),
-                        **(ref | {"name": model}),
-                    )
+                    ref = {"tokens_per_s": (rates or {}).get(name, 3000), "min_replicas": least, "max_replicas": most}
+                    pool_args = pool.PoolArgs.model_validate(ref | {"pool": name, "spec": spec, "num_threads": 1})
                     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env or {}}}
                     targets.append(serve.RunTarget(pool.bind(pool_args, server, ray_actor_options=options), name, None))
-                    refs.append(ref | {"node_class": "cpu"})
-                given.append({"name": model, "model": folder, "aliases": [f"{model}-alias"], "pools": refs})
-            settings = Settings(**{"models": (EMBEDDED_MODEL,), "max_client_batch_size": 512} | args.pop("settings", {}))
+                    refs.append(ref | {"name": name, "node_class": "cpu"})
+                given.append({"spec": spec, "aliases": [f"{model}-alias"], "pools": refs})
+            settings = {"max_client_batch_size": 512} | args.pop("settings", {})
             gateway_args = gateway.GatewayArgs.model_validate(
                 {"models": given, "default": next(iter(models)), "settings": settings} | args
             )

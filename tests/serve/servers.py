@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.model_spec import ModelSpec
 from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.loop import Embeddings
@@ -15,14 +16,12 @@ from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.run.flight import Finished, Flight
 from serve_app.admission.terms import Terms
-from serve_app.model_server import ModelServer
-from serve_app.pool import PoolServer
-from serve_app.settings import Settings
+from serve_app.replica.model_server import ModelServer
+from serve_app.replica.pool import PoolServer
 
 Deploy = Callable[..., Any]  # the fixtures `deployed`, `deployed_together` and `clustered`
 DeployTogether = Callable[..., Any]
 Clustered = Callable[..., Any]
-POOL_SETTINGS = Settings(num_threads=1, dtype="float32")
 MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool` or `HangingServer`
 
 
@@ -62,28 +61,28 @@ class PoisonEngine(Engine):
 
 
 class SlowServer(ModelServer):
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        return SlowEngine.load(model, dtype="float32", max_batch_tokens=64, num_threads=num_threads)
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+        return SlowEngine.load(spec.model, dtype="float32", max_batch_tokens=64, num_threads=num_threads)
 
 
 class HangingServer(ModelServer):
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        return HangingEngine.load(model, dtype="float32", num_threads=num_threads)
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+        return HangingEngine.load(spec.model, dtype="float32", num_threads=num_threads)
 
 
 class PoisonServer(ModelServer):
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        return PoisonEngine.load(model, dtype="float32", num_threads=num_threads)
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+        return PoisonEngine.load(spec.model, dtype="float32", num_threads=num_threads)
 
 
 class SlowPool(PoolServer):
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        return SlowEngine.load(model, dtype="float32", max_batch_tokens=64, num_threads=num_threads)
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+        return SlowEngine.load(spec.model, dtype="float32", max_batch_tokens=64, num_threads=num_threads)
 
 
 class PoisonPool(PoolServer):
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        return PoisonEngine.load(model, dtype="float32", num_threads=num_threads)
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+        return PoisonEngine.load(spec.model, dtype="float32", num_threads=num_threads)
 
 
 class BrokenPool(PoolServer):

@@ -15,8 +15,8 @@ from ray import serve
 from servers import MARKER, Deploy, DeployTogether, HangingServer, PoisonServer, SlowServer
 
 from engine.hub import EMBEDDED_MODEL
-from serve_app.app import PoolArgs, bind
-from serve_app.model_server import ModelServer
+from serve_app.app import ModelArgs, bind
+from serve_app.replica.model_server import ModelServer
 from serve_app.settings import Settings
 
 
@@ -174,7 +174,7 @@ def redeployed_under_load(
     with deployed("/again", options={"max_surge_percent": 100}) as client, ThreadPoolExecutor(4) as pool:
         workers = [pool.submit(load, client) for _ in range(4)]
         wait_for(lambda: len(answers) > 50)
-        changed = PoolArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", max_client_batch_size=7))
+        changed = ModelArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", max_client_batch_size=7))
         try:
             serve.run(bind(changed, max_surge_percent=100), name="again", route_prefix="/again")
             wait_for(lambda: limit(client) == 7, 30)

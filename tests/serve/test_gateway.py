@@ -12,13 +12,14 @@ import httpx
 import numpy as np
 import pytest
 from ray import serve
-from servers import MARKER, POOL_SETTINGS, BrokenPool, Clustered, DyingPool, PoisonPool, SlowPool
+from servers import MARKER, BrokenPool, Clustered, DyingPool, PoisonPool, SlowPool
 from test_behaviour import leave_at_once, metric, wait_for
 
 from engine.hub import EMBEDDED_MODEL
-from serve_app import gateway, pool
+from serve_app.gateway import app as gateway
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc import tei_pb2_grpc
+from serve_app.replica import pool
 
 
 @pytest.fixture(scope="module")
@@ -148,16 +149,18 @@ def test_a_pool_that_fails_fast_gets_no_traffic(troubled: httpx.Client) -> None:
 def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
     ref = {"name": "late", "tokens_per_s": 3000}
     pools = [ref | {"node_class": "cpu"}]
-    args = {"models": [{"name": "mini", "model": EMBEDDED_MODEL, "pools": pools}], "default": "mini"}
+    spec = {"name": "mini", "model": EMBEDDED_MODEL, "dtype": "float32"}
+    args = {"models": [{"spec": spec, "pools": pools}], "default": "mini"}
     serve.run(gateway.build(gateway.GatewayArgs.model_validate(args)), name="gatewaylate", route_prefix="/late")
     with httpx.Client(base_url=address + "/late", timeout=40) as gate:
         wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # it answers, and has nobody to ask
         assert gate.get("v1/models").status_code == 200
         assert gate.post("embed", json={"inputs": "too early"}).status_code == 503
-        late = pool.PoolArgs(pool="late", model=EMBEDDED_MODEL, name="mini", tokens_per_s=3000, settings=POOL_SETTINGS)
+        late = pool.PoolArgs.model_validate({"pool": "late", "spec": spec, "num_threads": 1, "tokens_per_s": 3000})
         serve.run(pool.bind(late, ray_actor_options={"num_cpus": 0.1}), name="late", route_prefix=None)
         wait_for(lambda: gate.post("embed", json={"inputs": "in time"}).status_code == 200)
         assert gate.get("health").status_code == 200
+        assert gate.get("info").json()["model_dtype"] == "float32"
     for name in ("gatewaylate", "late"):
         serve.delete(name, _blocking=False)
 

@@ -12,7 +12,7 @@ import transformers
 from servers import Clustered
 from test_behaviour import wait_for
 
-from serve_app import pool
+from serve_app.replica import pool
 
 QUERY = "w3 w14 w15"
 TEXTS = [" ".join(f"w{(7 * i + 3 * j) % 290}" for j in range(1 + i % 23)) for i in range(120)]

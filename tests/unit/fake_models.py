@@ -10,8 +10,8 @@ from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.terms import Terms
-from serve_app.backend import ModelInfo, ServedModel
 from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.models import ModelInfo, ServedModel
 
 WIDTH = 16
 SPARSE = np.dtype([("index", "<i4"), ("value", "<f4")])

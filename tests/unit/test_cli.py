@@ -1,8 +1,15 @@
-"""What the command says where others would print a traceback."""
+"""The command: how long it takes to begin, and what it says where others would print a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from serve_app.cli import _last_words
+from serve_app.cli.serve import _last_words
 
 SERVE = "The deployment failed to start 3 times in a row. See controller logs for details. Error:\n"
 TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", line 1, in load\n    raise ModelError(text)\n'
@@ -21,3 +28,67 @@ TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", l
 )
 def test_a_failed_start_is_told_in_the_replicas_own_last_words(messages: list[str], words: str) -> None:
     assert _last_words(messages) == words
+
+
+# Each of these takes a tenth of a second or more to import.
+SLOW = {"torch", "ray", "grpc", "transformers", "starlette", "numpy", "huggingface_hub", "psutil", "prometheus_client"}
+COMMAND = """
+import json, os, sys
+
+def execve(program, arguments, environ):
+    print(json.dumps({"arguments": arguments, "key": environ.get("EMBERFORGE_API_KEY"), "modules": list(sys.modules)}))
+    os._exit(0)
+
+os.execve = execve
+sys.orig_argv = ["python", *sys.argv]
+from serve_app.cli import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print(json.dumps({"modules": list(sys.modules)}))
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """What a process of its own has imported at the command's end, or where it would start itself anew."""
+    script = tmp_path / "emberforge"
+    script.write_text(COMMAND)
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, script, *arguments], env=environ, capture_output=True, text=True, check=True)
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["keys", "list"], ["serve", "--help"], ["plan", "--help"], ["node", "--help"]])
+def test_a_command_imports_only_what_it_needs(tmp_path: Path, arguments: list[str]) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# no key yet\n")
+    modules = run(tmp_path, *arguments, *(["--file", str(file)] if "list" in arguments else []))["modules"]
+    assert "typer" in modules
+    assert SLOW & set(modules) == set()
+
+
+def test_a_key_is_hidden_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    """`ps` shows the command line until then."""
+    said = run(tmp_path, "serve", "--api-key", "secret", "--port", "1")
+    assert (said["key"], said["arguments"][-3:]) == ("secret", ["serve", "--port", "1"])
+    assert (SLOW | {"pydantic", "typer", "rich", "yaml"}) & set(said["modules"]) == set()
+
+
+def test_the_public_import_is_light_and_has_the_engine() -> None:
+    code = """
+import sys
+import emberforge
+assert "torch" not in sys.modules
+from emberforge import Engine, InvalidInput
+import engine.engine, engine.errors
+assert Engine is engine.engine.Engine and InvalidInput is engine.errors.InvalidInput
+assert all(hasattr(emberforge, name) for name in emberforge.__all__)
+try:
+    emberforge.Motor
+except AttributeError as error:
+    assert str(error) == "module 'emberforge' has no attribute 'Motor'"
+"""
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True)

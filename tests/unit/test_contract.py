@@ -23,9 +23,9 @@ from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.terms import Terms
-from serve_app.backend import ModelInfo
 from serve_app.http import openapi
 from serve_app.http.app import Api
+from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 

@@ -24,7 +24,6 @@ from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.terms import Terms
 from serve_app.app import deploy_config, machine_share
-from serve_app.backend import ModelInfo
 from serve_app.compute import embedding, scoring
 from serve_app.compute.service import Service
 from serve_app.grpc import tei_pb2 as tei
@@ -34,6 +33,7 @@ from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
 from serve_app.grpc.streams import in_order
+from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings, SettingsError, load_settings
 

@@ -14,7 +14,7 @@ from engine.options import EmbedOptions
 from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from serve_app.errors import Unhealthy
-from serve_app.health import DEADLINE_S, FRESH_S, Health
+from serve_app.replica.health import DEADLINE_S, FRESH_S, Health
 
 CANARY = np.array([7, 8], dtype=np.int32)
 
@@ -67,7 +67,7 @@ class Replica:
 
 @pytest.fixture
 def replica(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    monkeypatch.setattr("serve_app.health._WAIT_S", 0.2)
+    monkeypatch.setattr("serve_app.replica.health._WAIT_S", 0.2)
     made = Replica()
     yield made
     made.engine.free.set()

@@ -168,11 +168,16 @@ def test_no_gpu_is_a_node_of_its_cpus_and_what_the_container_leaves() -> None:
     assert capability(HOST) is None
 
 
-def test_a_container_limits_what_a_gpu_shares_with_the_host_but_not_a_cards_own_memory() -> None:
-    limit = Cgroup(memory_bytes=40 * GIB)
-    (card,) = cards(replace(GB10, cgroup=limit))
-    assert (card.total_bytes, card.free_bytes) == (40 * GIB, 40 * GIB)
-    assert cards(replace(h200s(1), cgroup=limit))[0].total_bytes == 140 * GIB
+@pytest.mark.parametrize("limit", [8 * GIB, 24 * GIB, 40 * GIB])
+def test_a_containers_limit_changes_no_card(limit: int) -> None:
+    """It does not count memory that a GPU takes, though an integrated GPU takes it from the host."""
+    in_a_pod = replace(GB10, cgroup=Cgroup(memory_bytes=limit))
+    (card,) = cards(in_a_pod)
+    assert (card.total_bytes, card.free_bytes) == (GB10_MEMORY, 52 * GIB)
+    node, outside = this_node(source=lambda: in_a_pod), this_node(source=lambda: GB10)
+    assert (node.class_name, node.usable_bytes) == (outside.class_name, outside.usable_bytes)
+    assert node.ram_bytes == limit
+    assert cards(replace(h200s(1), cgroup=Cgroup(memory_bytes=limit)))[0].total_bytes == 140 * GIB
 
 
 def test_a_limit_above_what_the_host_has_is_none() -> None:
@@ -380,6 +385,7 @@ def test_what_a_process_may_still_take_of_the_host(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=52 * GIB))
     monkeypatch.setattr(inventory, "_own_cgroup", lambda: read_cgroup("0::/\n", tmp_path))
     assert free_host_bytes() == free
+    assert free_host_bytes(for_gpu=True) == 52 * GIB
 
 
 def test_what_is_free_under_version_1_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from engine.kernels import compile as kernel_compiler
 from engine.kernels import report
 from engine.kernels.compile import MAX_SHARED_BYTES, Resources, compile_report, nvrtc_version
 from engine.kernels.report import Row, Variant, compile_rows, parse_archs, problems, variants
-from serve_app.cli import cli
+from serve_app.cli.commands import cli
 
 GOOD = Row("sm_90", "attention", "head_dim 128", registers=128, shared_bytes=64 * 1024)
 

@@ -11,7 +11,7 @@ import pytest
 
 from serve_app.admission import keys
 from serve_app.admission.keys import Keys, KeysError, add_key, read_keys, remove_key
-from serve_app.app import PoolArgs, Share, deploy_config
+from serve_app.app import ModelArgs, Share, deploy_config
 from serve_app.settings import Settings, SettingsError, load_settings
 
 SECRET = "a key in clear, as TEI takes it"
@@ -126,7 +126,7 @@ def test_what_cannot_be_done_is_said(file: Path) -> None:
 def test_a_key_in_clear_goes_no_further_than_the_settings() -> None:
     settings = load_settings({"api_key": SECRET}, {})
     assert SECRET not in repr(settings) + settings.model_dump_json() + str(deploy_config(settings, Share(1, 1, 0, 100)))
-    again = PoolArgs.model_validate(deploy_config(settings, Share(1, 1, 0, 100))["applications"][0]["args"]).settings
+    again = ModelArgs.model_validate(deploy_config(settings, Share(1, 1, 0, 100))["applications"][0]["args"]).settings
     known = Keys.of(again)
     assert known is not None
     assert known.admit(bearer(SECRET))

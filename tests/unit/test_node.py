@@ -24,8 +24,8 @@ from cluster.node_head import Cluster, Member
 from cluster.node_processes import Recorded, Started, find_processes, read_record, write_record
 from cluster.node_token import Token
 from cluster.nodes import GIB, Card, Node
-from serve_app import cli as command
-from serve_app.cli import cli
+from serve_app.cli import commands as command
+from serve_app.cli.commands import cli
 
 CPU_NODE = Node("box", "amd64", 32 * GIB, 8)
 H200 = Card("NVIDIA H200", 140 * GIB, 139 * GIB, uuid="GPU-1", source="NVML")
@@ -89,7 +89,7 @@ def test_an_error_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     monkeypatch.setattr(command, "cli", fail)
     with pytest.raises(SystemExit):
-        command.main()
+        command.run()
     assert capsys.readouterr().err == "error: pip install 'ray[serve]' at [fd00::1]:6379\n"
 
 

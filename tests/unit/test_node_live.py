@@ -9,9 +9,8 @@ import ray
 
 from cluster import node_live
 from cluster.files import ClusterError
-from cluster.inventory import live_nodes
 from cluster.node_head import Cluster, Member
-from cluster.node_live import Readings, Seen, nodes_to_plan_with, seen_nodes
+from cluster.node_live import Readings, Seen, live_nodes, nodes_to_plan_with, seen_nodes
 from cluster.nodes import GIB, Card, Node
 
 H200 = Node("big", "amd64", 500 * GIB, 64, (Card("NVIDIA H200", 140 * GIB, 100 * GIB, source="NVML"),) * 2)

@@ -15,9 +15,9 @@ from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.keys import add_key
 from serve_app.admission.terms import Terms
-from serve_app.backend import ModelInfo
 from serve_app.errors import Unhealthy
 from serve_app.http.app import Api
+from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 

@@ -12,18 +12,18 @@ from engine.errors import BackendError, EngineStopped
 from engine.loop import Embeddings
 from engine.options import EmbedOptions
 from serve_app.admission.terms import USUAL
-from serve_app.outbox import Outbox, joint_ticket, next_ticket
-from serve_app.parcel import Answer, Call
+from serve_app.gateway.outbox import Outbox, joint_ticket, next_ticket
+from serve_app.gateway.parcel import Answer, ReplicaCall
 
 MOST_TOKENS = 512
 
 
-def call(name: int, num_tokens: int = 8, batch: bool = False) -> tuple[Call, Ticket]:
+def call(name: int, num_tokens: int = 8, batch: bool = False) -> tuple[ReplicaCall, Ticket]:
     ids = np.full(num_tokens, name, dtype=np.int32)
     return ([ids], EmbedOptions(), USUAL), next_ticket(num_tokens, num_tokens, batch)
 
 
-def answer_of(given: Call) -> Embeddings:
+def answer_of(given: ReplicaCall) -> Embeddings:
     return Embeddings(np.array([[given[0][0][0]]], dtype=np.float32), {}, 0.0, 0.0)
 
 
@@ -36,7 +36,7 @@ class Replica:
         if not hold:
             self.go.set()
 
-    async def send(self, calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
+    async def send(self, calls: Sequence[ReplicaCall], tickets: Sequence[Ticket]) -> list[Answer]:
         assert len(calls) == len(tickets)
         self.sent.append((len(calls), joint_ticket(tickets)))
         try:
@@ -47,7 +47,7 @@ class Replica:
         return [self.wrong.get(int(each[0][0][0])) or answer_of(each) for each in calls]
 
 
-def outbox_to(send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]], most_calls: int = 99) -> Outbox:
+def outbox_to(send: Callable[[Sequence[ReplicaCall], Sequence[Ticket]], Awaitable[list[Answer]]], most_calls: int = 99) -> Outbox:
     return Outbox(send, lambda: MOST_TOKENS, lambda on_the_way: on_the_way < most_calls)
 
 
@@ -62,7 +62,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 @pytest.fixture
 def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits leaves for another reason than that it has waited enough."""
-    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 1e6)
+    monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 1e6)
 
 
 def test_what_arrives_in_one_turn_leaves_as_one_call() -> None:
@@ -125,7 +125,7 @@ def test_an_error_is_its_own_callers_alone() -> None:
 
 def test_when_the_call_is_lost_all_of_them_hear() -> None:
     async def test() -> None:
-        async def send(calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
+        async def send(calls: Sequence[ReplicaCall], tickets: Sequence[Ticket]) -> list[Answer]:
             raise EngineStopped("gone")
 
         outbox = outbox_to(send)
@@ -157,7 +157,7 @@ def test_a_call_that_is_lost_or_cancelled_makes_room_too(wrong: Exception | None
     async def test() -> None:
         replica = Replica(hold=True)
 
-        async def send(calls: Sequence[Call], tickets: Sequence[Ticket]) -> list[Answer]:
+        async def send(calls: Sequence[ReplicaCall], tickets: Sequence[Ticket]) -> list[Answer]:
             answers = await replica.send(calls, tickets)
             if wrong is not None and len(replica.sent) == 1:
                 raise wrong
@@ -193,7 +193,7 @@ def test_what_waits_leaves_when_it_has_waited_enough(monkeypatch: pytest.MonkeyP
         assert [count for count, _ in replica.sent] == [1, 2]
         assert waited_s >= 0.1
 
-    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 0.1)
+    monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 0.1)
     run(test)
 
 

@@ -13,9 +13,9 @@ from engine.errors import BackendError, NotFinite
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.terms import USUAL, Terms
-from serve_app.outbox import next_ticket
-from serve_app.parcel import Answer, Call, pack, unpack
-from serve_app.pool import PoolServer
+from serve_app.gateway.outbox import next_ticket
+from serve_app.gateway.parcel import Answer, ReplicaCall, pack, unpack
+from serve_app.replica.pool import PoolServer
 
 WHOLE = EmbedOptions()
 HALF = EmbedOptions(dimensions=2)
@@ -23,7 +23,7 @@ TOKENS = EmbedOptions(normalize=False, pooled=False, outputs=("tokens",))
 POISON, BUG = 13, 14
 
 
-def call(*lengths: int, options: EmbedOptions = WHOLE, terms: Terms = USUAL, first: int = 100) -> Call:
+def call(*lengths: int, options: EmbedOptions = WHOLE, terms: Terms = USUAL, first: int = 100) -> ReplicaCall:
     numbers = count(first)
     return [np.full(length, next(numbers), dtype=np.int32) for length in lengths], options, terms
 
@@ -49,11 +49,11 @@ class Replica(PoolServer):
         return Embeddings(vectors[:, : options.dimensions] if options.pooled else None, ragged, 0.25, 0.5)
 
 
-def sent(calls: Sequence[Call]) -> tuple[list[Answer], list[int]]:
+def sent(calls: Sequence[ReplicaCall]) -> tuple[list[Answer], list[int]]:
     """The answers, and the sequences of each of the replica's computations."""
     replica, packed = Replica(), pack(calls)
     over_there = pickle.loads(pickle.dumps([parcel for _, parcel in packed]))
-    answered = asyncio.run(replica.embed_all(over_there, ticket=next_ticket(1, 1, batch=False)))
+    answered = asyncio.run(replica.embed_parcels(over_there, ticket=next_ticket(1, 1, batch=False)))
     return unpack(packed, pickle.loads(pickle.dumps(answered))), replica.passes
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Card, Node
 from cluster.placement import EXACT_SLOTS, Demand, Placement, Slot, place
-from cluster.plan import Assigned, ModelEntry, ModelsFile, Plan
+from cluster.plan import Assigned, Plan
 
 CLASSES = ("big", "mid", "cpu")
 NODES = tuple(f"n{index}" for index in range(5))

@@ -21,11 +21,13 @@ from typer.testing import CliRunner
 from cluster import plan_report
 from cluster.catalogue import CATALOGUE
 from cluster.files import ClusterError
+from cluster.models_file import ModelEntry, ModelsFile, load_models
 from cluster.nodes import CARD_RESERVE, GIB, Card, Node, load_nodes
-from cluster.plan import ModelEntry, ModelsFile, Plan, load_models
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
 from engine.errors import EmberError, ModelError
-from serve_app.cli import cli
-from serve_app.gateway import GatewayArgs
+from serve_app.cli.commands import cli
+from serve_app.gateway.config import GatewayArgs
 
 NODES = """\
 nodes:
@@ -94,19 +96,19 @@ def read_by_ray(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_example_is_a_config_that_ray_reads_whole(example: Plan) -> None:
-    config = example.serve_config()
+    config = serve_config(example)
     assert lost(config, read_by_ray(config)) == []
     names = [application["name"] for application in config["applications"]]
     assert names == [*(pool.name for pool in example.pools), "gateway"]
     assert {pool.model for pool in example.pools if pool.min_replicas} == {"lite", "pro"}
     gateway = config["applications"][-1]
     assert gateway["args"]["default"] == "lite"
-    assert [model["name"] for model in gateway["args"]["models"]] == ["lite", "pro"]
+    assert [model["spec"]["name"] for model in gateway["args"]["models"]] == ["lite", "pro"]
     assert gateway["args"]["models"][0]["aliases"] == ["default"]
 
 
 def test_a_key_that_ray_does_not_know_would_be_noticed(example: Plan) -> None:
-    config = example.serve_config()
+    config = serve_config(example)
     config["applications"][0]["deployments"][0]["max_replicas_pernode"] = 1
     config["http_options"]["prt"] = 1
     assert lost(config, read_by_ray(config)) == [".http_options.prt", ".applications.0.deployments.0.max_replicas_pernode"]
@@ -119,13 +121,13 @@ def test_every_option_reaches_the_config() -> None:
         entry("b", not_nodes=["pc1", "big"], default_prompt=""),
         default="b", gateways=3, asleep="refuse", settings={"port": 9000, "grpc_port": 9001, "max_client_batch_size": 7},
     )  # fmt: skip
-    config = plan.serve_config()
+    config = serve_config(plan)
     assert lost(config, read_by_ray(config)) == []
     by_name = {application["name"]: application for application in config["applications"]}
     pinned = next(pool for name, pool in by_name.items() if name.startswith("x."))
-    assert pinned["args"]["model"] == "Qwen/Qwen3-Embedding-0.6B", "the Hub's own spelling"
-    wanted = limits | {"dtype": "float32", "served_model_name": ["a/x"], "models": ["Qwen/Qwen3-Embedding-0.6B"]}
-    assert wanted.items() <= pinned["args"]["settings"].items()
+    assert pinned["args"]["spec"]["model"] == "Qwen/Qwen3-Embedding-0.6B", "the Hub's own spelling"
+    wanted = limits | {"dtype": "float32", "name": "a/x", "default_prompt_name": "query"}
+    assert pinned["args"]["spec"] == wanted | {"model": "Qwen/Qwen3-Embedding-0.6B"}
     assert pinned["args"]["settings"]["max_client_batch_size"] == 7
     assert pinned["deployments"][0]["ray_actor_options"]["label_selector"]["emberforge-node"] == "in(pc1,pc2)"
     kept_off = next(pool for name, pool in by_name.items() if name.startswith("b."))
@@ -134,7 +136,8 @@ def test_every_option_reaches_the_config() -> None:
     assert (gateway["args"]["default"], gateway["args"]["asleep"], config["http_options"]["port"]) == ("b", "refuse", 9000)
     assert config["grpc_options"]["port"] == 9001
     assert gateway["deployments"][0]["num_replicas"] == 3
-    first, second = GatewayArgs.model_validate(gateway["args"]).models
+    first, second = (model.spec for model in GatewayArgs.model_validate(gateway["args"]).models)
+    assert gateway["args"]["models"][0]["spec"] == pinned["args"]["spec"], "gateway and replica are told the same"
     assert (first.default_prompt_name, first.default_prompt, first.max_input_tokens) == ("query", None, 1024)
     assert (second.default_prompt_name, second.default_prompt) == (None, "")
 
@@ -142,12 +145,10 @@ def test_every_option_reaches_the_config() -> None:
 def test_a_folder_is_named_by_its_whole_path(minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(minilm.parent)
     plan = planned([rtx_5080()], entry(model=f"./{minilm.name}"))
-    application, gateway = plan.serve_config()["applications"]
-    assert application["args"]["model"] == application["args"]["settings"]["models"][0] == str(minilm)
-    assert gateway["args"]["models"][0]["model"] == str(minilm)
-    assert (
-        planned([CPU], entry(model="all-MiniLM-L6-v2")).serve_config()["applications"][0]["args"]["model"] == "all-MiniLM-L6-v2"
-    )
+    application, gateway = serve_config(plan)["applications"]
+    assert application["args"]["spec"]["model"] == gateway["args"]["models"][0]["spec"]["model"] == str(minilm)
+    embedded = serve_config(planned([CPU], entry(model="all-MiniLM-L6-v2")))["applications"][0]
+    assert embedded["args"]["spec"]["model"] == "all-MiniLM-L6-v2"
 
 
 @settings(deadline=None, max_examples=40)
@@ -294,7 +295,7 @@ def test_what_was_measured_changes_the_choice() -> None:
     assert planned(nodes, entry()).assigned[0].node == "pc1"
     measured = planned(nodes, entry(tokens_per_s={SPARK.class_name: 1e6}))
     assert (measured.assigned[0].node, measured.assigned[0].tokens_per_s) == ("spark", 1e6)
-    assert measured.serve_config()["applications"][-1]["args"]["models"][0]["pools"][0]["tokens_per_s"] == 1_000_000
+    assert serve_config(measured)["applications"][-1]["args"]["models"][0]["pools"][0]["tokens_per_s"] == 1_000_000
 
 
 def test_old_cards_hold_what_the_engine_will_load_there() -> None:
@@ -315,12 +316,13 @@ def test_a_model_may_run_on_transformers(tiny: Callable[..., Path], tmp_path: Pa
     ours, theirs = plan.footprint("ours", name), plan.footprint("theirs", name)
     assert ours.weights < theirs.weights < 1.1 * ours.weights  # and a pooler
     assert theirs.workspace > ours.workspace
-    config = plan.serve_config()
+    config = serve_config(plan)
     assert lost(config, read_by_ray(config)) == []
-    pools = {pool["args"]["name"]: pool["args"]["settings"] for pool in config["applications"][:-1]}
+    pools = {pool["args"]["spec"]["name"]: pool["args"]["spec"] for pool in config["applications"][:-1]}
     assert own.items() <= pools["theirs"].items()
     assert not own.keys() & pools["ours"].keys()
-    models = {model.name: model for model in GatewayArgs.model_validate(config["applications"][-1]["args"]).models}
+    given = GatewayArgs.model_validate(config["applications"][-1]["args"]).models
+    models = {model.spec.name: model.spec for model in given}
     assert (models["theirs"].backend, models["theirs"].trust_remote_code) == ("transformers", True)
     assert (models["ours"].backend, models["ours"].trust_remote_code) == ("emberforge", False)
 
@@ -470,7 +472,7 @@ def test_the_command_writes_a_file_that_ray_reads(files: tuple[Path, Path], tmp_
     text = output.read_text()
     assert text.startswith("# Deploy with: serve deploy FILE\n# Every node")
     assert "`emberforge node start`" in text.splitlines()[1]
-    assert yaml.safe_load(text) == example.serve_config()
+    assert yaml.safe_load(text) == serve_config(example)
 
 
 def test_json_is_all_there_is_on_stdout(files: tuple[Path, Path], tmp_path: Path, example: Plan) -> None:
@@ -508,7 +510,7 @@ def test_without_the_default_model_nothing_is_written(files: tuple[Path, Path], 
 
 def test_a_default_may_be_an_alias(example: Plan) -> None:
     file = example.file.model_copy(update={"default": "default"})
-    assert Plan(file, example.nodes).serve_config()["applications"][-1]["args"]["default"] == "default"
+    assert serve_config(Plan(file, example.nodes))["applications"][-1]["args"]["default"] == "default"
 
 
 def test_an_output_that_cannot_be_written_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.app import PoolArgs, Share, deploy_config, machine_share
-from serve_app.settings import Settings, SettingsError, load_settings, pool_name
+from cluster.model_spec import pool_name
+from serve_app.app import ModelArgs, Share, deploy_config, machine_share
+from serve_app.settings import Settings, SettingsError, load_settings
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
@@ -76,14 +77,14 @@ def test_the_written_config_gives_the_same_settings_back() -> None:
     config = deploy_config(settings, Share(2, 1.0, 0, 100))
     first, second = config["applications"]
     assert (first["route_prefix"], second["route_prefix"]) == ("/", "/pools/y")
-    args = PoolArgs.model_validate(second["args"])
+    args = ModelArgs.model_validate(second["args"])
     assert args.model == "b/y"
     assert args.settings == settings.model_copy(update={"num_threads": 2})
 
 
 def test_a_misspelt_key_in_the_config_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_token"):
-        PoolArgs.model_validate({"model": "x", "settings": {"models": ["x"], "max_batch_token": 5}})
+        ModelArgs.model_validate({"model": "x", "settings": {"models": ["x"], "max_batch_token": 5}})
 
 
 def test_a_machine_is_shared_between_models() -> None:

@@ -105,7 +105,7 @@ ENTRY = {
 POOL_APPLICATION: dict[str, Any] = {
     "status": "RUNNING",
     "route_prefix": None,
-    "deployed_app_config": {"args": {"name": "mini", "model": "all-MiniLM-L6-v2"}},
+    "deployed_app_config": {"args": {"spec": {"name": "mini", "model": "all-MiniLM-L6-v2"}}},
     "deployments": {
         "Engine": {
             "replicas": [{"state": "RUNNING"}, {"state": "STARTING"}],

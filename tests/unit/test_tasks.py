@@ -18,7 +18,7 @@ from engine.errors import InvalidInput
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app import cli
+from serve_app.cli.serve import _example
 from serve_app.compute import scores, service
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
@@ -352,7 +352,7 @@ def test_rerank_with_the_weighted_scores_of_a_hybrid_model(serve: Serve, given: 
 @pytest.mark.parametrize("kind", ["embedding", "splade", "reranker", "classifier"])
 def test_the_example_of_a_start_is_answered(serve: Serve, kind: str) -> None:
     served = serve(kind)
-    path, body = cli._example(served.model.info, "fake")  # type: ignore[arg-type]
+    path, body = _example(served.model.info, "fake")  # type: ignore[arg-type]
     answer = served.post(path, **json.loads(body))
     assert len(answer) >= 1
 

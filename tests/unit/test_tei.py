@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app import tei
+from serve_app.cli import tei
+from serve_app.cli.hidden import without_secrets
 from serve_app.settings import Settings, SettingsError, load_settings
 
 README = Path(__file__).parents[2] / "README.md"
@@ -131,10 +132,10 @@ def test_auto_truncate_is_taken_with_a_value_and_without(given: list[str], spell
 
 def test_secrets_leave_the_command_line() -> None:
     line = ["python", "emberforge", "serve", "--api-key", "s1", "--port", "1", "--hf-token=s2=", "--json-output"]
-    kept, secrets = tei.without_secrets(line)
+    kept, secrets = without_secrets(line)
     assert kept == ["python", "emberforge", "serve", "--port", "1", "--json-output"]
     assert secrets == {"EMBERFORGE_API_KEY": "s1", "HF_TOKEN": "s2="}
-    assert tei.without_secrets(["serve", "--api-key"]) == (["serve", "--api-key"], {})  # the parser complains
+    assert without_secrets(["serve", "--api-key"]) == (["serve", "--api-key"], {})  # the parser complains
 
 
 def test_the_command_line_takes_every_option_of_teis() -> None:

@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster import router
+from cluster.model_spec import ModelSpec
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
 from engine.hub import EMBEDDED_MODEL
@@ -28,15 +29,17 @@ from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.terms import USUAL, Terms, read_terms
-from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
-from serve_app.cache import ENTRY_BYTES, CachedModel
 from serve_app.errors import Unhealthy
-from serve_app.gateway import GatewayModel, PooledModel, PoolRef, _joined
-from serve_app.health import Health
+from serve_app.gateway.config import GatewayModel, PoolRef
+from serve_app.gateway.models import PooledModel, _joined
+from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.http import openapi
 from serve_app.http.app import Api
+from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
-from serve_app.parcel import Answered, Parcel
+from serve_app.replica.cache import ENTRY_BYTES, CachedModel
+from serve_app.replica.health import Health
+from serve_app.replica.local import LocalModel, LocalModels
 from serve_app.settings import Settings
 
 INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
@@ -111,7 +114,7 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         model: ServedModel = LocalModel(INFO, tokenizer, collect)
         if chosen.cache_bytes:
             model = CachedModel(model, chosen.cache_bytes, metrics)
-        loops.append(Replica(gate, loop, metrics, Api(LocalBackend(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
+        loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
         return loops[-1]
 
     yield make
@@ -356,7 +359,7 @@ class Handle:
         self.woken = 0
         self.may_answer: asyncio.Event | None = None
         self._answer = answer
-        self.embed_all, self.wake = self, self._Wake(self)
+        self.embed_parcels, self.wake = self, self._Wake(self)
 
     class _Wake:
         def __init__(self, handle: "Handle") -> None:
@@ -399,10 +402,10 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
         *answers: Callable[[Terms], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
     ) -> tuple[PooledModel, list[Handle]]:
         refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
-        model = PooledModel(GatewayModel(name="m", model=EMBEDDED_MODEL, pools=refs), Settings(), "wait")
+        model = PooledModel(GatewayModel(spec=ModelSpec(name="m", model=EMBEDDED_MODEL), pools=refs), "wait")
         handles = [Handle(answer) for answer in answers]
         for pool, handle, tokens in zip(model.pools, handles, queued, strict=False):
-            pool._handle = handle  # type: ignore[assignment]
+            pool.connection._handle = handle  # type: ignore[assignment]
             if awake:
                 pool.load.update({pool.ref.name: Report(1.0, tokens, 100.0)}, monotonic())
         return model, handles
@@ -428,7 +431,7 @@ def test_a_pool_is_told_the_priority_and_the_time_left(pooled: Any) -> None:
 def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every_replica(
     replicas: int, tokens_of_calls: list[int], pooled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_app.outbox._MOST_WAIT_S", 1e6)
+    monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 1e6)
     model, (handle,) = pooled(vectors)
     model.pools[0].load.update({str(number): Report(1.0, 0, 100.0) for number in range(replicas)}, monotonic())
 
@@ -470,7 +473,7 @@ def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
         short = [np.arange(1, dtype=np.int32)]  # so that they go together
         return await asyncio.gather(*(model.embed(short, EmbedOptions(), USUAL) for _ in range(2)), return_exceptions=True)
 
-    handle.embed_all = SimpleNamespace(remote=refuse)
+    handle.embed_parcels = SimpleNamespace(remote=refuse)
     assert [type(each) for each in asyncio.run(two())] == [Unhealthy, Unhealthy]
     assert model.pools[0].queued_tokens == 0
 

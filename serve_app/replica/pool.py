@@ -1,4 +1,4 @@
-"""One pool as a Serve application: the replicas of one model on one class of nodes, called by the gateway through a handle."""
+"""One pool as a Serve application: the replicas of one model on one class of nodes. The gateway calls them through a handle."""
 
 import asyncio
 import logging
@@ -12,21 +12,22 @@ from ray import serve
 
 from cluster.autoscale import options as scaling_options
 from cluster.inventory import free_host_bytes
+from cluster.model_spec import ModelSpec
 from cluster.ray_router import routing_options
 from cluster.router import Report, Ticket
+from cluster.settings import ServerSettings
 from engine.errors import BackendError, EmberError
 from engine.loop import Embeddings, EngineLoop
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.terms import Terms
-from serve_app.app import deployment_options
-from serve_app.model_server import EngineServer
-from serve_app.parcel import Answer, Answered, Call, Parcel
-from serve_app.settings import Settings
+from serve_app.deployment import deployment_options
+from serve_app.gateway.parcel import Answer, Answered, Parcel, ReplicaCall
+from serve_app.replica.model_server import EngineServer
 
 log = logging.getLogger(__name__)
 
-# Left to the host where a pass takes its memory from there.
+# A pass that takes host memory leaves this much of it free.
 _HOST_FLOOR_BYTES = 1 << 30
 
 
@@ -36,20 +37,20 @@ class PoolArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pool: str  # also the application's name
-    model: str
-    name: str  # what clients call the model
-    tokens_per_s: float = Field(gt=0)  # the plan's, until a replica has measured
+    spec: ModelSpec
+    num_threads: int | None = Field(None, ge=1)
+    tokens_per_s: float = Field(gt=0)  # the plan's figure, used until a replica has measured its own
     min_replicas: int = Field(1, ge=0)
     max_replicas: int = Field(1, ge=1)
-    settings: Settings = Settings()
+    settings: ServerSettings = ServerSettings()
 
 
 class PoolServer(EngineServer):
     """A replica behind the gateway."""
 
-    def __init__(self, model: str, name: str, settings: Settings) -> None:
-        super().__init__(model, name, settings)
-        self._busy = _BusyShare(self._loop), _BusyShare(self._loop)  # for routing, for autoscaling
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
+        super().__init__(spec, settings, num_threads)
+        self._busy = _BusyShare(self._loop), _BusyShare(self._loop)  # one for routing, one for autoscaling
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
 
@@ -57,48 +58,49 @@ class PoolServer(EngineServer):
         """As `ServedModel.embed`."""
         return await self._model.embed(sequences, options, terms)
 
-    async def embed_all(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> list[Answered]:
-        """What `embed` gives or raises for each; `ticket` is for the router on the caller's side."""
+    async def embed_parcels(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> list[Answered]:
+        """The result or the error of `embed` for each parcel. The router on the caller's side reads `ticket`."""
         return await asyncio.gather(*map(self._answer_parcel, parcels))
 
     async def _answer_parcel(self, parcel: Parcel) -> Answered:
         answer = await self._answer(parcel.as_one())
-        if isinstance(answer, Exception) and len(parcel.counts) > 1:  # whose fault it was, each of them alone will tell
+        if isinstance(answer, Exception) and len(parcel.counts) > 1:  # one of its calls is at fault: compute each one alone
             return list(await asyncio.gather(*map(self._answer, parcel.calls())))
         return answer
 
-    async def _answer(self, call: Call) -> Answer:
+    async def _answer(self, call: ReplicaCall) -> Answer:
         try:
             return await self.embed(*call)
         except EmberError as error:
             return error
-        except Exception as error:  # one that nobody foresaw might not survive the way back
+        except Exception as error:  # an unforeseen error may not be picklable
             log.exception("a request failed")
             return BackendError(f"the replica failed: {error!r}")
 
     async def wake(self, *, ticket: Ticket) -> None:
-        """Nothing: being called is what starts a replica where there is none."""
+        """Does nothing. Serve starts a replica for the call if there is none."""
 
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
         busy = self._busy[0].read()
         report = Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
-        return asdict(replace(report, batch_tokens=loop.queued_batch_tokens, max_batch_tokens=loop.max_batch_tokens))
+        batch_tokens, dtype = loop.queued_batch_tokens, self._engine.dtype_name
+        return asdict(replace(report, batch_tokens=batch_tokens, max_batch_tokens=loop.max_batch_tokens, dtype=dtype))
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"busy": self._busy[1].read(), "backlog_s": self._loop.backlog_s}
 
     def _longest_input(self) -> int:
-        """Tokens of the longest input that memory holds now. A card's own was set aside at load; a host's comes and goes."""
+        """Tokens of the longest input that fits into memory now. A card's memory is reserved at load."""
         longest = self._engine.longest_input
         if not self._takes_host_memory:
             return longest
-        room = free_host_bytes() - _HOST_FLOOR_BYTES
+        room = free_host_bytes(for_gpu=self._engine.device.type != "cpu") - _HOST_FLOOR_BYTES
         return max(0, min(longest, room // self._per_token))
 
 
 class _BusyShare:
-    """The share of the time that an engine computes, from one reading to the next."""
+    """The share of the time between two readings in which the engine computed."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
@@ -111,7 +113,10 @@ class _BusyShare:
 
 
 class Unrouted:
-    """The application's ingress, which a custom router is not allowed on. Nobody calls it, so no replica of it ever starts."""
+    """The application's ingress. Serve allows no custom router on an ingress, so the replicas are a second deployment.
+
+    Nobody calls the ingress, so no replica of it ever starts.
+    """
 
     def __init__(self, engine: Any) -> None:
         raise RuntimeError("a pool has no HTTP address of its own; send the request to the gateway, with `model`")
@@ -123,14 +128,14 @@ def build(args: PoolArgs) -> serve.Application:
 
 
 def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any) -> serve.Application:
-    """As `build`, with deployment options, and with another server class for tests and benchmarks."""
+    """As `build`, with deployment options. Tests and benchmarks give another server class."""
     own = {
-        "max_surge_percent": 0,  # on a card there may be no room for the new replica beside the old one
+        "max_surge_percent": 0,  # a card may have no room for the new replica beside the old one
         "request_router_config": routing_options(args.pool, args.tokens_per_s, args.max_replicas),
     }
     chosen = deployment_options(args.settings) | scaling_options(args.min_replicas, args.max_replicas) | own | options
     engine = serve.deployment(name="Engine")(server).options(**chosen)
     asleep = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
     ingress = serve.deployment(name="Unrouted")(Unrouted).options(autoscaling_config=asleep)
-    application: serve.Application = ingress.bind(engine.bind(args.model, args.name, args.settings))
+    application: serve.Application = ingress.bind(engine.bind(args.spec, args.settings, args.num_threads))
     return application

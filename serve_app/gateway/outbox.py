@@ -1,8 +1,10 @@
-"""Requests leave as one call where that delays none of them by much: those that arrive in one turn of the event loop, and while
-every replica has a call in hand, those that arrive before one comes back (Nagle's algorithm, RFC 896, one level up).
+"""Joins requests for one pool into calls, where that delays no request by much.
 
-A call through Serve costs either side a millisecond or more, whatever it carries: with one short text each, a replica would spend
-more on being called than on computing (docs/decisions/024).
+Requests that arrive in one turn of the event loop leave as one call. While every replica has a call, requests wait for the next
+call to return and leave together then (Nagle's algorithm, RFC 896).
+
+A call through Serve costs each side a millisecond or more, however small it is. With one short text in each call, a replica would
+spend more time on calls than on computing (docs/decisions/024).
 """
 
 import asyncio
@@ -13,12 +15,12 @@ from dataclasses import dataclass, field
 
 from cluster.router import Ticket
 from engine.loop import Embeddings
-from serve_app.parcel import Answer, Call
+from serve_app.gateway.parcel import Answer, ReplicaCall
 
 _MOST_CALLS = 256
-# So many are worth a call of their own: they wait for no other to come back.
+# A group of this many requests leaves at once, without waiting for another call to return.
 _WORTH_A_CALL = 16
-# That a request waits at most.
+# The longest time that a request waits to leave.
 _MOST_WAIT_S = 0.02
 
 _tickets = itertools.count()
@@ -29,7 +31,7 @@ def next_ticket(num_tokens: int, longest: int, batch: bool) -> Ticket:
 
 
 def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:
-    """Of requests of one priority that go together; one alone keeps its own."""
+    """The ticket of a joint call of requests of one priority. A single request keeps its own ticket."""
     if len(tickets) == 1:
         return tickets[0]
     return next_ticket(sum(each.num_tokens for each in tickets), max(each.longest for each in tickets), tickets[0].batch)
@@ -37,18 +39,18 @@ def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    call: Call
+    call: ReplicaCall
     ticket: Ticket
     answer: "asyncio.Future[Embeddings]"
 
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Requests of one priority that leave together."""
+    """Requests of one priority that leave as one call."""
 
     batch: bool
-    due: float  # on the loop's clock: when it leaves whatever is on the way
-    leaving: asyncio.Handle  # the next look at whether it leaves
+    due: float  # on the event loop's clock; the group leaves then at the latest
+    leaving: asyncio.Handle  # the next check whether the group leaves
     members: list[_Waiting] = field(default_factory=list)
     num_tokens: int = 0
     num_waiting: int = 0
@@ -56,39 +58,42 @@ class _Group:
 
 
 class Outbox:
-    """Of one pool."""
+    """The outbox of one pool."""
 
     def __init__(
         self,
-        send: Callable[[Sequence[Call], Sequence[Ticket]], Awaitable[list[Answer]]],
+        send: Callable[[Sequence[ReplicaCall], Sequence[Ticket]], Awaitable[list[Answer]]],
         most_tokens: Callable[[], float],
         has_room: Callable[[int], bool],
     ) -> None:
         """
         Args:
-            send: makes one call of several, each with its ticket; an error among the answers is its own caller's alone.
-            most_tokens: that may go together: what does is answered together, when the last of it is done.
-            has_room: whether a small call leaves beside so many that are on the way.
+            send: sends several requests, each with its ticket, as one call. An error among the answers concerns one caller only.
+            most_tokens: the largest number of tokens in one call. All requests of a call are answered when the last one is done.
+            has_room: whether a small call may leave while the given number of calls is under way.
         """
         self._send, self._most_tokens, self._has_room = send, most_tokens, has_room
-        self._groups: dict[bool, _Group] = {}  # that have not left, by whether they are of batch priority
-        self._on_the_way = {False: 0, True: 0}  # calls, likewise
+        self._groups: dict[bool, _Group] = {}  # the groups that have not left; True is batch priority
+        self._under_way = {False: 0, True: 0}  # the number of calls without an answer, by the same key
 
-    async def put(self, call: Call, ticket: Ticket) -> Embeddings:
-        """Raises: what the call gave, or what `send` raises. Cancelling it cancels what was sent once nobody waits for it."""
+    async def put(self, call: ReplicaCall, ticket: Ticket) -> Embeddings:
+        """Sends one request and waits for its result. The call is cancelled when all callers in it have cancelled.
+
+        Raises: the request's own error, or an error that `send` raises.
+        """
         group = self._group_for(ticket)
         waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())
         group.members.append(waiting)
         group.num_tokens += ticket.num_tokens
         group.num_waiting += 1
         if len(group.members) == _WORTH_A_CALL:
-            self._look_soon(group)
+            self._check_soon(group)
         try:
             return await waiting.answer
         finally:
             group.num_waiting -= 1
             if group.sending is not None and not group.num_waiting:
-                group.sending.cancel()  # nothing, once it has ended
+                group.sending.cancel()  # does nothing once the call has ended
 
     def _group_for(self, ticket: Ticket) -> _Group:
         loop, group = asyncio.get_running_loop(), self._groups.get(ticket.batch)
@@ -98,20 +103,20 @@ class Outbox:
             self._leave(group)
             group = None
         if group is None:
-            group = _Group(ticket.batch, loop.time() + _MOST_WAIT_S, loop.call_soon(self._look, ticket.batch))
+            group = _Group(ticket.batch, loop.time() + _MOST_WAIT_S, loop.call_soon(self._check, ticket.batch))
             self._groups[ticket.batch] = group
         return group
 
-    def _look_soon(self, group: _Group) -> None:
-        """At the end of this turn, not at a time that was set before."""
+    def _check_soon(self, group: _Group) -> None:
+        """Checks at the end of this turn of the event loop instead of at the time set before."""
         group.leaving.cancel()
-        group.leaving = asyncio.get_running_loop().call_soon(self._look, group.batch)
+        group.leaving = asyncio.get_running_loop().call_soon(self._check, group.batch)
 
-    def _look(self, batch: bool) -> None:
-        """Whether what is there leaves now."""
+    def _check(self, batch: bool) -> None:
+        """Lets the group leave if it is large, if a replica is without a call, or later when it is due."""
         group = self._groups[batch]
         is_much = len(group.members) >= _WORTH_A_CALL or group.num_tokens >= self._most_tokens()
-        if is_much or self._has_room(self._on_the_way[batch]):
+        if is_much or self._has_room(self._under_way[batch]):
             self._leave(group)
         else:
             group.leaving = asyncio.get_running_loop().call_at(group.due, self._leave, group)
@@ -121,15 +126,15 @@ class Outbox:
         del self._groups[group.batch]
         group.members = [each for each in group.members if not each.answer.done()]
         if group.members:
-            self._on_the_way[group.batch] += 1
-            # In a context of its own: one request's identity is not to travel with the others.
+            self._under_way[group.batch] += 1
+            # A context of its own, so that no request's id travels with the other requests.
             group.sending = asyncio.get_running_loop().create_task(self._deliver(group), context=Context())
-            group.sending.add_done_callback(lambda _: self._came_back(group.batch))
+            group.sending.add_done_callback(lambda _: self._returned(group.batch))
 
-    def _came_back(self, batch: bool) -> None:
-        self._on_the_way[batch] -= 1
+    def _returned(self, batch: bool) -> None:
+        self._under_way[batch] -= 1
         if (group := self._groups.get(batch)) is not None:
-            self._look_soon(group)
+            self._check_soon(group)
 
     async def _deliver(self, group: _Group) -> None:
         answers: Sequence[Embeddings | BaseException]

@@ -1,6 +1,6 @@
-"""What a gateway and a replica hand each other: calls that ask for the same, as one array each way.
+"""The messages between gateway and replica: requests with equal options travel as one array of tokens and one of vectors.
 
-Handed over one by one, a short text costs a replica 60 us more in tasks, futures and pickling (docs/decisions/024).
+Sent one by one, each short text costs a replica 60 us more for tasks, futures and pickling (docs/decisions/024).
 """
 
 from collections.abc import Sequence
@@ -14,40 +14,42 @@ from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.terms import Terms
 
-Call: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
+ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
 Answer: TypeAlias = Embeddings | Exception
-# Of a parcel: of its calls as one, or of each.
+# The answer to a parcel: one for all of its calls together, or one for each call.
 Answered: TypeAlias = Answer | list[Answer]
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Calls of the same options on the same terms."""
+    """Calls with equal options and equal terms."""
 
-    token_ids: TokenIds  # [T], of all sequences end to end
-    lengths: tuple[int, ...]  # of each sequence
+    token_ids: TokenIds  # [T], all sequences end to end
+    lengths: tuple[int, ...]  # tokens of each sequence
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
     terms: Terms
 
     @classmethod
-    def of(cls, calls: Sequence[Call]) -> "Parcel":
-        """`calls`: at least one, all of one's options and terms, each with at least one sequence."""
+    def of(cls, calls: Sequence[ReplicaCall]) -> "Parcel":
+        """Args:
+        calls: at least one call, all with equal options and terms, each with at least one sequence.
+        """
         sequences = [ids for each, _, _ in calls for ids in each]
         _, options, terms = calls[0]
         counts = tuple(len(each) for each, _, _ in calls)
         return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, terms)
 
-    def as_one(self) -> Call:
-        """One call for all of their sequences."""
+    def as_one(self) -> ReplicaCall:
+        """One call with the sequences of all calls."""
         return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.terms
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ReplicaCall]:
         sequences, options, terms = self.as_one()
         return [(sequences[part], options, terms) for part in _parts(self.counts)]
 
     def answers(self, given: Answered) -> list[Answer]:
-        """To each of the calls."""
+        """The answer to each of the calls."""
         if isinstance(given, list):
             return given
         if isinstance(given, Exception):
@@ -63,8 +65,8 @@ class Parcel:
         ]
 
 
-def pack(calls: Sequence[Call]) -> list[tuple[list[int], Parcel]]:
-    """As few parcels as can be, each with the places of its calls among these."""
+def pack(calls: Sequence[ReplicaCall]) -> list[tuple[list[int], Parcel]]:
+    """The smallest number of parcels. Each parcel comes with the indices of its calls in `calls`."""
     alike: dict[tuple[EmbedOptions, Terms], list[int]] = {}
     for index, (_, options, terms) in enumerate(calls):
         alike.setdefault((options, terms), []).append(index)
@@ -72,7 +74,7 @@ def pack(calls: Sequence[Call]) -> list[tuple[list[int], Parcel]]:
 
 
 def unpack(packed: Sequence[tuple[list[int], Parcel]], answered: Sequence[Answered]) -> list[Answer]:
-    """The answer to each of the calls that were packed, in their order."""
+    """The answer to each of the packed calls, in the order of the calls."""
     answers = {
         index: answer
         for (places, parcel), given in zip(packed, answered, strict=True)
@@ -82,5 +84,5 @@ def unpack(packed: Sequence[tuple[list[int], Parcel]], answered: Sequence[Answer
 
 
 def _parts(sizes: Sequence[int]) -> list[slice]:
-    """Where parts of these sizes lie, end to end."""
+    """The slices of parts of these sizes that lie end to end."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

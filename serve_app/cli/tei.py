@@ -1,7 +1,7 @@
-"""TEI's command line and environment, as `emberforge serve` and `config` take them: one table says what becomes of each.
+"""TEI's options and environment variables in `emberforge serve` and `config`. One table says how each option is treated.
 
-A variable of TEI's is its flag in upper case (`--model-id`, `MODEL_ID`). Names like PORT and API_KEY belong to others too, so
-variables are read only where the model is named TEI's way (docs/decisions/011).
+A variable of TEI has the name of the flag in upper case (`--model-id`, `MODEL_ID`). Other programs use names like PORT and
+API_KEY too. So variables are read only if the model is named in TEI's way (docs/decisions/011).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ from typing import Any
 
 from serve_app.settings import Settings, SettingsError
 
-# TEI listens here where nobody says otherwise.
+# TEI's default port.
 _DEFAULT_PORT = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One of TEI's options: a setting of ours, a variable of huggingface_hub, something without effect, or refused."""
+    """One option of TEI. It is a setting of ours, a variable of huggingface_hub, without effect, or refused."""
 
     name: str
     tei_default: str
-    differs: str = ""  # what is not as in TEI, for the README
-    setting: str = ""  # ours, where it is called otherwise
-    variable: str = ""  # of huggingface_hub, which is set instead
-    no_effect: str = ""  # why it is accepted and does nothing
+    differs: str = ""  # the difference from TEI, for the README
+    setting: str = ""  # our setting, if it has another name
+    variable: str = ""  # the variable of huggingface_hub that is set instead
+    no_effect: str = ""  # why it has no effect
     refused: str = ""  # why it cannot be accepted
     takes_value: bool = True
 
@@ -34,7 +34,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Of the setting it stands for, if any."""
+        """The name of our setting for this option, if there is one."""
         return self.setting or self.name.replace("-", "_")
 
 
@@ -72,30 +72,30 @@ OPTIONS = (
 
 @dataclass(slots=True)
 class Given:
-    """What TEI's options come to."""
+    """TEI's options, translated."""
 
     flags: dict[str, Any] = field(default_factory=dict)  # by setting
-    variables: dict[str, tuple[str, str]] = field(default_factory=dict)  # by setting: the variable's name and value
-    environment: dict[str, str] = field(default_factory=dict)  # to be set for this process and those it starts
+    variables: dict[str, tuple[str, str]] = field(default_factory=dict)  # by setting: the name and the value of the variable
+    environment: dict[str, str] = field(default_factory=dict)  # variables for this process and its children
     notes: list[str] = field(default_factory=list)  # for the operator
 
 
 def is_setting(option: Option) -> bool:
-    """Whether the flag is there as one of our settings, under this or another name."""
+    """Whether one of our settings stands for the option, under this or another name."""
     return option.key in Settings.model_fields and option.name not in ("model-id", "revision")
 
 
 def parameter_name(option: Option) -> str:
-    """Of the command line's function, where the option is none of our settings."""
+    """The parameter of the command's function for an option that is none of our settings."""
     return option.name.replace("-", "_")
 
 
 def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
-    """Take TEI's options out of the command line and the environment.
+    """Translates TEI's options from the command line and the environment.
 
     Args:
-        flags: every flag's value by parameter, ours too; None, False or [] where it was not given.
-    Raises: SettingsError for an option that cannot be honoured, and where the model is named twice.
+        flags: the value of every flag by parameter, ours too. None, False or [] means not given.
+    Raises: SettingsError for an option that cannot be honoured, or a model that is named twice.
     """
     given = Given()
     named = {option.name: value for option in OPTIONS if (value := flags.get(parameter_name(option))) and not is_setting(option)}
@@ -117,7 +117,7 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """The command line with the values of `--auto-truncate`, which TEI takes with one and without, and its like spelled out."""
+    """The command line with a value after every `--auto-truncate` and `--trust-remote-code`. TEI takes them without, too."""
     spelled: list[str] = []
     for index, argument in enumerate(arguments):
         spelled.append(argument)
@@ -127,22 +127,6 @@ def with_values(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
-def without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """A command line without the values that must not be seen in it, and the variables that say the same."""
-    kept: list[str] = []
-    secrets: dict[str, str] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        following = next(rest, None) if flag in _SECRETS and not equals else value
-        if flag in _SECRETS and following is not None:
-            secrets[_SECRETS[flag]] = following
-        else:
-            kept.append(argument)
-    return kept, secrets
-
-
-_SECRETS = {"--api-key": "EMBERFORGE_API_KEY", "--hf-token": "HF_TOKEN", "--hf-api-token": "HF_TOKEN"}
 _BOOLEANS = ("true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n")
 
 
@@ -158,21 +142,23 @@ def _take(given: Given, option: Option, source: str, value: Any) -> None:
 
 
 def _counts(option: Option, env: Mapping[str, str]) -> bool:
-    """Whether TEI's variable is there to be read."""
+    """Whether TEI's variable is set and counts."""
     value = env.get(option.env)
     if value is None:
         return False
-    if option.variable:  # huggingface_hub reads its own, of which this one is not
+    if option.variable:  # huggingface_hub reads its own variables; HF_API_TOKEN is not among them
         return option.name == "hf-api-token" and bool(value) and "HF_TOKEN" not in env
-    if option.name == "hostname":  # in a container it is the container's id, which TEI passes over too
+    if option.name == "hostname":  # in a container HOSTNAME is the container's id; TEI ignores it too
         return _is_address(value)
     if not option.takes_value:
         return value.lower() not in ("", "false", "0", "no", "off", "f", "n")
-    return bool(value) or option.name == "api-key"  # an empty key is a mistake to be named, everything else was not given
+    return (
+        bool(value) or option.name == "api-key"
+    )  # an empty key is a mistake and raises later; other empty variables count as not given
 
 
 def _name_model(given: Given, named: Mapping[str, Any], flags: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """`--model-id` and `--revision` -> the models, as ours has them."""
+    """Translates `--model-id` and `--revision` into our `models`."""
     models = list(flags.get("models") or ())
     if "model-id" in named and models:
         raise SettingsError(f"the model is named twice: {', '.join(models)} and --model-id {named['model-id']}; name it once")

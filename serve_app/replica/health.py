@@ -1,8 +1,8 @@
-"""Whether the engine computes: what `/health` and Ray Serve's check of a replica say.
+"""Whether the engine computes. `/health` and Ray Serve's health check of a replica ask this.
 
-A forward pass that gave a vector is the proof. While there was one lately nothing is asked. Otherwise one short input, the
-canary, goes through the real queue; if nothing at all is computed in the time that the canary and the pass under way may
-take, the engine is stuck. A long queue alone is no illness: every pass that lands starts the wait anew.
+A recent forward pass that gave a vector is proof enough. Without one, the check sends one short input, the canary, through the
+real queue. The engine is stuck if it computes nothing in the time that the canary and the pass under way may take. A long queue
+alone is healthy: every pass that ends starts the wait anew.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ from engine.options import EmbedOptions, TokenIds
 from engine.schedule.request import Request
 from serve_app.errors import Unhealthy
 
-# A pass within this is proof enough.
+# A pass within this time is proof enough.
 FRESH_S = 10.0
-# What a canary may take, besides ten times what the pass under way should: long texts are slower than the best rate says.
+# A canary may take this long, plus ten times the predicted time of the pass under way. Long texts are slower than predicted.
 DEADLINE_S = 10.0
 _SLOWEST = 10.0
-# A check waits this long for its canary; load balancers give up soon after. Its outcome counts in the next one.
+# A check waits this long for its canary, because load balancers give up soon after. A later check sees the canary's outcome.
 _WAIT_S = 1.0
 
 
 class Health:
-    """Of one engine loop. Called on one event loop."""
+    """The health of one engine loop. All calls come from one event loop."""
 
     def __init__(self, loop: EngineLoop, canary: TokenIds, clock: Callable[[], float] = monotonic) -> None:
         """Args:
@@ -36,15 +36,18 @@ class Health:
         self._sent_at = 0.0
 
     async def check(self) -> None:
-        """Raises: Unhealthy, within 1 s; a stuck engine is called so at most FRESH_S, an interval of checks, and DEADLINE_S with
-        ten times the pass under way, after its last pass."""
+        """Raises: Unhealthy, after at most 1 s.
+
+        A stuck engine is found after its last pass within the sum of: FRESH_S, an interval between checks, DEADLINE_S, and ten
+        times the predicted time of the pass under way.
+        """
         if not self._loop.alive:
             raise Unhealthy("unhealthy")
         if self._clock() - self._loop.computed_at < FRESH_S:
             return
         canary = self._canary or self._send()
         waiting = asyncio.wrap_future(canary.future)
-        waiting.add_done_callback(_heard)
+        waiting.add_done_callback(_read_error)
         await asyncio.wait([waiting], timeout=_WAIT_S)
         if canary.future.done():
             if self._canary is canary:
@@ -52,7 +55,7 @@ class Health:
             if canary.future.exception() is not None:
                 raise Unhealthy("unhealthy")
         elif self._clock() - max(self._sent_at, self._loop.computed_at) > DEADLINE_S + _SLOWEST * self._loop.running_s:
-            raise Unhealthy("unhealthy")  # the canary stays: there is never a second one, and the engine may come back
+            raise Unhealthy("unhealthy")  # the canary stays in the queue: there is never a second one, and the engine may recover
 
     def _send(self) -> Request:
         canary = Request([self._tokens], EmbedOptions())
@@ -64,7 +67,7 @@ class Health:
         return canary
 
 
-def _heard(waiting: "asyncio.Future[Embeddings]") -> None:
-    """Take note of an error that comes when nobody waits for it any more: asyncio would complain."""
+def _read_error(waiting: "asyncio.Future[Embeddings]") -> None:
+    """Reads an error that comes after its last waiter has left. asyncio would log the unread error."""
     if not waiting.cancelled():
         waiting.exception()

@@ -1,4 +1,4 @@
-"""Vectors of inputs seen before, in front of a replica's queue: what is found here waits for nobody."""
+"""A cache of vectors in front of a replica's queue. An input found here does not wait for a forward pass."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,21 +11,21 @@ from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Vectors
 from serve_app.admission.terms import Terms
-from serve_app.backend import ServedModel
+from serve_app.models import ServedModel
 from serve_app.observe.metrics import Metrics
 
-# What an entry takes besides its vector's numbers: key, array, and their places in the cache.
+# Bytes of an entry besides the numbers of the vector: the key, the array object, and the cache's own records.
 ENTRY_BYTES = 500
 
 _Key = tuple[bytes, EmbedOptions]
 
 
 class CachedModel:
-    """A model whose vectors are kept, the least recently used given up for new ones. A replica has one model and a cache of its
-    own, so that token ids and options tell vectors apart.
+    """A model with a cache of its vectors. New vectors replace the least recently used ones.
 
-    Only the event loop calls it, so nothing is locked. What it gives is bit for bit what a pass once gave; computed again, in
-    other company, a vector may differ by rounding.
+    The key is the token ids and the options, which is enough because a replica has one model. Only the event loop calls the
+    cache, so nothing is locked. A cached vector is bit for bit a vector that a pass has given. Computed again in another batch,
+    it may differ by rounding.
     """
 
     def __init__(self, model: ServedModel, max_bytes: int, metrics: Metrics) -> None:
@@ -36,7 +36,7 @@ class CachedModel:
         metrics.cache_bytes.set_function(lambda: self._vectors.currsize)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-        """As `ServedModel.embed`; only vectors are kept: what else one text may ask for would displace hundreds."""
+        """As `ServedModel.embed`. Only vectors are cached: other results are as large as hundreds of vectors."""
         if options.outputs or not options.pooled or not terms.store:
             return await self._model.embed(sequences, options, terms)
         keys = [(blake2b(ids.tobytes(), digest_size=32).digest(), options) for ids in sequences]
@@ -47,10 +47,10 @@ class CachedModel:
         if not missing:
             return Embeddings(np.stack([vector for vector in found if vector is not None]), {}, 0.0, 0.0)
         computed = await self._model.embed([sequences[index] for index in missing], options, terms)
-        assert computed.vectors is not None, "they were asked for"
+        assert computed.vectors is not None, "the request asked for vectors"
         for index, vector in zip(missing, computed.vectors, strict=True):
             found[index] = vector
-            with suppress(ValueError):  # larger than the whole cache
-                self._vectors[keys[index]] = vector.copy()  # a row alone would hold its request's whole array
+            with suppress(ValueError):  # the vector is larger than the whole cache
+                self._vectors[keys[index]] = vector.copy()  # a copy, because a slice would keep the request's whole array alive
         vectors = np.stack([vector for vector in found if vector is not None])
         return Embeddings(vectors, {}, computed.queue_s, computed.inference_s)

@@ -1,5 +1,7 @@
-"""The replicas: one Ray actor with one engine. `ModelServer` is its own HTTP ingress, for a server of few models; behind a
-gateway it is `pool.py`'s."""
+"""The replicas of a server without a gateway, and what they share with the replicas of a pool (`pool.py`).
+
+A replica is one Ray actor with one engine.
+"""
 
 import asyncio
 import logging
@@ -9,32 +11,34 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.model_spec import IDLE_PROMPTS, ModelSpec
+from cluster.settings import ServerSettings
 from engine.engine import Engine
 from engine.hub import resolve_model
 from engine.loop import EngineLoop
 from engine.options import EncodeOptions
 from engine.schedule.request import Request
-from serve_app.backend import LocalBackend, LocalModel, ModelInfo, ServedModel
-from serve_app.cache import CachedModel
 from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
-from serve_app.health import Health
 from serve_app.http.app import Api
+from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
-from serve_app.settings import IDLE_PROMPTS, Settings
+from serve_app.replica.cache import CachedModel
+from serve_app.replica.health import Health
+from serve_app.replica.local import LocalModel, LocalModels
 
 log = logging.getLogger(__name__)
 
 
 class EngineServer:
-    """Loads a model and computes with it. Requests meet in `_collect`; the packer cuts them into batches."""
+    """Loads one model and computes with it. `_collect` gathers the requests; the packer cuts them into batches."""
 
-    def __init__(self, model: str, name: str, settings: Settings) -> None:
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
+        """`num_threads` None takes the CPUs that Ray gave this replica."""
         collect_seldom()
-        self._settings = settings
-        num_threads = settings.num_threads or _assigned_cpus()
-        self._engine = self.load_engine(model, settings, num_threads)
-        self._metrics = Metrics(name)
+        num_threads = num_threads or _assigned_cpus()
+        self._engine = self.load_engine(spec, num_threads)
+        self._metrics = Metrics(spec.name)
         self._loop = EngineLoop(
             self._engine,
             self._engine.max_batch_tokens,
@@ -47,9 +51,9 @@ class EngineServer:
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_requests, lambda: loop.queued_inputs)
         info = ModelInfo.of(
             self._engine.config,
-            resolve_model(model, weights=False),
-            model_id=model,
-            served_model_name=name,
+            resolve_model(spec.model, weights=False),
+            model_id=spec.model,
+            served_model_name=spec.name,
             dtype=self._engine.dtype_name,
             device=str(self._engine.device),
             max_input_length=self._engine.tokenizer.max_input_length,
@@ -60,32 +64,21 @@ class EngineServer:
             self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         self._health = Health(self._loop, self._engine.tokenizer.encode(["health"], EncodeOptions())[0])
 
-    def load_engine(self, model: str, settings: Settings, num_threads: int) -> Engine:
-        """The one thing that benchmarks and tests replace."""
-        return Engine.load(
-            model,
-            dtype=settings.dtype,
-            pooling=settings.pooling,
-            default_prompt_name=settings.default_prompt_name,
-            default_prompt=settings.default_prompt,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_input_tokens=settings.max_input_tokens,
-            num_threads=num_threads,
-            backend=settings.backend,
-            trust_remote_code=settings.trust_remote_code,
-        )
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+        """Benchmarks and tests replace this method, and no other."""
+        return Engine.load(spec.model, num_threads=num_threads, **spec.options)
 
     @serve.batch(max_batch_size=1024, batch_wait_timeout_s=0.0)
     async def _collect(self, jobs: list[Request]) -> list[None]:
-        """Hand everything that has arrived to the engine's queue, at once; callers then wait on their own futures.
+        """Puts all requests that have arrived into the engine's queue at once. Each caller then waits for its own future.
 
-        Only collecting happens here, so this call never takes long and never mixes one caller's error with another's.
+        This call only collects. It never takes long, and it never gives one caller's error to another.
         """
         self._loop.submit(jobs)
         return [None] * len(jobs)
 
     async def check_health(self) -> None:
-        """Ray Serve asks this every few seconds and replaces the replica when it has raised three times."""
+        """Ray Serve calls this every few seconds, and replaces the replica after three calls that raised."""
         await self._health.check()
 
     async def __del__(self) -> None:
@@ -95,19 +88,19 @@ class EngineServer:
 class ModelServer(EngineServer, TeiServicer):
     """A replica that answers HTTP and gRPC itself. `elsewhere` maps the names of the server's other models to their paths."""
 
-    def __init__(self, model: str, name: str, settings: Settings, elsewhere: Mapping[str, str]) -> None:
-        EngineServer.__init__(self, model, name, settings)
-        backend = LocalBackend(self._model, self._loop, self._health, elsewhere)
-        self._api = Api(backend, settings, self._metrics)
-        TeiServicer.__init__(self, self._api.service, backend, settings, self._metrics)
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None, elsewhere: Mapping[str, str]) -> None:
+        EngineServer.__init__(self, spec, settings, num_threads)
+        models = LocalModels(self._model, self._loop, self._health, elsewhere)
+        self._api = Api(models, settings, self._metrics)
+        TeiServicer.__init__(self, self._api.service, models, settings, self._metrics)
         if idle := self._engine.config.idle_prompts:
-            log.warning(IDLE_PROMPTS.format(model=name, names=", ".join(idle)))
+            log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(idle)))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app
 
 
 def _assigned_cpus() -> int:
-    """The whole cores Ray gave this replica, at least one: as many threads compute."""
+    """The number of threads that compute: the whole cores that Ray gave this replica, and at least one."""
     assigned = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
     return max(1, int(assigned.get("CPU", 1)))

@@ -1,0 +1,31 @@
+"""A `ModelSpec` -> the model's folder and its configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.model_spec import ModelSpec
+from engine.hub import resolve_model
+from engine.model.config import ModelConfig
+from engine.model.folder import load_model_config
+
+
+def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfig]:
+    """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only if asked for.
+
+    Raises: ModelError.
+    """
+    folder = resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
+    config = load_model_config(
+        folder,
+        spec.pooling,
+        default_prompt_name=spec.default_prompt_name,
+        default_prompt=spec.default_prompt,
+        backend=spec.backend,
+        trust_remote_code=spec.trust_remote_code,
+    )
+    return folder, shortened(config, spec.max_input_tokens)
+
+
+def shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:
+    """The configuration with an input limit of at most `max_input_tokens`."""
+    return replace(config, max_input_length=min(config.max_input_length, max_input_tokens or config.max_input_length))

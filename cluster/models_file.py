@@ -1,0 +1,72 @@
+"""models.yaml: the models of a cluster, how many replicas each one has, and where they may run."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from cluster.files import read_yaml
+from cluster.model_spec import ModelOptions, ModelSpec, pool_name
+from cluster.settings import ServerSettings
+
+
+class ModelEntry(ModelSpec):
+    """One model of models.yaml: its spec, and what placement and routing need."""
+
+    min_replicas: int = Field(1, ge=0)
+    max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
+    aliases: tuple[str, ...] = ()
+    nodes: tuple[str, ...] | None = None
+    not_nodes: tuple[str, ...] = ()
+    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class
+
+    @model_validator(mode="after")
+    def _limits_agree(self) -> "ModelEntry":
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
+            raise ValueError(f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}")
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        return self.max_replicas or max(1, self.min_replicas)
+
+
+class ModelsFile(BaseModel):
+    """models.yaml. `default` answers requests that name no model; without `default` the first model does."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    models: tuple[ModelEntry, ...] = Field(min_length=1)
+    default: str | None = None
+    gateways: PositiveInt = 1  # replicas of the gateway
+    asleep: Literal["wait", "refuse"] = "wait"  # the answer to a request that wakes a model scaled to zero
+    settings: ServerSettings = ServerSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_hold_for_all_models(cls, content: Any) -> Any:
+        given = content.get("settings") if isinstance(content, dict) else None
+        misplaced = next((name for name in ModelOptions.model_fields if name in given), None) if isinstance(given, dict) else None
+        if misplaced:
+            raise ValueError(f"settings.{misplaced} is not for all models at once: it is taken from each model's entry")
+        return content
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> "ModelsFile":
+        names = Counter(name for entry in self.models for name in {entry.name, *entry.aliases})
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice:
+            raise ValueError(f"two models are called {twice!r}; names and aliases must differ")
+        if self.default is not None and self.default not in names:
+            raise ValueError(f"default is {self.default!r}, which no model is called; there is {', '.join(names)}")
+        slugs = Counter(pool_name(entry.name) for entry in self.models)
+        slug, count = slugs.most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"{count} models would have pools called {slug!r}; let their names differ in the last part")
+        return self
+
+
+def load_models(path: Path) -> ModelsFile:
+    """Raises: ClusterError naming the place, the value and the allowed values."""
+    return read_yaml(path, ModelsFile)

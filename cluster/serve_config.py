@@ -1,0 +1,100 @@
+"""The Serve config of a plan: one application for each pool, and the gateway in front of them."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from cluster.catalogue import hub_id
+from cluster.files import ClusterError
+from cluster.model_spec import ModelSpec
+from cluster.models_file import ModelEntry
+from cluster.plan import Plan, PlannedPool
+from engine.model_id import EMBEDDED_MODEL
+
+
+def serve_config(plan: Plan) -> dict[str, Any]:
+    """The Serve config as plain data for YAML.
+
+    Raises: ClusterError where the default model has no replica: a gateway needs one to answer requests without a model name.
+    """
+    settings = plan.file.settings
+    applications = [_pool_application(plan, pool) for pool in plan.pools]
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": settings.host, "port": settings.port},
+        **settings.grpc_options,
+        "applications": [*applications, _gateway_application(plan)],
+    }
+
+
+def _pool_application(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
+    entry = plan.entries[pool.model]
+    options: dict[str, Any] = {"num_cpus": pool.num_cpus}
+    if pool.num_gpus:
+        options["num_gpus"] = pool.num_gpus
+    options["label_selector"] = {"emberforge-class": pool.node_class}
+    if entry.nodes is not None:
+        options["label_selector"]["emberforge-node"] = f"in({','.join(entry.nodes)})"
+    elif entry.not_nodes:
+        options["label_selector"]["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
+    return {
+        "name": pool.name,
+        "route_prefix": None,
+        "import_path": "serve_app.replica.pool:build",
+        "args": {
+            "pool": pool.name,
+            "spec": _plain(spec_of(entry)),
+            "num_threads": pool.num_threads,
+            "tokens_per_s": round(pool.tokens_per_s),
+            "settings": _plain(plan.file.settings),
+            "min_replicas": pool.min_replicas,
+            "max_replicas": pool.max_replicas,
+        },
+        "deployments": [
+            {"name": "Engine", "max_replicas_per_node": pool.max_per_node, "ray_actor_options": options},
+        ],
+    }
+
+
+def _gateway_application(plan: Plan) -> dict[str, Any]:
+    models = []
+    for name, entry in plan.entries.items():
+        pools = [
+            {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": round(pool.tokens_per_s)}
+            | {"min_replicas": pool.min_replicas, "max_replicas": pool.max_replicas}
+            for pool in plan.pools
+            if pool.model == name
+        ]
+        if pools:
+            models.append({"spec": _plain(spec_of(entry)), "aliases": list(entry.aliases), "pools": pools})
+    default = plan.file.default or plan.file.models[0].name
+    answers = {alias for pool in plan.pools for alias in (pool.model, *plan.entries[pool.model].aliases)}
+    if default not in answers:
+        raise ClusterError(f"{default}, the default model, has no place, so there is no config; let default be another")
+    return {
+        "name": "gateway",
+        "route_prefix": "/",
+        "import_path": "serve_app.gateway.app:build",
+        "args": {
+            "models": models,
+            "default": default,
+            "asleep": plan.file.asleep,
+            "settings": _plain(plan.file.settings),
+        },
+        "deployments": [{"name": "Gateway", "num_replicas": plan.file.gateways, "ray_actor_options": {"num_cpus": 0.5}}],
+    }
+
+
+def spec_of(entry: ModelEntry) -> ModelSpec:
+    """The spec that gateway and replicas get. They run in other working directories, so a folder is named by its whole path."""
+    folder = Path(entry.model).expanduser()
+    if folder.is_dir():
+        source = str(folder.resolve())
+    else:
+        source = entry.model if entry.model == EMBEDDED_MODEL else hub_id(entry.model) or entry.model
+    return ModelSpec(name=entry.name, model=source, **entry.options)
+
+
+def _plain(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude_defaults=True)

@@ -1,0 +1,1 @@
+"""Serves embedding models: HTTP and gRPC in, vectors out."""

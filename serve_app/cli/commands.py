@@ -1,0 +1,58 @@
+"""All commands, and how an error ends them.
+
+`emberforge --help` imports the module of every command, so these modules import at the top only what is quick to import. A
+command imports torch, Ray and the like when it runs.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from engine.errors import EmberError
+from serve_app.cli import tei
+from serve_app.cli.cluster import cluster_status, plan, start_node, stop_node
+from serve_app.cli.console import console
+from serve_app.cli.keys import add_key, list_keys, remove_key
+from serve_app.cli.machine import doctor, kernels
+from serve_app.cli.options import with_settings
+from serve_app.cli.serve import config, serve
+
+cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)
+
+
+def run() -> None:
+    """Runs the command line. An error meant for the user is one line on stderr, with exit status 1."""
+    try:
+        cli(tei.with_values(sys.argv[1:]))
+    except EmberError as error:
+        console.print(f"[red]error:[/] {escape(str(error))}", markup=True)
+        sys.exit(1)
+
+
+cli.command()(with_settings(serve, as_tei=True))
+cli.command()(
+    with_settings(
+        config, as_tei=True, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")]
+    )
+)
+cli.command()(with_settings(doctor))
+cli.command()(kernels)
+cli.command()(plan)
+
+node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)
+node_commands.command("start")(start_node)
+node_commands.command("stop")(stop_node)
+cli.add_typer(node_commands, name="node")
+
+cluster_commands = typer.Typer(help="Look at the running cluster.", no_args_is_help=True)
+cluster_commands.command("status")(cluster_status)
+cli.add_typer(cluster_commands, name="cluster")
+
+keys_commands = typer.Typer(help="Make and take back the API keys of a keys file.", no_args_is_help=True)
+keys_commands.command("add")(add_key)
+keys_commands.command("list")(list_keys)
+keys_commands.command("remove")(remove_key)
+cli.add_typer(keys_commands, name="keys")

@@ -1,0 +1,195 @@
+"""`emberforge serve` and `emberforge config`: a server of few models on this machine, or the Serve config for it."""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from time import monotonic, sleep
+from types import FrameType
+from typing import Any
+
+import yaml
+from rich.markup import escape
+
+from cluster.model_spec import IDLE_PROMPTS
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from serve_app.admission import keys
+from serve_app.cli.console import console
+from serve_app.settings import Settings, SettingsError
+
+_READY_TIMEOUT_S = 60.0
+
+
+def serve(settings: Settings) -> None:
+    """Start Ray and the server on this machine, until Ctrl-C."""
+    import torch
+
+    from cluster.inventory import available_cpus
+    from cluster.local_ray import local_ray
+    from cluster.model_folder import read_model
+
+    _end_on_signal()
+    _check_port(settings.host, settings.port, "--port")
+    if settings.grpc_port is not None:
+        _check_port(settings.host, settings.grpc_port, "--grpc-port")
+    keys.Keys.of(settings)  # a bad keys file stops the start here, not in a replica
+    for name in ("API_KEY", "EMBERFORGE_API_KEY"):
+        os.environ.pop(name, None)  # Ray's processes must not inherit it
+    configs = []
+    for spec in settings.specs:
+        console.print(f"model {spec.model}")
+        folder, config = read_model(spec, weights=True)
+        configs.append(config)
+        console.print(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
+        if config.idle_prompts:
+            warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
+            console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
+    num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
+    console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
+    try:
+        with local_ray(num_cpus, settings.max_concurrent_requests):
+            _end_on_signal()  # again, because Ray has set its own handlers
+            console.print("starting Ray Serve and loading the model")
+            _deploy(settings, num_cpus, num_gpus)
+            _wait_until_ready(settings)
+            _announce(settings, configs[0])
+            while True:
+                sleep(3600)
+    except KeyboardInterrupt:
+        console.print("stopped")
+        os._exit(0)  # not sys.exit: Ray's exit handlers would end Ray again, and fail with status 1
+
+
+def config(settings: Settings, output: Path | None) -> None:
+    """Write the Serve config of these settings, for `serve deploy FILE` on a running Ray."""
+    import torch
+
+    from cluster.inventory import available_cpus
+    from cluster.local_ray import SERVE_ENV
+    from serve_app import app
+
+    share = app.machine_share(len(settings.models), available_cpus(), torch.cuda.device_count())
+    exports = "".join(f"#   export {name}={value}\n" for name, value in SERVE_ENV.items())
+    text = (
+        "# Deploy with: serve deploy FILE\n"
+        "# Every node needs emberforge installed, and this environment before `ray start`:\n"
+        f"{exports}{yaml.safe_dump(app.deploy_config(settings, share), sort_keys=False)}"
+    )
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        output.write_text(text, encoding="utf-8")
+        console.print(f"written to {output}; deploy it with: serve deploy {shlex.quote(str(output))}")
+
+
+def _end_on_signal() -> None:
+    """Makes the first Ctrl-C or SIGTERM end the server in order. Further signals are ignored."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_IGN)
+        console.print("stopping: requests in flight are finished first, which takes a minute at most")
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def _check_port(host: str, port: int, flag: str) -> None:
+    """Raises: SettingsError for a port in use. HAProxy would fail a minute later, without naming the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from error
+
+
+def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
+    from serve_app import app
+
+    try:
+        app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus))
+    except RuntimeError as error:
+        from ray import serve
+
+        failed = (each.message for its in serve.status().applications.values() for each in its.deployments.values())
+        raise ModelError(f"the server did not start: {_last_words(failed) or error}") from error
+
+
+def _last_words(messages: Iterable[str]) -> str:
+    """The last line of the traceback that a replica raised. Serve's own error names only the deployment."""
+    message = next((each for each in messages if "Traceback" in each), "")
+    return re.sub(r"^(engine|cluster|serve_app)[\w.]*: ", "", message.rstrip().rpartition("\n")[2])
+
+
+def _wait_until_ready(settings: Settings) -> None:
+    """Asks for health through HAProxy, as a client would. HAProxy learns of a replica's two ports at different times."""
+    import urllib.request
+
+    import grpc
+
+    asks: list[Callable[[], Any]] = [lambda: urllib.request.urlopen(f"{_address(settings)}/health", timeout=2).close()]  # noqa: S310 - our own address
+    if settings.grpc_port is not None:
+        asks.append(lambda: _ask_grpc(settings))
+    deadline = monotonic() + _READY_TIMEOUT_S
+    for ask in asks:
+        while True:
+            try:
+                ask()
+                break
+            except (OSError, grpc.RpcError) as error:
+                if monotonic() > deadline:
+                    raise ModelError(f"no answer on {_address(settings)} within {_READY_TIMEOUT_S:g} s: {error}") from error
+                sleep(0.1)
+
+
+def _ask_grpc(settings: Settings) -> None:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    host = _address(settings).removeprefix("http://").rpartition(":")[0]
+    with grpc.insecure_channel(f"{host}:{settings.grpc_port}") as channel:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+
+
+def _gives(config: ModelConfig) -> str:
+    if config.task == "embedding":
+        return f"{config.embedding_size} dimensions"
+    return config.task if config.task == "reranker" else f"{config.task} of {len(config.labels)} labels"
+
+
+def _example(config: ModelConfig, name: str) -> tuple[str, str]:
+    """(path, body) of a request that a model of this kind answers."""
+    if config.task == "reranker":
+        return "/rerank", '{"query": "What is a greeting?", "texts": ["Hello, world", "The sky is blue"]}'
+    if config.task == "classifier":
+        return "/predict", '{"inputs": "Hello, world"}'
+    if config.pooling == "splade":
+        return "/embed_sparse", '{"inputs": "Hello, world"}'
+    return "/v1/embeddings", f'{{"model": "{name}", "input": "Hello, world"}}'
+
+
+def _announce(settings: Settings, config: ModelConfig) -> None:
+    """`config` is the first model's, which an example is for."""
+    from serve_app import app
+
+    address = _address(settings)
+    console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
+    for name in settings.names[1:]:
+        console.print(f"      {address}{app.route_prefix(settings, name)}  {name}")
+    if settings.grpc_port is not None:
+        console.print(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
+    key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""
+    path, body = _example(config, settings.names[0])
+    console.print(f"\ncurl {address}{path} -H 'Content-Type: application/json' {key}-d '{body}'\n")
+
+
+def _address(settings: Settings) -> str:
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+    return f"http://{host}:{settings.port}"

@@ -1,0 +1,49 @@
+"""The gateway: the same API as a replica's over all pools of the cluster. It needs no GPU."""
+
+from typing import Any
+
+from ray import serve
+from starlette.types import ASGIApp
+
+from serve_app.deployment import deployment_options
+from serve_app.garbage import collect_seldom
+from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.models import PooledModels
+from serve_app.grpc.servicer import TeiServicer
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
+
+
+class Gateway(TeiServicer):
+    """The gateway's deployment. It takes HTTP and gRPC requests, and calls the pools through Serve's handles."""
+
+    def __init__(self, args: GatewayArgs) -> None:
+        collect_seldom()
+        self._models = PooledModels(args)
+        metrics = Metrics("gateway")
+        self._models.show_in(metrics)
+        self._api = Api(self._models, args.settings, metrics)
+        super().__init__(self._api.service, self._models, args.settings, metrics)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._api.app
+
+    async def check_health(self) -> None:
+        """Connects to pools that were deployed meanwhile. Ray Serve calls this every few seconds.
+
+        It never raises: a new gateway would find no more pools than this one. `/health` tells whether there are any.
+        """
+        await self._models.connect()
+
+
+def build(args: GatewayArgs) -> serve.Application:
+    """The gateway's application. Ray Serve calls this with the `args` of the YAML."""
+    return bind(args)
+
+
+def bind(args: GatewayArgs, **options: Any) -> serve.Application:
+    """As `build`, with deployment options. Benchmarks use it."""
+    chosen = deployment_options(args.settings) | options
+    deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**chosen)
+    application: serve.Application = deployment.bind(args)
+    return application

@@ -1,0 +1,43 @@
+"""The `args` of the gateway's application, as `emberforge plan` writes them."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.model_spec import ModelSpec
+from cluster.settings import ServerSettings
+
+Asleep = Literal["wait", "refuse"]
+
+
+class PoolRef(BaseModel):
+    """One pool of a model. `name` is also the name of the pool's Serve application."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    node_class: str
+    tokens_per_s: float = Field(gt=0)
+    min_replicas: int = Field(1, ge=0)
+    max_replicas: int = Field(1, ge=1)
+
+
+class GatewayModel(BaseModel):
+    """One model, and the pools that serve it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: ModelSpec
+    aliases: tuple[str, ...] = ()
+    pools: tuple[PoolRef, ...] = Field(min_length=1)
+
+
+class GatewayArgs(BaseModel):
+    """The `args` of the gateway's application. A misspelt key is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    models: tuple[GatewayModel, ...] = Field(min_length=1)
+    default: str
+    asleep: Asleep = "wait"
+    settings: ServerSettings = ServerSettings()

@@ -1,0 +1,184 @@
+"""The models of a cluster as the gateway serves them: each request goes to the pool that finishes it first."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from cluster.model_folder import read_model
+from cluster.model_spec import IDLE_PROMPTS
+from cluster.router import COLD_START_S, Ticket, choose, split
+from engine.errors import DeadlineOutOfReach, InvalidInput
+from engine.loop import Embeddings
+from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
+from serve_app.admission.terms import Terms
+from serve_app.errors import Asleep as ModelAsleep
+from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
+from serve_app.gateway.connection import LOST
+from serve_app.gateway.outbox import next_ticket
+from serve_app.gateway.pool import PoolClient
+from serve_app.gather import gather
+from serve_app.models import ModelInfo
+from serve_app.observe.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+# Sleeping pools are woken if every awake replica would finish a request later than this.
+_WAKE_FROM_S = 2.0
+
+
+class PooledModel:
+    """One model that runs in pools."""
+
+    def __init__(self, given: GatewayModel, asleep: Asleep) -> None:
+        """Reads the model's configuration and tokenizer, not its weights."""
+        spec = given.spec
+        folder, config = read_model(spec)
+        if config.idle_prompts:
+            log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
+        self.given, self._asleep = given, asleep
+        self.tokenizer = Tokenizer.load(folder, config)
+        self.pools = [PoolClient(ref) for ref in given.pools]
+        self.num_parameters = num_parameters(config)
+        self._info = ModelInfo.of(
+            config,
+            folder,
+            model_id=spec.model,
+            served_model_name=spec.name,
+            dtype=spec.dtype,
+            device="cluster",
+            max_input_length=self.tokenizer.max_input_length,
+            max_batch_tokens=MOST_BATCH_TOKENS,  # an upper bound: each pool measures its own
+        )
+        self._dtypes: list[frozenset[str]] = []
+
+    @property
+    def info(self) -> ModelInfo:
+        """`info.dtype` is the replicas' dtype, or the spec's before any report. Several dtypes are joined by commas."""
+        dtypes = [pool.load.dtypes for pool in self.pools]
+        if dtypes != self._dtypes:
+            self._dtypes = dtypes
+            reported = ", ".join(sorted(frozenset().union(*dtypes)))
+            self._info = replace(self._info, dtype=reported or self.given.spec.dtype)
+        return self._info
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        """As `ServedModel.embed`. A request is split over several replicas if that is sooner done."""
+        batch = terms.priority == "batch"
+        parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
+        if len(parts) == 1:
+            return await self._compute(sequences, options, terms)
+        results = await gather(self._compute([sequences[i] for i in part], options, terms) for part in parts)
+        return _joined(parts, results, options)
+
+    def finish_s(self, num_tokens: int) -> float:
+        """Predicted seconds until a new request of `num_tokens` is done; 0 if nothing is known."""
+        ticket = Ticket(-1, num_tokens, 0)
+        return min((s for pool in self.pools if (s := pool.load.finish_s(ticket, monotonic())) is not None), default=0.0)
+
+    def entry(self) -> dict[str, Any]:
+        """The model's entry in `GET /v1/models`."""
+        pools = [pool.describe() for pool in self.pools]
+        states, info = {pool["state"] for pool in pools}, self.info
+        return info.openai_entry() | {
+            "model": self.given.spec.model,
+            "aliases": list(self.given.aliases),
+            "state": next(state for state in ("ready", "starting", "asleep") if state in states),
+            "parameters": self.num_parameters,
+            "task": info.task,
+            "dimensions": info.embedding_size if info.task == "embedding" else None,
+            "max_input_length": info.max_input_length,
+            "pools": pools,
+        }
+
+    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        """Computes on one replica, and on a second one if the first is lost. To compute twice harms nobody."""
+        lengths = [len(ids) for ids in sequences]
+        start = monotonic()
+        for attempt in (1, 2):
+            ticket = next_ticket(sum(lengths), max(lengths), terms.priority == "batch")
+            left = terms.after(monotonic() - start)
+            pool = self._choose(ticket, left)
+            try:
+                return await pool.embed(sequences, options, left, ticket)
+            except LOST as error:
+                log.warning("%s: attempt %d on pool %s failed: %r", self.given.spec.name, attempt, pool.ref.name, error)
+        raise Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
+
+    def _choose(self, ticket: Ticket, terms: Terms) -> PoolClient:
+        """The pool that finishes first. Wakes sleeping pools if that takes long.
+
+        Raises: InvalidInput for an input that fits into no replica; Asleep if all are asleep and the operator chose `refuse`;
+            DeadlineOutOfReach if even the first pool would be late. An idle replica is tried in any case, because it may be
+            faster than predicted.
+        """
+        now, name = monotonic(), self.given.spec.name
+        load = choose((pool.load for pool in self.pools), ticket, now)
+        if load is None:
+            raise InvalidInput(f"an input of {ticket.longest} tokens fits into the memory of no card that has {name}")
+        pool = next(pool for pool in self.pools if pool.load is load)
+        finish_s = load.finish_s(ticket, now) or 0.0
+        if finish_s > _WAKE_FROM_S:
+            for other in self.pools:
+                other.connection.wake()
+        if not load.replicas and self._asleep == "refuse" and not pool.ref.min_replicas:
+            raise ModelAsleep(f"model {name} was asleep and is being started", COLD_START_S)
+        if terms.deadline_s is not None and finish_s > terms.deadline_s and (not load.replicas or load.queued_tokens(now)):
+            raise DeadlineOutOfReach(finish_s, terms.deadline_s)
+        return pool
+
+
+class PooledModels:
+    """All models of the cluster."""
+
+    def __init__(self, args: GatewayArgs) -> None:
+        self._models = [PooledModel(each, args.asleep) for each in args.models]
+        self._by_name = {name: model for model in self._models for name in (model.given.spec.name, *model.given.aliases)}
+        self._default = self._by_name[args.default]
+
+    async def connect(self) -> None:
+        for model in self._models:
+            for pool in model.pools:
+                await pool.connection.connect()
+
+    def show_in(self, metrics: Metrics) -> None:
+        for model in self._models:
+            for pool in model.pools:
+                pool.show_in(metrics, model.given.spec.name)
+
+    def get(self, name: str | None) -> PooledModel:
+        if name is None:
+            return self._default
+        if name not in self._by_name:
+            raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
+        return self._by_name[name]
+
+    def models(self) -> list[dict[str, Any]]:
+        return [model.entry() for model in self._models]
+
+    async def check_health(self) -> None:
+        """Raises: Unhealthy if no model has a pool that is ready or asleep. A sleeping pool wakes when a request arrives."""
+        if not any(pool.state in ("ready", "asleep") for model in self._models for pool in model.pools):
+            raise Unhealthy("unhealthy")
+
+    def backlog_s(self) -> float:
+        return self._default.finish_s(0)
+
+
+def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:
+    """The results of all parts, in the order of the request's inputs."""
+    queue_s, inference_s = max(each.queue_s for each in results), max(each.inference_s for each in results)
+    order = [index for part in parts for index in part]
+    place = np.argsort(order)  # where each input's result stands
+    vectors = np.concatenate([each.vectors for each in results if each.vectors is not None])[place] if options.pooled else None
+    ragged = {}
+    for name in options.outputs:
+        arrays = [array for each in results for array in each.ragged[name]]
+        ragged[name] = [arrays[index] for index in place]
+    return Embeddings(vectors, ragged, queue_s, inference_s)

@@ -1,0 +1,65 @@
+"""One pool as the models see it: an outbox that joins requests into calls, and the connection that sends the calls."""
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any
+
+from cluster.router import Ticket
+from engine.loop import Embeddings
+from engine.options import EmbedOptions, TokenIds
+from serve_app.admission.terms import Terms
+from serve_app.gateway.config import PoolRef
+from serve_app.gateway.connection import PoolConnection
+from serve_app.gateway.outbox import Outbox
+from serve_app.observe.metrics import Metrics
+
+
+class PoolClient:
+    """Sends requests to the replicas of one pool."""
+
+    def __init__(self, ref: PoolRef) -> None:
+        self.ref = ref
+        self.connection = PoolConnection(ref)
+        self.load = self.connection.load
+        self._outbox = Outbox(self.connection.send, self.connection.max_tokens, self.connection.has_room)
+
+    @property
+    def state(self) -> str:
+        if self.load.heard:
+            return "ready"
+        return "asleep" if self.connection.connected and not self.ref.min_replicas else "starting"
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, ticket: Ticket) -> Embeddings:
+        """Raises: the engine's error, or one of `connection.LOST`."""
+        self.load.opened(ticket)  # before the first await: the next request's routing counts this one
+        try:
+            return await self._outbox.put((sequences, options, terms), ticket)
+        finally:
+            self.load.finished(ticket, monotonic())  # does nothing if the connection has closed or replaced this ticket
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.load.rate(each) for each in self.load.heard)
+
+    @property
+    def queued_tokens(self) -> float:
+        return self.load.queued_tokens(monotonic())
+
+    def describe(self) -> dict[str, Any]:
+        """The pool's entry in `GET /v1/models`."""
+        heard = self.load.heard
+        return {
+            "name": self.ref.name,
+            "node_class": self.ref.node_class,
+            "state": self.state,
+            "replicas": len(heard),
+            "max_replicas": self.ref.max_replicas,
+            "queued_tokens": round(self.queued_tokens),
+            "tokens_per_s": round(self.tokens_per_s),
+            "busy": round(sum(each.report.busy for each in heard) / max(1, len(heard)), 2),
+        }
+
+    def show_in(self, metrics: Metrics, model: str) -> None:
+        metrics.watch_pool(
+            model, self.ref.name, lambda: len(self.load.heard), lambda: self.queued_tokens, lambda: self.tokens_per_s
+        )

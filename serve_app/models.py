@@ -1,0 +1,95 @@
+"""The models behind an API, as the API sees them.
+
+A replica implements the two protocols with its own engine (`replica/local.py`), a gateway with pools (`gateway/models.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time
+from typing import Any, Protocol
+
+from engine.loop import Embeddings
+from engine.model.config import ModelConfig, OutputName, Task
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
+from serve_app.admission.terms import Terms
+from serve_app.compute.quantize import Ranges, read_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model's properties. All are known before the first request."""
+
+    model_id: str
+    served_model_name: str
+    dtype: str
+    device: str
+    pooling: str
+    embedding_size: int
+    max_input_length: int
+    max_batch_tokens: int
+    created: int
+    task: Task = "embedding"
+    labels: tuple[str, ...] = ()  # a classifier's or reranker's
+    multi_label: bool = False  # several labels may hold at once
+    outputs: tuple[OutputName, ...] = ("tokens",)  # an embedding model's results besides vectors
+    int8_ranges: Ranges = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, config: ModelConfig, folder: Path, **known: Any) -> "ModelInfo":
+        """Properties from the model's configuration, and `known` for the others.
+
+        Raises: ModelError for a bad file of int8 ranges.
+        """
+        return cls(
+            pooling=config.pooling,
+            embedding_size=config.embedding_size,
+            created=int(time()),
+            task=config.task,
+            labels=config.labels,
+            multi_label=config.multi_label,
+            outputs=config.outputs,
+            int8_ranges=read_ranges(folder, config),
+            **known,
+        )
+
+    def openai_entry(self) -> dict[str, Any]:
+        return {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}
+
+
+class ServedModel(Protocol):
+    """One model, wherever it runs."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        """Raises: BackendError, EngineStopped; DeadlineOutOfReach, DeadlinePassed for `terms` that cannot be met.
+
+        Cancelling the call drops all sequences that are not yet in a batch.
+        """
+        ...
+
+
+class ServedModels(Protocol):
+    """The models behind one API."""
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model that a request names in `model`. Raises: UnknownModel."""
+        ...
+
+    def models(self) -> list[dict[str, Any]]:
+        """The entries of `GET /v1/models`."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raises: Unhealthy, after about a second at most."""
+        ...
+
+    def backlog_s(self) -> float:
+        """Seconds of queued work, for Retry-After."""
+        ...

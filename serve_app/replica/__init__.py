@@ -1,0 +1,1 @@
+"""One replica: a Ray actor that holds one model and its engine."""

@@ -1,0 +1,59 @@
+"""The model of this process, behind the protocols of `serve_app/models.py`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from math import inf
+from time import perf_counter
+from typing import Any
+
+from engine.loop import Embeddings, EngineLoop
+from engine.options import EmbedOptions, TokenIds
+from engine.schedule.request import Request
+from engine.text.tokenizer import Tokenizer
+from serve_app.admission.terms import Terms
+from serve_app.errors import UnknownModel
+from serve_app.models import ModelInfo, ServedModel
+from serve_app.replica.health import Health
+
+
+class LocalModel:
+    """The model of this replica. `collect` puts a job into the engine's queue, through `@serve.batch`."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Request], Awaitable[None]]) -> None:
+        self.info, self.tokenizer = info, tokenizer
+        self._collect = collect
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        deadline = inf if terms.deadline_s is None else perf_counter() + terms.deadline_s
+        job = Request(sequences, options, terms.priority, deadline)
+        try:
+            await self._collect(job)
+            result: Embeddings = await asyncio.wrap_future(job.future)
+            return result
+        finally:
+            job.future.cancel()  # does nothing to a finished job; if the caller has left, the packer drops the job
+
+
+class LocalModels:
+    """The one model of this process. `elsewhere` maps the names of the server's other models to their paths."""
+
+    def __init__(self, model: ServedModel, loop: EngineLoop, health: Health, elsewhere: Mapping[str, str]) -> None:
+        self._model, self._loop, self._health, self._elsewhere = model, loop, health, elsewhere
+
+    def get(self, name: str | None) -> ServedModel:
+        """Any name means the model if the server has only one, as in TEI. With several models the name must match."""
+        if name is None or name == self._model.info.served_model_name or not self._elsewhere:
+            return self._model
+        if name in self._elsewhere:
+            raise UnknownModel(f"model `{name}` is served at {self._elsewhere[name]}")
+        known = [self._model.info.served_model_name, *self._elsewhere]
+        raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(known)}")
+
+    def models(self) -> list[dict[str, Any]]:
+        return [self._model.info.openai_entry()]
+
+    async def check_health(self) -> None:
+        await self._health.check()
+
+    def backlog_s(self) -> float:
+        return self._loop.backlog_s
