@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from cuda.core import TensorMapDescriptor
-from engine.run.tiles import Tiling, hopper_shape, tile_shapes
 
 from engine import BackendError, Engine, kernels
 from engine.kernels import report
@@ -27,6 +26,7 @@ from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
 from engine.kernels.quantize import quantize, quantize_defines
 from engine.kernels.signature import entries, signature
+from engine.kernels.tiles import Tiling, hopper_shape, tile_shapes
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SOURCES = sorted(path.stem for path in _SOURCES.glob("*.cu"))
