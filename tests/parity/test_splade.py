@@ -17,10 +17,10 @@ from sentence_transformers.sparse_encoder.modules import SpladePooling
 
 from engine import Engine, ModelError
 from engine.heads import splade
+from engine.heads.ragged import SPARSE
 from engine.loop import EngineLoop
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions
-from engine.results import SPARSE
 from engine.schedule.request import Request
 
 DEVICES = [
