@@ -30,8 +30,8 @@ def test_a_failed_start_is_told_in_the_replicas_own_last_words(messages: list[st
     assert _last_words(messages) == words
 
 
-# Each of these takes a tenth of a second or more to import.
-SLOW = {"torch", "ray", "grpc", "transformers", "starlette", "numpy", "huggingface_hub", "psutil", "prometheus_client"}
+# Modules that take a tenth of a second or more to import, alone or with what they import.
+SLOW = {"torch", "ray", "grpc", "transformers", "starlette", "numpy", "huggingface_hub", "prometheus_client"}
 COMMAND = """
 import json, os, sys
 
