@@ -89,7 +89,7 @@ class Server:
     def run(self, scenario: Callable[["Server"], Awaitable[Any]]) -> Any:
         async def run() -> Any:
             server = grpc.aio.server()
-            add_services(TeiServicer(self.service, self.backend, self._settings, self.metrics), server)
+            add_services(TeiServicer(self.service), server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             try:
