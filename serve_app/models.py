@@ -13,7 +13,7 @@ from engine.loop import Embeddings
 from engine.model.config import ModelConfig, OutputName, Task
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.compute.quantize import Ranges, read_ranges
 
 
@@ -67,8 +67,8 @@ class ServedModel(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-        """Raises: BackendError, EngineStopped; DeadlineOutOfReach, DeadlinePassed for `terms` that cannot be met.
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        """Raises: BackendError, EngineStopped; DeadlineOutOfReach, DeadlinePassed for `qos` that cannot be met.
 
         Cancelling the call drops all sequences that are not yet in a batch.
         """

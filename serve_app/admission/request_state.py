@@ -6,15 +6,15 @@ from time import perf_counter
 from engine.loop import Embeddings
 from engine.options import TextOrIds, TokenIds
 from serve_app.admission.inputs import Single, TextOrPair
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 
 
 class RequestState:
     """QoS, sizes and measured times of one request."""
 
-    def __init__(self, inputs: Sequence[TextOrIds | TextOrPair], terms: Terms) -> None:
+    def __init__(self, inputs: Sequence[TextOrIds | TextOrPair], qos: Qos) -> None:
         self._start = perf_counter()
-        self.terms = terms
+        self.qos = qos
         self.method = "single" if isinstance(inputs, Single) else "batch"
         self.num_inputs = len(inputs)
         self.num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in inputs)

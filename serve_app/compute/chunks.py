@@ -52,7 +52,7 @@ async def embed_chunks(
         raise InvalidInput(f"`chunking.size` must be at most {longest}, what the model takes. Given: {chunking.size}")
     num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(texts) * late
     args = model.tokenizer, texts, chunking, limit, encoding if late else None
-    cut = await service.within_timeout(state.terms, service.off_loop(num_chars, _cut, *args))
+    cut = await service.within_timeout(state.qos, service.off_loop(num_chars, _cut, *args))
     num_chunks = sum(len(each.offsets) for each in cut)
     if num_chunks > limit:
         raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger ones or send fewer texts")
@@ -82,12 +82,12 @@ async def _embed_late(
     """Compute each text as a job of its own: the chunks' positions are an option of a job."""
     service.metrics.tei.started(state.method, state.num_inputs)
     service.count_tokens(state, [each.token_ids for each in cut])
-    terms, late = state.terms.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
+    qos, late = state.qos.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
     jobs = [(each.token_ids, replace(late, spans=each.spans)) for each in cut]
     for token_ids, job_options in jobs:  # checked here: in a pass, a wrong job would fail other requests too
         check_outputs(job_options, model.info.outputs, model.info.pooling, [len(token_ids)])
-    work = gather([model.embed([token_ids], job_options, terms) for token_ids, job_options in jobs])
-    results = await service.within_timeout(state.terms, work)
+    work = gather([model.embed([token_ids], job_options, qos) for token_ids, job_options in jobs])
+    results = await service.within_timeout(state.qos, work)
     service.count_results(state, results, "embed")
     return [Chunks(each.offsets, result.ragged["chunks"][0]) for each, result in zip(cut, results, strict=True)]
 

@@ -11,8 +11,8 @@ from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
 from serve_app.admission.admission import Admission
 from serve_app.admission.inputs import TextOrPair
+from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
-from serve_app.admission.terms import Terms, read_terms
 from serve_app.errors import DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
@@ -37,7 +37,7 @@ class Service:
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair], headers: Iterable[tuple[bytes, bytes]]) -> RequestState:
         """The state of a request that starts now. Raises: BadHeader."""
-        return RequestState(inputs, read_terms(headers, self.settings.request_timeout_s))
+        return RequestState(inputs, read_qos(headers, self.settings.request_timeout_s))
 
     async def compute(
         self,
@@ -56,15 +56,15 @@ class Service:
             sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
             self.count_tokens(state, sequences)
             _check_answer_size(options, state.num_tokens, model.info.embedding_size)
-            return await model.embed(sequences, options, state.terms.after(state.tokenization_s))
+            return await model.embed(sequences, options, state.qos.after(state.tokenization_s))
 
-        result = await self.within_timeout(state.terms, tokenize_and_embed())
+        result = await self.within_timeout(state.qos, tokenize_and_embed())
         self.count_results(state, [result], task)
         return result
 
-    async def within_timeout(self, terms: Terms, work: Awaitable[T]) -> T:
+    async def within_timeout(self, qos: Qos, work: Awaitable[T]) -> T:
         """Await `work` until the request's deadline, or the server's timeout. Raises: DeadlineExceeded, Overloaded."""
-        timeout_s = terms.deadline_s or self.settings.request_timeout_s
+        timeout_s = qos.deadline_s or self.settings.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await work

@@ -50,8 +50,8 @@ async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Rep
     inputs = [inputs_of(each) for each in instances]
     models = [_able_model(service, each) for each in instances]
     with service.admission.admit(sum(map(len, inputs))):
-        terms = service.begin((), headers).terms  # read also without instances, so that a bad header is always refused
-        states = [RequestState(each, terms) for each in inputs]
+        qos = service.begin((), headers).qos  # read also without instances, so that a bad header is always refused
+        states = [RequestState(each, qos) for each in inputs]
         num_chars = sum(state.num_chars for state in states)
         for state in states:
             state.chars_to_tokenize = num_chars  # many small instances together would hold up the event loop

@@ -23,7 +23,7 @@ class Gateway(TeiServicer):
         metrics = Metrics("gateway")
         self._models.show_in(metrics)
         self._api = Api(self._models, args.settings, metrics)
-        super().__init__(self._api.service, self._models, args.settings, metrics)
+        super().__init__(self._api.service)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app

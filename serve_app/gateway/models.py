@@ -16,7 +16,7 @@ from engine.loop import Embeddings
 from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.errors import Asleep as ModelAsleep
 from serve_app.errors import Unhealthy, UnknownModel
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
@@ -68,13 +68,13 @@ class PooledModel:
             self._info = replace(self._info, dtype=reported or self.given.spec.dtype)
         return self._info
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`. A request is split over several replicas if that is sooner done."""
-        batch = terms.priority == "batch"
+        batch = qos.priority == "batch"
         parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
         if len(parts) == 1:
-            return await self._compute(sequences, options, terms)
-        results = await gather(self._compute([sequences[i] for i in part], options, terms) for part in parts)
+            return await self._compute(sequences, options, qos)
+        results = await gather(self._compute([sequences[i] for i in part], options, qos) for part in parts)
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:
@@ -97,13 +97,13 @@ class PooledModel:
             "pools": pools,
         }
 
-    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """Computes on one replica, and on a second one if the first is lost. To compute twice harms nobody."""
         lengths = [len(ids) for ids in sequences]
         start = monotonic()
         for attempt in (1, 2):
-            ticket = next_ticket(sum(lengths), max(lengths), terms.priority == "batch")
-            left = terms.after(monotonic() - start)
+            ticket = next_ticket(sum(lengths), max(lengths), qos.priority == "batch")
+            left = qos.after(monotonic() - start)
             pool = self._choose(ticket, left)
             try:
                 return await pool.embed(sequences, options, left, ticket)
@@ -111,7 +111,7 @@ class PooledModel:
                 log.warning("%s: attempt %d on pool %s failed: %r", self.given.spec.name, attempt, pool.ref.name, error)
         raise Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
 
-    def _choose(self, ticket: Ticket, terms: Terms) -> PoolClient:
+    def _choose(self, ticket: Ticket, qos: Qos) -> PoolClient:
         """The pool that finishes first. Wakes sleeping pools if that takes long.
 
         Raises: InvalidInput for an input that fits into no replica; Asleep if all are asleep and the operator chose `refuse`;
@@ -129,8 +129,8 @@ class PooledModel:
                 other.connection.wake()
         if not load.replicas and self._asleep == "refuse" and not pool.ref.min_replicas:
             raise ModelAsleep(f"model {name} was asleep and is being started", COLD_START_S)
-        if terms.deadline_s is not None and finish_s > terms.deadline_s and (not load.replicas or load.queued_tokens(now)):
-            raise DeadlineOutOfReach(finish_s, terms.deadline_s)
+        if qos.deadline_s is not None and finish_s > qos.deadline_s and (not load.replicas or load.queued_tokens(now)):
+            raise DeadlineOutOfReach(finish_s, qos.deadline_s)
         return pool
 
 

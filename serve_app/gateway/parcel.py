@@ -12,9 +12,9 @@ import numpy as np
 
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 
-ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Terms]
+ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Qos]
 Answer: TypeAlias = Embeddings | Exception
 # The answer to a parcel: one for all of its calls together, or one for each call.
 Answered: TypeAlias = Answer | list[Answer]
@@ -22,31 +22,31 @@ Answered: TypeAlias = Answer | list[Answer]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Calls with equal options and equal terms."""
+    """Calls with equal options and equal QoS."""
 
     token_ids: TokenIds  # [T], all sequences end to end
     lengths: tuple[int, ...]  # tokens of each sequence
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
-    terms: Terms
+    qos: Qos
 
     @classmethod
     def of(cls, calls: Sequence[ReplicaCall]) -> "Parcel":
         """Args:
-        calls: at least one call, all with equal options and terms, each with at least one sequence.
+        calls: at least one call, all with equal options and qos, each with at least one sequence.
         """
         sequences = [ids for each, _, _ in calls for ids in each]
-        _, options, terms = calls[0]
+        _, options, qos = calls[0]
         counts = tuple(len(each) for each, _, _ in calls)
-        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, terms)
+        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, qos)
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
-        return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.terms
+        return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.qos
 
     def calls(self) -> list[ReplicaCall]:
-        sequences, options, terms = self.as_one()
-        return [(sequences[part], options, terms) for part in _parts(self.counts)]
+        sequences, options, qos = self.as_one()
+        return [(sequences[part], options, qos) for part in _parts(self.counts)]
 
     def answers(self, given: Answered) -> list[Answer]:
         """The answer to each of the calls."""
@@ -67,9 +67,9 @@ class Parcel:
 
 def pack(calls: Sequence[ReplicaCall]) -> list[tuple[list[int], Parcel]]:
     """The smallest number of parcels. Each parcel comes with the indices of its calls in `calls`."""
-    alike: dict[tuple[EmbedOptions, Terms], list[int]] = {}
-    for index, (_, options, terms) in enumerate(calls):
-        alike.setdefault((options, terms), []).append(index)
+    alike: dict[tuple[EmbedOptions, Qos], list[int]] = {}
+    for index, (_, options, qos) in enumerate(calls):
+        alike.setdefault((options, qos), []).append(index)
     return [(places, Parcel.of([calls[index] for index in places])) for places in alike.values()]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from cluster.router import Ticket
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.outbox import Outbox
@@ -29,11 +29,11 @@ class PoolClient:
             return "ready"
         return "asleep" if self.connection.connected and not self.ref.min_replicas else "starting"
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms, ticket: Ticket) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos, ticket: Ticket) -> Embeddings:
         """Raises: the engine's error, or one of `connection.LOST`."""
         self.load.opened(ticket)  # before the first await: the next request's routing counts this one
         try:
-            return await self._outbox.put((sequences, options, terms), ticket)
+            return await self._outbox.put((sequences, options, qos), ticket)
         finally:
             self.load.finished(ticket, monotonic())  # does nothing if the connection has closed or replaced this ticket
 

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 import grpc
 from grpc_health.v1 import health_pb2
 
+from serve_app.compute.service import Service
 from serve_app.compute.tasks import can_rerank
 from serve_app.errors import Unhealthy, UnknownRoute
 from serve_app.grpc.calls import Context, end_with_error
-from serve_app.models import ServedModels
 
 _HEALTH = health_pb2.HealthCheckResponse
 _ALWAYS = ("tei.v1.Info", "tei.v1.Tokenize")  # these services need no engine
@@ -17,7 +17,7 @@ _ALWAYS = ("tei.v1.Info", "tei.v1.Tokenize")  # these services need no engine
 class HealthServicer:
     """The health service's methods over one backend."""
 
-    _backend: ServedModels
+    _service: Service
 
     async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Context) -> health_pb2.HealthCheckResponse:
         """The status of one service, or of the server if the request names none."""
@@ -44,11 +44,11 @@ class HealthServicer:
     async def _statuses(self) -> dict[str, int]:
         """The status of each service; the server's has an empty name. A service that the model cannot do is NOT_SERVING."""
         try:
-            await self._backend.check_health()
+            await self._service.backend.check_health()
             healthy = _HEALTH.SERVING
         except Unhealthy:
             healthy = _HEALTH.NOT_SERVING
-        info = self._backend.get(None).info
+        info = self._service.backend.get(None).info
         able = {
             "tei.v1.Embed": info.task == "embedding",
             "tei.v1.Predict": info.task != "embedding",

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from cluster.settings import ServerSettings
 from engine.hub import split_revision
 from serve_app.admission.keys import Keys
 from serve_app.admission.request_state import RequestState
@@ -24,8 +23,6 @@ from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.streams import in_order
-from serve_app.models import ServedModels
-from serve_app.observe.metrics import Metrics
 from serve_app.version import VERSION
 
 # The most answers of one stream that are computed, or wait for the client. TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
@@ -44,7 +41,7 @@ def _unary(
     """A method with one message. It is refused at once while all slots are taken."""
 
     async def call(self: "TeiServicer", request: Any, grpc_context: Context) -> Response:
-        with counted_call(method, grpc_context, self._metrics):
+        with counted_call(method, grpc_context, self._service.metrics):
             caller = self._caller(grpc_context)
             with self._service.admission.admit(num_inputs(request)):
                 response, state = await answer(self._service, request, caller)
@@ -60,7 +57,7 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
     """A method that answers a stream of messages with a stream."""
 
     async def call(self: "TeiServicer", request: AsyncIterator[Any], grpc_context: Context) -> AsyncIterator[Response]:
-        with counted_call(method, grpc_context, self._metrics):
+        with counted_call(method, grpc_context, self._service.metrics):
             caller = self._caller(grpc_context)
             wait_for_slot = self._service.admission.wait_for_stream_slot
             work = in_order(request, lambda message: answer(self._service, message, caller), wait_for_slot, _WINDOW)
@@ -74,15 +71,15 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
 class TeiServicer(HealthServicer):
     """The methods, over one backend. Called on one event loop."""
 
-    def __init__(self, service: Service, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
-        self._service, self._backend, self._settings, self._metrics = service, backend, settings, metrics
-        self._keys = Keys.of(settings)
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._keys = Keys.of(service.settings)
 
     # The methods, in the order of tei.proto.
 
     async def Info(self, request: tei.InfoRequest, grpc_context: Context) -> tei.InfoResponse:
-        with counted_call("/tei.v1.Info/Info", grpc_context, self._metrics):
-            info, settings = self._caller(grpc_context).model.info, self._settings
+        with counted_call("/tei.v1.Info/Info", grpc_context, self._service.metrics):
+            info, settings = self._caller(grpc_context).model.info, self._service.settings
             model_id, revision = split_revision(info.model_id)
             return tei.InfoResponse(
                 version=VERSION,
@@ -116,7 +113,7 @@ class TeiServicer(HealthServicer):
 
     async def RerankStream(self, request: AsyncIterator[tei.RerankStreamRequest], grpc_context: Context) -> tei.RerankResponse:
         """One response to a stream of texts. Each text is computed as it comes."""
-        with counted_call("/tei.v1.Rerank/RerankStream", grpc_context, self._metrics):
+        with counted_call("/tei.v1.Rerank/RerankStream", grpc_context, self._service.metrics):
             caller, start = self._caller(grpc_context), perf_counter()
             first: tei.RerankStreamRequest | None = None
 
@@ -145,4 +142,4 @@ class TeiServicer(HealthServicer):
         if self._keys is not None and not self._keys.admit(given):
             raise Unauthorized
         name = next((value.decode() for name, value in given if name == b"x-model"), None)
-        return Caller(given, self._backend.get(name))
+        return Caller(given, self._service.backend.get(name))

@@ -10,7 +10,7 @@ from cachetools import LRUCache
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Vectors
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.models import ServedModel
 from serve_app.observe.metrics import Metrics
 
@@ -35,10 +35,10 @@ class CachedModel:
         self._hits, self._misses = metrics.cache_hits, metrics.cache_misses
         metrics.cache_bytes.set_function(lambda: self._vectors.currsize)
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`. Only vectors are cached: other results are as large as hundreds of vectors."""
-        if options.outputs or not options.pooled or not terms.store:
-            return await self._model.embed(sequences, options, terms)
+        if options.outputs or not options.pooled or not qos.store:
+            return await self._model.embed(sequences, options, qos)
         keys = [(blake2b(ids.tobytes(), digest_size=32).digest(), options) for ids in sequences]
         found = [self._vectors.get(key) for key in keys]
         missing = [index for index, vector in enumerate(found) if vector is None]
@@ -46,7 +46,7 @@ class CachedModel:
         self._misses.inc(len(missing))
         if not missing:
             return Embeddings(np.stack([vector for vector in found if vector is not None]), {}, 0.0, 0.0)
-        computed = await self._model.embed([sequences[index] for index in missing], options, terms)
+        computed = await self._model.embed([sequences[index] for index in missing], options, qos)
         assert computed.vectors is not None, "the request asked for vectors"
         for index, vector in zip(missing, computed.vectors, strict=True):
             found[index] = vector

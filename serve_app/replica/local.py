@@ -10,7 +10,7 @@ from engine.loop import Embeddings, EngineLoop
 from engine.options import EmbedOptions, TokenIds
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.errors import UnknownModel
 from serve_app.models import ModelInfo, ServedModel
 from serve_app.replica.health import Health
@@ -23,9 +23,9 @@ class LocalModel:
         self.info, self.tokenizer = info, tokenizer
         self._collect = collect
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-        deadline = inf if terms.deadline_s is None else perf_counter() + terms.deadline_s
-        job = Request(sequences, options, terms.priority, deadline)
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        deadline = inf if qos.deadline_s is None else perf_counter() + qos.deadline_s
+        job = Request(sequences, options, qos.priority, deadline)
         try:
             await self._collect(job)
             result: Embeddings = await asyncio.wrap_future(job.future)

@@ -92,7 +92,7 @@ class ModelServer(EngineServer, TeiServicer):
         EngineServer.__init__(self, spec, settings, num_threads)
         models = LocalModels(self._model, self._loop, self._health, elsewhere)
         self._api = Api(models, settings, self._metrics)
-        TeiServicer.__init__(self, self._api.service, models, settings, self._metrics)
+        TeiServicer.__init__(self, self._api.service)
         if idle := self._engine.config.idle_prompts:
             log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(idle)))
 

@@ -20,7 +20,7 @@ from engine.errors import BackendError, EmberError
 from engine.loop import Embeddings, EngineLoop
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.deployment import deployment_options
 from serve_app.gateway.parcel import Answer, Answered, Parcel, ReplicaCall
 from serve_app.replica.model_server import EngineServer
@@ -54,9 +54,9 @@ class PoolServer(EngineServer):
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`."""
-        return await self._model.embed(sequences, options, terms)
+        return await self._model.embed(sequences, options, qos)
 
     async def embed_parcels(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> list[Answered]:
         """The result or the error of `embed` for each parcel. The router on the caller's side reads `ticket`."""

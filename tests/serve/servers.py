@@ -15,7 +15,7 @@ from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.run.flight import Finished, Flight
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.replica.model_server import ModelServer
 from serve_app.replica.pool import PoolServer
 
@@ -88,18 +88,18 @@ class PoisonPool(PoolServer):
 class BrokenPool(PoolServer):
     """Fails whatever it is asked, at once."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         raise EngineStopped("the device fell over")
 
 
 class DyingPool(PoolServer):
     """A text that ends in the token of "die" ends the replica, the first time that any of them gets it."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
         if any(ids[-2] == die for ids in sequences) and _first(os.environ[MARKER]):
             os._exit(1)
-        return await super().embed(sequences, options, terms)
+        return await super().embed(sequences, options, qos)
 
 
 def _first(marker: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.errors import Unhealthy, UnknownModel
 from serve_app.models import ModelInfo, ServedModel
 
@@ -34,7 +34,7 @@ class FakeModel:
         self.info = replace(ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0), **KINDS[kind])
         self.asked: list[EmbedOptions] = []
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         self.asked.append(options)
         width = len(self.info.labels) or WIDTH
         vectors = np.stack([vector(ids, width, options) for ids in sequences]) if options.pooled else None

@@ -22,7 +22,7 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.http import openapi
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo
@@ -269,7 +269,7 @@ class FakeModel:
         self.info = replace(ModelInfo("fake", "fake", "float32", "cpu", "mean", 384, 256, 1000, 0), **INFO.get(kind, {}))
         self._fault, self.entered, self.leave = fault, asyncio.Event(), asyncio.Event()
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         if self._fault in FAULTS:
             raise FAULTS[self._fault]
         if self._fault in ("slow", "full"):

@@ -21,7 +21,7 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.compute.quantize import quantize
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo
@@ -40,7 +40,7 @@ class FakeModel:
         ranges = {WIDTH: np.tile(np.float32([[-0.3], [0.4]]), WIDTH)}
         self.info = ModelInfo("fake", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0, int8_ranges=ranges)
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         return Embeddings(np.stack([vector(ids, options) for ids in sequences]), {}, 0.0, 0.0)
 
 

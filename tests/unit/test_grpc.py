@@ -22,7 +22,7 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.app import deploy_config, machine_share
 from serve_app.compute import embedding, scoring
 from serve_app.compute.service import Service
@@ -48,13 +48,13 @@ class FakeModel:
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.load(folder, load_model_config(folder))
         self.info = ModelInfo("org/fake@v1", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0)
-        self.asked: list[tuple[EmbedOptions, Terms]] = []
+        self.asked: list[tuple[EmbedOptions, Qos]] = []
         self.running = self.most = self.cancelled = 0
         self.hold: dict[int, asyncio.Event] = {}
         self.fail: Exception | None = None
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
-        self.asked.append((options, terms))
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        self.asked.append((options, qos))
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -89,7 +89,7 @@ class Server:
     def run(self, scenario: Callable[["Server"], Awaitable[Any]]) -> Any:
         async def run() -> Any:
             server = grpc.aio.server()
-            add_services(TeiServicer(self.service, self.backend, self._settings, self.metrics), server)
+            add_services(TeiServicer(self.service), server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             try:
@@ -391,11 +391,11 @@ def test_metadata_say_what_headers_say(make: Make) -> None:
         assert (await server.embed.Embed(request, metadata=[("x-model", "fake"), ("trace-bin", b"\xff\x00")])).embeddings
 
     server.run(scenario)
-    terms = [terms for _, terms in server.model.asked]
-    assert (terms[0].priority, terms[1].priority) == ("batch", "interactive")
-    assert terms[0].deadline_s == pytest.approx(5, abs=0.5)
-    assert terms[1].deadline_s == pytest.approx(2, abs=0.5)
-    assert terms[2].deadline_s == pytest.approx(3, abs=0.5)
+    qos = [qos for _, qos in server.model.asked]
+    assert (qos[0].priority, qos[1].priority) == ("batch", "interactive")
+    assert qos[0].deadline_s == pytest.approx(5, abs=0.5)
+    assert qos[1].deadline_s == pytest.approx(2, abs=0.5)
+    assert qos[2].deadline_s == pytest.approx(3, abs=0.5)
 
 
 @pytest.mark.parametrize(

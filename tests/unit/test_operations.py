@@ -14,7 +14,7 @@ from engine.loop import BatchReport, Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.keys import add_key
-from serve_app.admission.terms import Terms
+from serve_app.admission.qos import Qos
 from serve_app.errors import Unhealthy
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo
@@ -46,7 +46,7 @@ class Fake:
     def backlog_s(self) -> float:
         return 0.0
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         if any(13 in ids for ids in sequences):
             raise BackendError("broken")
         return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), {}, 0.5, 0.25)

@@ -11,7 +11,7 @@ from cluster.router import Ticket
 from engine.errors import BackendError, EngineStopped
 from engine.loop import Embeddings
 from engine.options import EmbedOptions
-from serve_app.admission.terms import USUAL
+from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.outbox import Outbox, joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall
 
@@ -20,7 +20,7 @@ MOST_TOKENS = 512
 
 def call(name: int, num_tokens: int = 8, batch: bool = False) -> tuple[ReplicaCall, Ticket]:
     ids = np.full(num_tokens, name, dtype=np.int32)
-    return ([ids], EmbedOptions(), USUAL), next_ticket(num_tokens, num_tokens, batch)
+    return ([ids], EmbedOptions(), DEFAULT_QOS), next_ticket(num_tokens, num_tokens, batch)
 
 
 def answer_of(given: ReplicaCall) -> Embeddings:

@@ -12,7 +12,7 @@ import pytest
 from engine.errors import BackendError, NotFinite
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
-from serve_app.admission.terms import USUAL, Terms
+from serve_app.admission.qos import DEFAULT_QOS, Qos
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall, pack, unpack
 from serve_app.replica.pool import PoolServer
@@ -23,9 +23,9 @@ TOKENS = EmbedOptions(normalize=False, pooled=False, outputs=("tokens",))
 POISON, BUG = 13, 14
 
 
-def call(*lengths: int, options: EmbedOptions = WHOLE, terms: Terms = USUAL, first: int = 100) -> ReplicaCall:
+def call(*lengths: int, options: EmbedOptions = WHOLE, qos: Qos = DEFAULT_QOS, first: int = 100) -> ReplicaCall:
     numbers = count(first)
-    return [np.full(length, next(numbers), dtype=np.int32) for length in lengths], options, terms
+    return [np.full(length, next(numbers), dtype=np.int32) for length in lengths], options, qos
 
 
 class Replica(PoolServer):
@@ -37,7 +37,7 @@ class Replica(PoolServer):
     def __del__(self) -> None:
         """There is no engine to stop."""
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         self.passes.append(len(sequences))
         await asyncio.sleep(0)
         if any(POISON in ids for ids in sequences):
@@ -73,10 +73,10 @@ def test_calls_that_ask_for_the_same_are_one_computation() -> None:
 
 
 def test_other_options_or_terms_are_computations_of_their_own_in_any_order() -> None:
-    unstored, late = Terms(store=False), Terms(deadline_s=0.5)
+    unstored, late = Qos(store=False), Qos(deadline_s=0.5)
     calls = [
-        call(1, first=1), call(2, options=HALF, first=2), call(3, first=3), call(4, terms=unstored, first=4),
-        call(5, options=HALF, first=5), call(6, terms=late, first=6), call(7, options=TOKENS, first=7),
+        call(1, first=1), call(2, options=HALF, first=2), call(3, first=3), call(4, qos=unstored, first=4),
+        call(5, options=HALF, first=5), call(6, qos=late, first=6), call(7, options=TOKENS, first=7),
     ]  # fmt: skip
     answers, passes = sent(calls)
     assert sorted(passes) == [1, 1, 1, 2, 2]

@@ -28,7 +28,7 @@ from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.terms import USUAL, Terms, read_terms
+from serve_app.admission.qos import DEFAULT_QOS, Qos, read_qos
 from serve_app.errors import Unhealthy
 from serve_app.gateway.config import GatewayModel, PoolRef
 from serve_app.gateway.models import PooledModel, _joined
@@ -159,19 +159,19 @@ def test_a_header_that_cannot_be_used_is_named_with_its_value(
 
 
 def test_what_headers_say() -> None:
-    def read(**headers: str) -> Terms:
-        return read_terms([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()], 60.0)
+    def read(**headers: str) -> Qos:
+        return read_qos([(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()], 60.0)
 
-    assert read(host="x", accept="*/*") is USUAL
-    assert read(x_priority="batch") == Terms("batch")
-    assert read(x_priority=" interactive ") == USUAL
-    assert read(x_request_deadline_ms="250") == Terms(deadline_s=0.25)
-    assert read(x_request_deadline_ms="0.5") == Terms(deadline_s=0.0005)
-    assert read(x_request_deadline_ms="9" * 400) == Terms(deadline_s=60.0)  # the server's own deadline stands
-    assert read(cache_control="max-age=0, No-Store") == Terms(store=False)
-    assert read(cache_control="no-cache") == USUAL
-    assert Terms(deadline_s=2.0).after(0.5) == Terms(deadline_s=1.5)
-    assert USUAL.after(0.5) is USUAL
+    assert read(host="x", accept="*/*") is DEFAULT_QOS
+    assert read(x_priority="batch") == Qos("batch")
+    assert read(x_priority=" interactive ") == DEFAULT_QOS
+    assert read(x_request_deadline_ms="250") == Qos(deadline_s=0.25)
+    assert read(x_request_deadline_ms="0.5") == Qos(deadline_s=0.0005)
+    assert read(x_request_deadline_ms="9" * 400) == Qos(deadline_s=60.0)  # the server's own deadline stands
+    assert read(cache_control="max-age=0, No-Store") == Qos(store=False)
+    assert read(cache_control="no-cache") == DEFAULT_QOS
+    assert Qos(deadline_s=2.0).after(0.5) == Qos(deadline_s=1.5)
+    assert DEFAULT_QOS.after(0.5) is DEFAULT_QOS
 
 
 # One replica.
@@ -334,14 +334,14 @@ def test_kept_vectors_are_nobodys_to_change() -> None:
     class Model:
         info, tokenizer = INFO, None
 
-        async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, terms: Terms) -> Embeddings:
+        async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
             return Embeddings(np.ones((len(sequences), 4), dtype=np.float32), {}, 0.0, 0.0)
 
     async def scenario() -> None:
         model: Any = CachedModel(Model(), 10_000, Metrics("m"))  # type: ignore[arg-type]
         ids = [np.array([1, 2], dtype=np.int32)]
         for _ in range(3):
-            vectors = (await model.embed(ids, EmbedOptions(), USUAL)).vectors
+            vectors = (await model.embed(ids, EmbedOptions(), DEFAULT_QOS)).vectors
             assert vectors.tolist() == [[1.0] * 4]
             vectors[:] = 5
 
@@ -354,8 +354,8 @@ def test_kept_vectors_are_nobodys_to_change() -> None:
 class Handle:
     """What a pool's handle does, with the replica's answer in the test's hand."""
 
-    def __init__(self, answer: Callable[[Terms], Embeddings | Exception]) -> None:
-        self.calls: list[tuple[Terms, Ticket]] = []
+    def __init__(self, answer: Callable[[Qos], Embeddings | Exception]) -> None:
+        self.calls: list[tuple[Qos, Ticket]] = []
         self.woken = 0
         self.may_answer: asyncio.Event | None = None
         self._answer = answer
@@ -370,24 +370,24 @@ class Handle:
             return asyncio.sleep(0)
 
     def remote(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> Awaitable[list[Answered]]:
-        self.calls += [(each.terms, ticket) for each in parcels]
+        self.calls += [(each.qos, ticket) for each in parcels]
 
         async def answer() -> list[Answered]:
             if self.may_answer is not None:
                 await self.may_answer.wait()
-            return [self._answer(each.terms) for each in parcels]
+            return [self._answer(each.qos) for each in parcels]
 
         return asyncio.ensure_future(answer())
 
 
-def vectors(terms: Terms) -> Embeddings:
+def vectors(qos: Qos) -> Embeddings:
     return Embeddings(np.ones((1, 4), dtype=np.float32), {}, 0.0, 0.0)
 
 
-def remote_error(cause: Exception) -> Callable[[Terms], Embeddings]:
+def remote_error(cause: Exception) -> Callable[[Qos], Embeddings]:
     """As Ray raises what a replica has raised, of the whole call."""
 
-    def fail(terms: Terms) -> Embeddings:
+    def fail(qos: Qos) -> Embeddings:
         error = RayTaskError("embed", "Traceback: much of it", cause, "proc", 1, "1.2.3.4")
         raise error.as_instanceof_cause()
 
@@ -399,7 +399,7 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
     monkeypatch.setattr(router, "LOADS", {})
 
     def make(
-        *answers: Callable[[Terms], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
+        *answers: Callable[[Qos], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
     ) -> tuple[PooledModel, list[Handle]]:
         refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
         model = PooledModel(GatewayModel(spec=ModelSpec(name="m", model=EMBEDDED_MODEL), pools=refs), "wait")
@@ -418,12 +418,12 @@ IDS = [np.arange(10, dtype=np.int32)]
 
 def test_a_pool_is_told_the_priority_and_the_time_left(pooled: Any) -> None:
     model, (handle,) = pooled(vectors)
-    asyncio.run(model.embed(IDS, EmbedOptions(), Terms("batch", 30.0, store=False)))
-    ((terms, ticket),) = handle.calls
-    assert (terms.priority, terms.store, ticket.batch) == ("batch", False, True)
-    assert 29 < terms.deadline_s <= 30
-    asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
-    assert handle.calls[1][0] is USUAL
+    asyncio.run(model.embed(IDS, EmbedOptions(), Qos("batch", 30.0, store=False)))
+    ((qos, ticket),) = handle.calls
+    assert (qos.priority, qos.store, ticket.batch) == ("batch", False, True)
+    assert 29 < qos.deadline_s <= 30
+    asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+    assert handle.calls[1][0] is DEFAULT_QOS
     assert not handle.calls[1][1].batch
 
 
@@ -440,7 +440,7 @@ def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every
         handle.may_answer = asyncio.Event()
         answers = []
         for _ in range(sum(tokens_of_calls)):
-            answers.append(asyncio.ensure_future(model.embed(short, EmbedOptions(), USUAL)))
+            answers.append(asyncio.ensure_future(model.embed(short, EmbedOptions(), DEFAULT_QOS)))
             for _ in range(10):  # turns
                 await asyncio.sleep(0)
         handle.may_answer.set()
@@ -452,14 +452,14 @@ def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every
 
 
 def test_a_second_attempt_has_less_time(pooled: Any) -> None:
-    def lost_once(terms: Terms) -> Embeddings:
+    def lost_once(qos: Qos) -> Embeddings:
         if len(handle.calls) == 1:
             time.sleep(0.05)
             raise EngineStopped("gone")
-        return vectors(terms)
+        return vectors(qos)
 
     model, (handle,) = pooled(lost_once)
-    asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=30.0)))
+    asyncio.run(model.embed(IDS, EmbedOptions(), Qos(deadline_s=30.0)))
     assert handle.calls[1][0].deadline_s <= handle.calls[0][0].deadline_s - 0.05
 
 
@@ -471,7 +471,7 @@ def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
 
     async def two() -> list[Any]:
         short = [np.arange(1, dtype=np.int32)]  # so that they go together
-        return await asyncio.gather(*(model.embed(short, EmbedOptions(), USUAL) for _ in range(2)), return_exceptions=True)
+        return await asyncio.gather(*(model.embed(short, EmbedOptions(), DEFAULT_QOS) for _ in range(2)), return_exceptions=True)
 
     handle.embed_parcels = SimpleNamespace(remote=refuse)
     assert [type(each) for each in asyncio.run(two())] == [Unhealthy, Unhealthy]
@@ -481,16 +481,16 @@ def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
 def test_the_gateway_refuses_what_no_pool_can_do_in_time(pooled: Any) -> None:
     model, handles = pooled(vectors, vectors, queued=(1_000, 2_000))  # the sooner one is done after 10 s
     with pytest.raises(DeadlineOutOfReach) as refused:
-        asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=2.0)))
+        asyncio.run(model.embed(IDS, EmbedOptions(), Qos(deadline_s=2.0)))
     assert refused.value.predicted_s == pytest.approx(10.1, abs=0.5)
     assert not [call for handle in handles for call in handle.calls]
-    asyncio.run(model.embed(IDS, EmbedOptions(), Terms(deadline_s=20.0)))
+    asyncio.run(model.embed(IDS, EmbedOptions(), Qos(deadline_s=20.0)))
     assert len(handles[0].calls) == 1
 
 
 def test_an_idle_pool_tries_whatever_the_plan_believes_of_it(pooled: Any) -> None:
     model, (handle,) = pooled(vectors)
-    asyncio.run(model.embed([np.arange(200, dtype=np.int32)], EmbedOptions(), Terms(deadline_s=0.5)))  # 2 s at 100 tokens/s
+    asyncio.run(model.embed([np.arange(200, dtype=np.int32)], EmbedOptions(), Qos(deadline_s=0.5)))  # 2 s at 100 tokens/s
     assert len(handle.calls) == 1
 
 
@@ -499,7 +499,7 @@ def test_a_pool_that_sleeps_is_woken_by_what_cannot_wait_for_it(pooled: Any) -> 
 
     async def scenario() -> None:
         with pytest.raises(DeadlineOutOfReach):
-            await model.embed(IDS, EmbedOptions(), Terms(deadline_s=1.0))
+            await model.embed(IDS, EmbedOptions(), Qos(deadline_s=1.0))
         await asyncio.sleep(0)
 
     asyncio.run(scenario())
@@ -510,11 +510,11 @@ def test_a_pool_that_sleeps_is_woken_by_what_cannot_wait_for_it(pooled: Any) -> 
     "error",
     [DeadlineOutOfReach(3.0, 1.0), DeadlinePassed("too late"), BackendError("the model gave a vector that is not finite")],
 )
-@pytest.mark.parametrize("of", [remote_error, lambda error: lambda terms: error], ids=["the call", "the request"])
+@pytest.mark.parametrize("of", [remote_error, lambda error: lambda qos: error], ids=["the call", "the request"])
 def test_a_replicas_error_arrives_as_it_was_raised(pooled: Any, of: Callable[[Exception], Any], error: Exception) -> None:
     model, _ = pooled(of(error))
     with pytest.raises(type(error)) as caught:
-        asyncio.run(model.embed(IDS, EmbedOptions(), USUAL))
+        asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
     assert str(caught.value) == str(error)
     assert not isinstance(caught.value, RayTaskError)
 

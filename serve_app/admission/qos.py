@@ -14,37 +14,37 @@ _NUMBER = re.compile(r"\d+(\.\d*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Qos:
     """QoS of a request."""
 
     priority: Priority = "interactive"
-    deadline_s: float | None = None  # from the time of the call that gets these terms; None: the server's timeout alone
+    deadline_s: float | None = None  # from the time of the call that gets this object; None: the server's timeout alone
     store: bool = True  # False keeps the request out of the vector cache
 
-    def after(self, seconds: float) -> "Terms":
-        """The terms `seconds` later: the deadline is nearer by as much."""
+    def after(self, seconds: float) -> "Qos":
+        """The QoS `seconds` later: the deadline is nearer by as much."""
         return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s - seconds)
 
 
-USUAL: Final = Terms()
+DEFAULT_QOS: Final = Qos()
 
 
-def read_terms(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Terms:
-    """The terms in a request's headers. Header names are in lower case. No deadline is later than `timeout_s`; the soonest of
+def read_qos(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Qos:
+    """The QoS in a request's headers. Header names are in lower case. No deadline is later than `timeout_s`; the soonest of
     several counts.
 
     Raises: BadHeader naming the header and its value.
     """
     given = [(name, value.decode("latin-1").strip()) for name, value in headers if name in _READ]
-    terms = USUAL
+    qos = DEFAULT_QOS
     for name, value in given:
         if name == _PRIORITY:
-            terms = replace(terms, priority=_priority(value))
+            qos = replace(qos, priority=_priority(value))
         elif name == _DEADLINE:
-            terms = replace(terms, deadline_s=min(_seconds(value), terms.deadline_s or timeout_s))
+            qos = replace(qos, deadline_s=min(_seconds(value), qos.deadline_s or timeout_s))
         elif "no-store" in (directive.strip().lower() for directive in value.split(",")):
-            terms = replace(terms, store=False)
-    return terms
+            qos = replace(qos, store=False)
+    return qos
 
 
 def _priority(value: str) -> Priority:
