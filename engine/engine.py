@@ -96,6 +96,7 @@ class Engine:
         self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
         if isinstance(self.runner, CudaRunner):
             self.max_batch_tokens = tune(self.runner, self.config, self.dtype, max_batch_tokens, self.max_batch_seqs)
+            self.tokenizer.limit_to(self.longest_input)  # a longer input would fail as out of memory
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
 
     def embed(

@@ -61,8 +61,7 @@ class Tokenizer:
         self._config = config
         self._prefix, self._suffix = _special_tokens(tokenizer)
         self._pairs = _pair_template(tokenizer, config)
-        self.max_input_length = config.max_input_length
-        self.max_chars = config.max_input_length * _CHARS_PER_TOKEN
+        self.limit_to(config.max_input_length)
         num_special = max(self.num_special, self._pairs.num_special if self._pairs else 0)
         if num_special >= self.max_input_length:
             raise ModelError(f"max_input_length {self.max_input_length} leaves no room beside {num_special} special tokens")
@@ -92,6 +91,11 @@ class Tokenizer:
     def ids(self, tokens: Sequence[str]) -> list[int]:
         """Returns the ids of those tokens that are in the vocabulary."""
         return [id for token in tokens if (id := self._tokenizer.token_to_id(token)) is not None]
+
+    def limit_to(self, max_input_length: int) -> None:
+        """Cut or refuse inputs of more tokens from now on, special tokens included."""
+        self.max_input_length = max_input_length
+        self.max_chars = max_input_length * _CHARS_PER_TOKEN
 
     def encode(self, inputs: Sequence[Input], options: EncodeOptions) -> list[TokenIds]:
         """Encode a request's inputs, in order. Texts get the prompt and special tokens. Ids are used as they are.

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,11 @@ def test_byte_offsets(ours: Tokenizer) -> None:
     for token in ours.tokens([text], False, EncodeOptions())[0]:
         assert token.start is not None
         assert text.encode()[token.start : token.stop].decode() == token.text
+
+
+def test_a_card_without_memory_for_the_longest_input_lowers_the_limit(ours: Tokenizer) -> None:
+    lowered, text = copy(ours), "many words " * 50
+    lowered.limit_to(8)
+    assert [len(each.encode([text], EncodeOptions())[0]) for each in (lowered, ours)] == [8, 102]
+    with pytest.raises(InvalidInput, match="8"):
+        lowered.encode([text], EncodeOptions(truncate=False))
