@@ -48,7 +48,7 @@ class Graphs:
     """The graphs of one runner. `find` and `want` are for the runner's thread; captures later are in a thread of their own."""
 
     def __init__(self, capture: Callable[[Key, bool], Graph], most: int = MAX_GRAPHS) -> None:
-        """`capture` makes a graph; its second argument says whether to run the pass eagerly first. It raises RuntimeError."""
+        """`capture` makes a graph; its second argument says whether to run the pass eagerly first. """
         self._capture, self._most = capture, most
         self._graphs: dict[Key, Graph] = {}
         self._given_up: set[Key] = set()
@@ -104,15 +104,10 @@ class Graphs:
         """A capture that fails costs its shape the graph and nothing else."""
         try:
             self._graphs[key] = self._capture(key, eager_first)
-        except RuntimeError as error:  # torch's OutOfMemoryError is one
+        except Exception as error:  # for memory, or whatever the driver refuses to capture
             self._given_up.add(key)
             shape = key[0]
             log.warning("no CUDA graph for %d tokens of %d sequences: %s", shape.num_tokens, shape.num_seqs, error)
-
-    def clear(self) -> None:
-        self.wait()
-        self._graphs.clear()
-        self._given_up.clear()
 
 
 class Capturer:

@@ -34,7 +34,7 @@ def kernels(
     """Compile every kernel for every chip named, with no GPU, and print what each takes."""
     from engine.kernels import report as kernel_report
 
-    capabilities = kernel_report.parse_archs(arch or kernel_report.DEFAULT_ARCHS)
+    capabilities = kernel_report.parse_archs(kernel_report.DEFAULT_ARCHS if arch is None else arch)
     start = monotonic()
     with console.status("compiling"):
         rows = kernel_report.report(capabilities)
