@@ -143,21 +143,22 @@ class Passes:
         """
         step = launched.step
         try:
-            output, device_s = None, 0.0
             try:
                 output = launched.flight.wait()
-                device_s = output.device_s
             finally:
                 now = perf_counter()
                 with self.changed:
-                    self.scheduler.ended(step.num_tokens, device_s, now)
+                    self.scheduler.ended(step.num_tokens, now)
                     if self.scheduler.has_work:  # else waking the engine's thread would only delay what follows
                         self.changed.notify_all()
-            seconds = device_s or now - step.started_at
+            seconds = output.device_s or now - step.started_at
             self._observe(self._on_batch, BatchReport(step.num_tokens, len(step.sequences), seconds, step.num_duplicates))
             if output.finite.any():
                 self.computed_at = monotonic()
-            return deliver(step, output, seconds)
+            again = deliver(step, output, seconds)
+            with self.changed:  # after the callers have their results: they need not wait for arithmetic
+                self.scheduler.rates.add(step.num_tokens, output.device_s)
+            return again
         except BaseException as error:
             self.failed(step.slices, error)
             if not isinstance(error, Exception):

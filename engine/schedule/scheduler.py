@@ -122,12 +122,11 @@ class Scheduler:
         """The pass that began last is launched, and `launch_s` is how long that took."""
         self._launch_s = 0.9 * self._launch_s + 0.1 * launch_s if self._launch_s else launch_s
 
-    def ended(self, num_tokens: int, device_s: float, now: float) -> None:
-        """The oldest pass under way has ended. `device_s` is its time on the device; 0 where it failed."""
+    def ended(self, num_tokens: int, now: float) -> None:
+        """The oldest pass under way has ended, well or not."""
         self._in_flight.popleft()
         self.running_tokens -= num_tokens
         self.free_at = now + sum(self._in_flight)
-        self.rates.add(num_tokens, device_s)
 
     def abandoned(self, num_tokens: int) -> None:
         """The pass that began last could not be launched."""
