@@ -78,7 +78,8 @@ class Passes:
                 self.scheduler.add(request)
         in_flight: deque[Launched] = deque()
         while True:
-            slices = self.schedule() if len(in_flight) < self._runner.passes_in_flight else []
+            has_room = self.scheduler.has_work and len(in_flight) < self._runner.passes_in_flight
+            slices = self.schedule() if has_room else []
             in_flight.extend(self.launch(slices) if slices else ())
             if in_flight and (not slices or len(in_flight) >= self._runner.passes_in_flight):
                 again = self.deliver(in_flight.popleft())

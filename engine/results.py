@@ -47,6 +47,10 @@ def deliver(step: Step, output: Output, seconds: float) -> list[Slice]:
     """
     arrays, finite = _arrays(step, output)
     again: list[Slice] = []
+    if len(step.slices) == 1 and finite[0]:  # a query: nothing to group
+        (part,) = step.slices
+        _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), arrays, seconds)
+        return again
     for first, stop in _runs(step.slices, finite):
         part = step.slices[first]
         request = part.request

@@ -48,7 +48,7 @@ class Graphs:
     """The graphs of one runner. `find` and `want` are for the runner's thread; captures later are in a thread of their own."""
 
     def __init__(self, capture: Callable[[Key, bool], Graph], most: int = MAX_GRAPHS) -> None:
-        """`capture` makes a graph; its second argument says whether to run the pass eagerly first. """
+        """`capture` makes a graph; its second argument says whether to run the pass eagerly first."""
         self._capture, self._most = capture, most
         self._graphs: dict[Key, Graph] = {}
         self._given_up: set[Key] = set()

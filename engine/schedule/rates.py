@@ -15,12 +15,12 @@ _LARGE_BITS = 10
 
 
 class Rates:
-    """Averages by size of pass. A size is the number of bits of the pass's number of tokens."""
+    """Averages by size of pass. A size is the number of bits of the pass's number of tokens.
+
+    `add` is on the way of every result, so averages are taken when somebody reads them.
+    """
 
     def __init__(self) -> None:
-        self.tokens_per_s = 0.0  # of the best size; 0 before the first pass
-        self.large_tokens_per_s = 0.0  # of the best size from 512 tokens on; 0 before the first such pass
-        self.pass_s = 0.0  # of the quickest size; 0 before the first pass
         self.busy_s = 0.0  # that the device has computed, in all
         self._num_passes = 0
         self._sizes: dict[int, _Size] = {}
@@ -31,32 +31,63 @@ class Rates:
             return
         self.busy_s += seconds
         self._num_passes += 1
-        size = self._sizes.setdefault(num_tokens.bit_length(), _Size())
+        size = self._sizes.get(num_tokens.bit_length())
+        if size is None:
+            size = self._sizes[num_tokens.bit_length()] = _Size()
         size.add(num_tokens, seconds, self._num_passes)
-        self._sizes = {bits: each for bits, each in self._sizes.items() if self._num_passes - each.last < _FORGOTTEN_AFTER}
-        self.tokens_per_s = max(each.tokens_per_s for each in self._sizes.values())
-        large = (each.tokens_per_s for bits, each in self._sizes.items() if bits >= _LARGE_BITS)
-        self.large_tokens_per_s = max(large, default=0.0)
-        self.pass_s = min(each.seconds for each in self._sizes.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the best size; 0 before the first pass."""
+        return max((size.tokens_per_s for size in self._known().values()), default=0.0)
+
+    @property
+    def large_tokens_per_s(self) -> float:
+        """Of the best size from 512 tokens on; 0 before the first such pass."""
+        return max((size.tokens_per_s for bits, size in self._known().items() if bits >= _LARGE_BITS), default=0.0)
+
+    @property
+    def pass_s(self) -> float:
+        """Of the quickest size; 0 before the first pass."""
+        return min((size.seconds for size in self._known().values()), default=0.0)
 
     def seconds(self, num_tokens: int) -> float:
         """Seconds that a pass of about as many tokens takes; 0 where none was measured."""
         size = self._sizes.get(num_tokens.bit_length())
         return 0.0 if size is None else size.seconds
 
+    def _known(self) -> "dict[int, _Size]":
+        """The sizes that are not forgotten. A copy: another thread may add one meanwhile."""
+        return {bits: size for bits, size in tuple(self._sizes.items()) if self._num_passes - size.last < _FORGOTTEN_AFTER}
+
 
 class _Size:
     """The last passes of one size."""
 
     def __init__(self) -> None:
-        self.tokens_per_s, self.seconds, self.last = 0.0, 0.0, 0
+        self.last = 0  # the number of the last pass
         self._passes: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)  # (seconds a token, tokens, seconds)
+        self._average: tuple[float, float] | None = None  # (tokens/s, seconds a pass), once somebody has asked
 
     def add(self, num_tokens: int, seconds: float, number: int) -> None:
         self.last = number
         self._passes.append((seconds / num_tokens, num_tokens, seconds))
-        left_out = len(self._passes) // 4
-        kept = sorted(self._passes)[left_out : len(self._passes) - left_out]
-        total_s = sum(each[2] for each in kept)
-        self.tokens_per_s = sum(each[1] for each in kept) / total_s
-        self.seconds = total_s / len(kept)
+        self._average = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._averages()[0]
+
+    @property
+    def seconds(self) -> float:
+        return self._averages()[1]
+
+    def _averages(self) -> tuple[float, float]:
+        average = self._average
+        if average is None:
+            passes = sorted(self._passes)
+            left_out = len(passes) // 4
+            kept = passes[left_out : len(passes) - left_out]
+            total_s = sum(each[2] for each in kept)
+            average = self._average = sum(each[1] for each in kept) / total_s, total_s / len(kept)
+        return average

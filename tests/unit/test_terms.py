@@ -26,6 +26,7 @@ from engine.model.config import OutputName
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Finished, Output
+from engine.schedule.rates import Rates
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import DEFAULT_QOS, Qos, read_qos
@@ -233,7 +234,8 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once(made: Made) -> None
         await until(replica.gate.entered.is_set)
         waiting = asyncio.ensure_future(embed(client, "three four five six"))
         await until(lambda: replica.loop.queued_requests)
-        replica.loop._scheduler.rates.tokens_per_s = 0.5
+        replica.loop._scheduler.rates = Rates()
+        replica.loop._scheduler.rates.add(8, 16.0)
         refused = await embed(client, "no", "/v1/embeddings", headers={"x_request_deadline_ms": "9500"})  # 6 + 3 tokens: 18 s
         replica.gate.open.set()
         await asyncio.gather(first, waiting)
