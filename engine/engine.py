@@ -1,6 +1,7 @@
 """`Engine`: one loaded model on one device; ids in, vectors out. Usable alone, with no server around it."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.devices import DTYPES, DtypeName, default_batch_tokens, is_integrated
-from engine.errors import BackendError, InvalidInput, ModelError
+from engine.errors import BackendError, InvalidInput, ModelError, OutOfMemory
 from engine.heads.splade import most_splade_seqs
 from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
@@ -22,7 +23,7 @@ from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
-from engine.run.flight import Flight
+from engine.run.flight import Flight, Vectors
 from engine.run.runner import CpuRunner
 from engine.run.tune import tune
 from engine.schedule.request import Request
@@ -119,11 +120,28 @@ class Engine:
         check_dimensions(dimensions, self.config.embedding_size)
         options = EmbedOptions(normalize=normalize, dimensions=dimensions)
         sequences = self.tokenizer.encode(inputs, EncodeOptions(truncate, truncation_direction, prompt_name))
+        width = dimensions or self.config.embedding_size
+        vectors = self._embed_in_one_pass(sequences, options)
+        return np.ascontiguousarray((self._embed_in_passes(sequences, options) if vectors is None else vectors)[:, :width])
+
+    def _embed_in_one_pass(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Vectors | None:
+        """A query's quickest way. None where one pass is not enough, or one of its vectors is not finite."""
+        num_seqs, most_seqs = len(sequences), self.max_batch_seqs or sys.maxsize
+        if not 0 < num_seqs <= most_seqs or sum(map(len, sequences)) > self.max_batch_tokens:
+            return None
+        try:
+            output = self.launch(sequences, [options] * num_seqs).wait()
+        except OutOfMemory:
+            return None
+        return output.vectors if output.finite.all() else None
+
+    def _embed_in_passes(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Vectors:
+        """As many passes as the budget and the memory need. Raises: BackendError naming the first input that failed."""
         requests = [Request([ids], options) for ids in sequences]
-        passes = Passes(self, self.max_batch_tokens, self.max_batch_seqs)
         # Longest first, so that every pass holds sequences of like length and the largest pass comes first.
-        passes.run(sorted(requests, key=lambda request: -len(request.sequences[0])))
-        vectors = np.empty((len(requests), dimensions or self.config.embedding_size), dtype=np.float32)
+        longest_first = sorted(requests, key=lambda request: -len(request.sequences[0]))
+        Passes(self, self.max_batch_tokens, self.max_batch_seqs).run(longest_first)
+        vectors = np.empty((len(requests), options.dimensions or self.config.embedding_size), dtype=np.float32)
         for index, request in enumerate(requests):
             error = request.future.exception()
             if error is not None:
