@@ -1,6 +1,8 @@
 """Which package may import which, and that no modules import each other in a circle."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,3 +95,8 @@ def circles() -> list[list[str]]:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles() == []
+
+
+def test_the_scheduler_knows_no_torch() -> None:
+    code = "import sys; import engine.schedule.scheduler; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
