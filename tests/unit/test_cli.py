@@ -36,7 +36,8 @@ COMMAND = """
 import json, os, sys
 
 def execve(program, arguments, environ):
-    print(json.dumps({"arguments": arguments, "key": environ.get("EMBERFORGE_API_KEY"), "modules": list(sys.modules)}), flush=True)
+    said = {"arguments": arguments, "key": environ.get("EMBERFORGE_API_KEY"), "modules": list(sys.modules)}
+    print(json.dumps(said), flush=True)
     os._exit(0)
 
 os.execve = execve
