@@ -1,15 +1,17 @@
 """The engine's threads: one schedules and launches passes, one waits for the passes and delivers the results.
 
-The second thread lets the first launch the next pass in time, also when a pass takes longer than foreseen. A pass beside which
-nothing else is to do needs no second thread: the first one waits for it and delivers, which saves a change of threads.
+The second thread lets the first launch the next pass in time, also when a pass takes longer than foreseen. A query that meets an
+idle engine needs neither: its caller launches the pass and, while it waits, polls for the end. A change of threads costs 0.15 ms
+where the other thread's core has gone to sleep (docs/decisions/029).
 """
 
+import asyncio
 import logging
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from time import perf_counter, sleep
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 
 import torch
 
@@ -20,11 +22,11 @@ from engine.schedule.request import Request, Slice
 
 log = logging.getLogger(__name__)
 
-# Around a pass on a GPU the engine's thread naps instead of sleeping. A core that has slept a millisecond runs the launch half
-# as fast: a single query of 1.3 ms took 1.5 ms.
+# While work waits for a pass to end, the engine's thread naps instead of sleeping. A core that has slept a millisecond runs the
+# launch half as fast: a single query of 1.3 ms took 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
-# The engine's thread spins for the end of a pass for so long before the foreseen end, and for so long after it.
-_SPIN_BEFORE_S, _SPIN_AFTER_S = 0.0003, 0.001
+# A caller polls for the end of its pass for so long before the foreseen end, and for so long after it.
+_POLL_BEFORE_S, _POLL_AFTER_S = 0.003, 0.001
 # The interpreter's switch interval; Python's default is 5 ms. Every operation of a pass takes the interpreter again. Next to a
 # busy event loop 300 operations took 10 s, and 21 ms with this interval (docs/decisions/025).
 _SWITCH_INTERVAL_S = 0.0002
@@ -33,7 +35,7 @@ _STOPPED = "the engine stopped before this request was computed"
 
 
 class EngineLoop:
-    """Owns an engine and its queue. `submit` may be called from any thread; only this class's thread launches passes.
+    """Owns an engine and its queue. `submit` may be called from any thread; one thread at a time launches passes.
 
     Making one shortens the interpreter's switch interval in this process.
     """
@@ -49,12 +51,14 @@ class EngineLoop:
     ) -> None:
         """`num_threads`: CPU threads of one operation; None leaves torch's choice."""
         self._passes = Passes(engine, max_batch_tokens, max_batch_seqs, on_batch, on_split)
-        self._changed, self._scheduler = self._passes.changed, self._passes.scheduler
+        self._lock, self._changed, self._scheduler = self._passes.lock, self._passes.changed, self._passes.scheduler
         self._on_gpu = engine.passes_in_flight > 1
+        self._quick_tokens = engine.max_graph_tokens
         self._num_threads = num_threads
         self._stopping = False
-        self._delivered_at = 0.0
+        self._launching = threading.Lock()  # held by the thread that launches
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._polled: Launched | None = None  # the last pass that a caller launched, until it was delivered
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._deliverer = threading.Thread(target=self._deliver_all, name="engine-results", daemon=True)
         sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
@@ -125,14 +129,56 @@ class EngineLoop:
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. The future of each hears its end; at once where its deadline is out of reach (DeadlineOutOfReach).
 
+        Launches the pass itself where the engine is idle and the pass is quick to launch: one CUDA graph.
+
         Raises: EngineStopped when nobody would compute them.
         """
-        with self._changed:
+        requests = list(requests)
+        slices: list[Slice] = []
+        with self._lock:
             if not self.alive:
                 raise EngineStopped("the engine has stopped")
+            was_idle = self._scheduler.is_idle
             for request in requests:
                 self._scheduler.add(request)
-            self._changed.notify_all()
+            if was_idle and self._is_quick(requests) and self._launching.acquire(blocking=False):
+                slices = self._scheduler.schedule(perf_counter())
+            else:
+                self._changed.notify_all()
+                return
+        try:
+            if slices:
+                for launched in self._passes.launch(slices):
+                    self._polled = launched
+                    self._launched.put(launched)
+        finally:
+            self._launching.release()
+            if self._scheduler.has_work:
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _is_quick(self, requests: Sequence[Request]) -> bool:
+        """Whether one graph computes all of these. A pass that gives more than vectors may have no graph."""
+        return self._scheduler.queue.num_tokens <= self._quick_tokens and not any(each.options.outputs for each in requests)
+
+    async def answer(self, request: Request) -> Embeddings:
+        """The result of a request that was submitted. While its pass is about to end the event loop polls, and does not sleep."""
+        while not request.future.done() and self._poll():
+            await asyncio.sleep(0)
+        result: Embeddings = request.future.result() if request.future.done() else await asyncio.wrap_future(request.future)
+        return result
+
+    def _poll(self) -> bool:
+        """Deliver the pass that a caller launched if it has ended. Returns whether to ask again at once."""
+        launched = self._polled
+        if launched is None:
+            return False
+        if launched.flight.done:
+            if launched.take():
+                self._deliver(launched)
+            return False
+        left_s = self._scheduler.free_at - perf_counter()
+        return -_POLL_AFTER_S < left_s < _POLL_BEFORE_S and not self._scheduler.has_work
 
     def stop(self) -> None:
         """End both threads after the passes under way. Requests that still wait fail with EngineStopped."""
@@ -148,18 +194,20 @@ class EngineLoop:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             while (slices := self._schedule()) is not None:
-                for launched in self._passes.launch(slices):
-                    if self._has_ended_alone(launched):
-                        self._deliver(launched)
-                    else:
-                        self._launched.put(launched)
-                    del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
+                with self._launching:
+                    for launched in self._passes.launch(slices):
+                        if launched.flight.done and launched.take():  # a pass on the CPU: saves a change of threads
+                            self._deliver(launched)
+                        else:
+                            self._launched.put(launched)
+                        del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
                 del slices
         except BaseException:
             log.exception("the engine's thread ended")
         finally:
             self._end()
-            self._launched.put(None)
+            with self._launching:  # a caller's pass comes before the end
+                self._launched.put(None)
 
     def _schedule(self) -> list[Slice] | None:
         """Wait until a pass is due and take its slices; None once the loop is to end."""
@@ -171,45 +219,29 @@ class EngineLoop:
                     if slices := self._scheduler.schedule(now):
                         return slices
                     wait_s = None
-                if self._on_gpu and self._pass_is_near(now):
+                if self._on_gpu and self._scheduler.has_work and self._scheduler.free_at - now < _AWAKE_S:
                     wait_s = _NAP_S
                 self._changed.wait(wait_s)
         return None
 
-    def _pass_is_near(self, now: float) -> bool:
-        """Whether a pass has just ended, or should end soon."""
-        in_flight, free_at = self._scheduler.num_in_flight, self._scheduler.free_at
-        return now - self._delivered_at < _AWAKE_S or (in_flight > 0 and free_at - now < _AWAKE_S)
-
-    def _has_ended_alone(self, launched: Launched) -> bool:
-        """Wait for the end of a pass while nothing else is to do. False when other work has come, or the pass is overdue."""
-        while not launched.flight.done:
-            with self._changed:
-                if self._is_ending or self._scheduler.has_work or self._scheduler.num_in_flight > 1:
-                    return False
-                left_s = self._scheduler.free_at - perf_counter()
-                if left_s < -_SPIN_AFTER_S:
-                    return False
-                if left_s > 2 * _SPIN_BEFORE_S:
-                    self._changed.wait(left_s - _SPIN_BEFORE_S)
-                    continue
-            sleep(0)  # lets other threads have the interpreter
-        return True
-
     def _deliver_all(self) -> None:
         try:
             while (launched := self._launched.get()) is not None:
-                self._deliver(launched)
+                launched.flight.synchronize()
+                if launched.take():
+                    self._deliver(launched)
                 del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
         except BaseException:
             log.exception("the thread that delivers results ended")
             self._end()
             while (launched := self._launched.get()) is not None:
-                self._passes.failed(launched.step.slices, EngineStopped(_STOPPED))
+                if launched.take():
+                    self._passes.failed(launched.step.slices, EngineStopped(_STOPPED))
 
     def _deliver(self, launched: Launched) -> None:
+        if launched is self._polled:
+            self._polled = None
         again = self._passes.deliver(launched)
-        self._delivered_at = perf_counter()
         if again or self._passes.device_lost:
             with self._changed:
                 for part in again:

@@ -3,9 +3,9 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from threading import Condition
+from threading import Condition, Lock, RLock
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
@@ -26,6 +26,11 @@ class Runner(Protocol):
 
     @property
     def passes_in_flight(self) -> int: ...
+
+    @property
+    def max_graph_tokens(self) -> int:
+        """Passes of up to so many tokens are quick to launch; 0 where none is."""
+        ...
 
     def launch(
         self,
@@ -51,6 +56,11 @@ class Launched:
 
     step: Step
     flight: Flight
+    _taken: Lock = field(default_factory=Lock)
+
+    def take(self) -> bool:
+        """True for the first caller: the one that delivers."""
+        return self._taken.acquire(blocking=False)
 
 
 class Passes:
@@ -65,15 +75,16 @@ class Passes:
         on_split: Callable[[], None] | None = None,
     ) -> None:
         """`on_batch` and `on_split` observe passes and batches that were halved. An error of theirs is logged."""
-        self.changed = Condition()  # guards the scheduler; notified when work comes or a pass ends
-        self.scheduler = Scheduler(max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.changed)
+        self.lock = RLock()  # guards the scheduler
+        self.changed = Condition(self.lock)  # notified when work comes or a pass ends; takes longer to enter than the lock
+        self.scheduler = Scheduler(max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.lock)
         self.computed_at = -inf  # when a pass last gave a finite vector, by `monotonic`
         self.device_lost = False
         self._runner, self._on_batch, self._on_split = runner, on_batch, on_split
 
     def run(self, requests: Iterable[Request]) -> None:
         """Schedule, launch and deliver in this thread until every request has its end."""
-        with self.changed:
+        with self.lock:
             for request in requests:
                 self.scheduler.add(request)
         in_flight: deque[Launched] = deque()
@@ -83,7 +94,7 @@ class Passes:
             in_flight.extend(self.launch(slices) if slices else ())
             if in_flight and (not slices or len(in_flight) >= self._runner.passes_in_flight):
                 again = self.deliver(in_flight.popleft())
-                with self.changed:
+                with self.lock:
                     for part in again:
                         self.scheduler.add_alone(part)
             elif not slices:
@@ -91,7 +102,7 @@ class Passes:
 
     def schedule(self) -> list[Slice]:
         """The slices of the next pass; none where nothing waits."""
-        with self.changed:
+        with self.lock:
             return self.scheduler.schedule(perf_counter())
 
     def launch(self, slices: list[Slice]) -> Iterator[Launched]:
@@ -116,12 +127,12 @@ class Passes:
         step: Step | None = None
         try:
             step = Step.of(slices)
-            with self.changed:
+            with self.lock:
                 self.scheduler.started(step.num_tokens, step.started_at)
             flight = self._runner.launch(step.sequences, step.options, step.outputs)
         except BaseException as error:
             if step is not None:
-                with self.changed:
+                with self.lock:
                     self.scheduler.abandoned(step.num_tokens)
             if step is not None and isinstance(error, OutOfMemory) and len(step.sequences) > 1:
                 log.warning("a batch of %d sequences, %d tokens was split: %s", len(step.sequences), step.num_tokens, error)
@@ -133,7 +144,7 @@ class Passes:
             if not isinstance(error, Exception):
                 raise
             return None
-        with self.changed:
+        with self.lock:
             self.scheduler.launched(perf_counter() - step.started_at)
         return Launched(step, flight)
 
@@ -148,16 +159,17 @@ class Passes:
                 output = launched.flight.wait()
             finally:
                 now = perf_counter()
-                with self.changed:
+                with self.lock:
                     self.scheduler.ended(step.num_tokens, now)
                     if self.scheduler.has_work:  # else waking the engine's thread would only delay what follows
                         self.changed.notify_all()
             seconds = output.device_s or now - step.started_at
             self._observe(self._on_batch, BatchReport(step.num_tokens, len(step.sequences), seconds, step.num_duplicates))
-            if output.finite.any():
+            finite = output.finite
+            if finite.any():
                 self.computed_at = monotonic()
-            again = deliver(step, output, seconds)
-            with self.changed:  # after the callers have their results: they need not wait for arithmetic
+            again = deliver(step, output, finite, seconds)
+            with self.lock:  # after the callers have their results: they need not wait for arithmetic
                 self.scheduler.rates.add(step.num_tokens, output.device_s)
             return again
         except BaseException as error:

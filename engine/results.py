@@ -40,12 +40,12 @@ class Embeddings:
     inference_s: float
 
 
-def deliver(step: Step, output: Output, seconds: float) -> list[Slice]:
-    """Give each request its rows; a request that has all of them ends.
+def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: float) -> list[Slice]:
+    """Give each request its rows; a request that has all of them ends. `finite` is the output's.
 
     Returns: the slices that are not finite in company, to be computed again alone.
     """
-    arrays, finite = _arrays(step, output)
+    arrays, finite = _arrays(step, output, finite)
     again: list[Slice] = []
     if len(step.slices) == 1 and finite[0]:  # a query: nothing to group
         (part,) = step.slices
@@ -64,9 +64,9 @@ def deliver(step: Step, output: Output, seconds: float) -> list[Slice]:
     return again
 
 
-def _arrays(step: Step, output: Output) -> tuple[list[_Arrays], NDArray[np.bool_]]:
+def _arrays(step: Step, output: Output, finite: NDArray[np.bool_]) -> tuple[list[_Arrays], NDArray[np.bool_]]:
     """For each slice the arrays that its request asks for, and whether all values of the slice are finite."""
-    finite, given = output.finite, [_NO_ARRAYS] * len(step.sequences)
+    given = [_NO_ARRAYS] * len(step.sequences)
     if output.ragged:
         given = [{name: output.ragged[name][row] for name in each.outputs} for row, each in enumerate(step.options)]
         finite = finite & [all(map(_is_finite, arrays.values())) for arrays in given]

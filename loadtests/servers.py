@@ -122,7 +122,7 @@ class StubEngine:
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
-        self.passes_in_flight, self.max_batch_seqs = 1, None
+        self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
     def launch(self, sequences: Sequence[Any], options: Any = None, outputs: Any = ()) -> Any:
@@ -248,7 +248,7 @@ def _uvicorn(port: int) -> None:
         loop.submit([job])
 
     health = Health(loop, engine.tokenizer.encode(["health"], EncodeOptions())[0])
-    backend = LocalModels(LocalModel(info, engine.tokenizer, collect), loop, health, {})
+    backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health, {})
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
 

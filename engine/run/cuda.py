@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from time import sleep
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ from engine.run.runner import output_of
 
 log = logging.getLogger(__name__)
 
-# The wait for a pass of so few tokens spins, which saves some microseconds. The wait for a longer one sleeps.
-_SPIN_TOKENS = 512
+# `CudaFlight.wait` polls for the end of a pass of so few tokens. A thread that sleeps wakes up 0.05 ms late or more.
+_SHORT_TOKENS = 512
 _WHOLE = EmbedOptions()
 
 # Errors of a lost device. Their tracebacks hold tensors, and torch ends the process when such a tensor is freed.
@@ -44,13 +45,7 @@ class _Staging:
     def __init__(self) -> None:
         self._blocks: dict[torch.dtype, Tensor] = {}
         self.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._ends = {
-            sleeps: torch.cuda.Event(enable_timing=True, blocking=sleeps)  # type: ignore[no-untyped-call]
-            for sleeps in (False, True)
-        }
-
-    def end(self, num_tokens: int) -> torch.cuda.Event:
-        return self._ends[num_tokens > _SPIN_TOKENS]
+        self.end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
     def take(self, num_values: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised values of one dtype; may be called once a pass for each dtype."""
@@ -71,6 +66,7 @@ class CudaFlight:
     sequences: Sequence[TokenIds]
     options: Sequence[EmbedOptions]
     end: torch.cuda.Event
+    is_short: bool
     device: torch.device
     staging: _Staging | None  # None once it has gone back
     idle: deque[_Staging]
@@ -82,10 +78,16 @@ class CudaFlight:
         except RuntimeError:
             return True  # `wait` raises it
 
+    def synchronize(self) -> None:
+        with suppress(RuntimeError):  # `wait` raises it
+            self.end.synchronize()
+
     def wait(self) -> Output:
         staging, self.staging = self.staging, None
         assert staging is not None, "the results belong to another pass once they were taken"
         with cuda_errors("a forward pass", self.device):
+            while self.is_short and not self.end.query():  # type: ignore[no-untyped-call]
+                sleep(0)  # lets other threads have the interpreter
             self.end.synchronize()
             device_s = staging.start.elapsed_time(self.end) / 1e3
         vectors, *rows = (each.numpy().copy() for each in self.host)
@@ -138,11 +140,11 @@ class CudaRunner:
             results = [vectors[:num_seqs]]
             results += [each if head.takes_spans else each[:num_tokens] for head, each in zip(heads, rows, strict=True)]
             host = _to_host(results, staging)
-            end = staging.end(num_tokens)
-            end.record(self._stream)
+            staging.end.record(self._stream)
         if graphed and graph is None:
             self.graphs.want((shape, heads))
-        return CudaFlight(host, outputs, heads, sequences, options, end, self._device, staging, self._idle)
+        is_short = num_tokens <= _SHORT_TOKENS
+        return CudaFlight(host, outputs, heads, sequences, options, staging.end, is_short, self._device, staging, self._idle)
 
     def _may_have_graph(self, shape: BatchShape, heads: tuple[OutputHead, ...]) -> bool:
         few_values = self.network.wide_values(shape, heads) <= MOST_GRAPH_VALUES

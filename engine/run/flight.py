@@ -40,6 +40,10 @@ class Flight(Protocol):
         """Whether `wait` returns at once."""
         ...
 
+    def synchronize(self) -> None:
+        """Return when the pass has ended, well or not."""
+        ...
+
     def wait(self) -> Output:
         """Wait for the output. Raises: BackendError when this pass failed, DeviceLost when every further one would."""
         ...
@@ -51,6 +55,8 @@ class Finished:
 
     output: Output
     done: bool = True
+
+    def synchronize(self) -> None: ...
 
     def wait(self) -> Output:
         return self.output

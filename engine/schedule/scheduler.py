@@ -48,6 +48,11 @@ class Scheduler:
         return bool(len(self.queue) or self._alone)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits and nothing is under way."""
+        return not self._in_flight and not self.has_work
+
+    @property
     def running_s(self) -> float:
         """Seconds that the passes under way take as a whole, at the measured rate."""
         return self.running_tokens / (self.rates.tokens_per_s or _TOKENS_PER_S)

@@ -1,6 +1,5 @@
 """The model of this process, behind the protocols of `serve_app/models.py`."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from math import inf
 from time import perf_counter
@@ -17,21 +16,22 @@ from serve_app.replica.health import Health
 
 
 class LocalModel:
-    """The model of this replica. `collect` puts a job into the engine's queue, through `@serve.batch`."""
+    """The model of this replica. `collect` submits a request to the loop, through `@serve.batch`."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, collect: Callable[[Request], Awaitable[None]]) -> None:
+    def __init__(
+        self, info: ModelInfo, tokenizer: Tokenizer, loop: EngineLoop, collect: Callable[[Request], Awaitable[None]]
+    ) -> None:
         self.info, self.tokenizer = info, tokenizer
-        self._collect = collect
+        self._loop, self._collect = loop, collect
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         deadline = inf if qos.deadline_s is None else perf_counter() + qos.deadline_s
-        job = Request(sequences, options, qos.priority, deadline)
+        request = Request(sequences, options, qos.priority, deadline)
         try:
-            await self._collect(job)
-            result: Embeddings = await asyncio.wrap_future(job.future)
-            return result
+            await self._collect(request)
+            return await self._loop.answer(request)
         finally:
-            job.future.cancel()  # does nothing to a finished job; if the caller has left, the packer drops the job
+            request.future.cancel()  # does nothing to a request that has ended; one whose caller has left leaves the queue
 
 
 class LocalModels:

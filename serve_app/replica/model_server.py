@@ -59,7 +59,7 @@ class EngineServer:
             max_input_length=self._engine.tokenizer.max_input_length,
             max_batch_tokens=self._engine.max_batch_tokens,
         )
-        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._collect)
+        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._loop, self._collect)
         if settings.cache_bytes:
             self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         self._health = Health(self._loop, self._engine.tokenizer.encode(["health"], EncodeOptions())[0])

@@ -517,7 +517,9 @@ def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Pat
 
     def too_large(batch: PackedBatch, *arguments: Any) -> torch.Tensor:
         hidden = forward(batch, *arguments)
-        embed_kernel(64, False, torch.bfloat16, hidden.device)((1, 1 << 20), batch.token_ids)  # blocks in y: 65,535 at most
+        ids, positions, words = batch.token_ids, batch.positions, engine.model.words
+        kernel = embed_kernel(64, False, torch.bfloat16, hidden.device)
+        kernel((1, 1 << 20), ids, positions, words, None, hidden, len(ids), len(words))  # blocks in y: 65,535 at most
         return hidden
 
     monkeypatch.setattr(engine.model, "forward", too_large)

@@ -28,7 +28,7 @@ class Gate:
         self.open, self.entered = threading.Event(), threading.Event()
         self.batches: list[int] = []
 
-    passes_in_flight = 1
+    passes_in_flight, max_graph_tokens = 1, 0
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -166,7 +166,7 @@ def test_those_computed_again_need_no_arrival_to_wake_the_engine() -> None:
             return self.output
 
     class Spoilt(Gate):
-        passes_in_flight = 2
+        passes_in_flight, max_graph_tokens = 2, 0
 
         def launch(self, sequences: Sequence[TokenIds], *arguments: Any) -> Late:  # type: ignore[override]
             output = super().launch(sequences, *arguments).output

@@ -31,6 +31,9 @@ class Flight:
     def done(self) -> bool:
         return perf_counter() >= self.ends_at
 
+    def synchronize(self) -> None:
+        sleep(max(0.0, self.ends_at - perf_counter()))
+
     def wait(self) -> Output:
         sleep(max(0.0, self.ends_at - perf_counter()))
         if isinstance(self.output, Exception):
@@ -45,6 +48,10 @@ class Device:
     passes_in_flight: int
     random: random.Random
     free_at: float = 0.0
+
+    @property
+    def max_graph_tokens(self) -> int:
+        return 60 if self.passes_in_flight > 1 else 0
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()

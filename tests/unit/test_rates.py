@@ -63,7 +63,7 @@ def test_a_size_that_nobody_asks_for_any_more_is_forgotten() -> None:
 class Device:
     """Computes 819,200 tokens/s in sequences of 102, two passes in flight. Every clock but the device's own may be late."""
 
-    passes_in_flight = 2
+    passes_in_flight, max_graph_tokens = 2, 0
 
     def __init__(self) -> None:
         self.free_at, self.late = 0.0, threading.Event()
@@ -77,6 +77,9 @@ class Device:
 
         def __init__(self, device: "Device", num_seqs: int, ends_at: float) -> None:
             self.device, self.num_seqs, self.ends_at = device, num_seqs, ends_at
+
+        def synchronize(self) -> None:
+            sleep(max(0.0, self.ends_at - perf_counter()))
 
         def wait(self) -> Output:
             sleep(max(0.0, self.ends_at - perf_counter()))

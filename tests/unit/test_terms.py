@@ -49,7 +49,7 @@ INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
 class Gate:
     """A stand-in for the engine that waits until it is let through; no two vectors are alike, not even of one text."""
 
-    passes_in_flight = 1
+    passes_in_flight, max_graph_tokens = 1, 0
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
@@ -112,7 +112,7 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         async def collect(job: Request) -> None:
             loop.submit([job])
 
-        model: ServedModel = LocalModel(INFO, tokenizer, collect)
+        model: ServedModel = LocalModel(INFO, tokenizer, loop, collect)
         if chosen.cache_bytes:
             model = CachedModel(model, chosen.cache_bytes, metrics)
         loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
