@@ -1,4 +1,4 @@
-"""What `engine/model/footprint.py` says a replica takes, beside what torch and the card report once it has worked.
+"""Compares the memory that `engine/model/footprint.py` estimates for a replica with what torch and NVML report after work.
 
 python -m loadtests.footprint [MODEL ...]
 """
@@ -22,7 +22,7 @@ from loadtests.report import write
 from loadtests.traces import mixed_lengths
 
 BUDGETS: dict[DtypeName, tuple[int, ...]] = {
-    "bfloat16": (2048, 16384, 65536),  # the last is more than the longest input
+    "bfloat16": (2048, 16384, 65536),  # 65536 exceeds the longest input of each model
     "float8": (16384,),
     "int8": (16384,),
 }
@@ -53,7 +53,7 @@ def main(names: list[str]) -> None:
 
 
 def in_a_process(folder: Path, pooling: str, dtype: DtypeName, budget: int, longest: int | None) -> dict[str, Any]:
-    """`longest`: tokens of the longest input; None for the model's own."""
+    """Returns what `measure` returns, from a new process. `longest`: the longest input in tokens; None for the model's limit."""
     arguments = [str(folder), pooling, dtype, str(budget), str(longest or 0)]
     command = [sys.executable, "-m", "loadtests.footprint", "--one", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -87,7 +87,7 @@ def measure(folder: Path, pooling: Any, dtype: Any, budget: int, longest_input: 
 
 
 def card_used_bytes() -> int:
-    """Of the first card, by whomever; asking makes no CUDA context."""
+    """Returns the bytes in use on the first card, by all processes. This creates no CUDA context."""
     pynvml.nvmlInit()
     return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
 

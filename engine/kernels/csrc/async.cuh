@@ -1,4 +1,5 @@
-// What kernels for sm_90 and later share: barriers in shared memory, TMA, a cluster's shared memory, kernels that overlap.
+// Functions that the kernels share. For sm_90 and later: barriers in shared memory, TMA, and the shared memory of a cluster.
+// For all chips: the overlap of kernels, which does nothing before sm_90, and a transpose.
 #if __CUDA_ARCH__ >= 900
 typedef unsigned long long u64;
 
@@ -11,7 +12,7 @@ __device__ __forceinline__ u32 address(const void* shared) { return static_cast<
 __device__ __forceinline__ void barrier_init(u64& barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals));
 }
-// Before anyone but this thread, TMA and the cluster's other blocks among them, uses what was initialised.
+// The thread that has initialised barriers calls this before other threads, TMA, or other blocks of the cluster use the barriers.
 __device__ __forceinline__ void barriers_are_there() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void arrive(u64& barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
@@ -45,17 +46,17 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// Where block `rank` of the cluster has what this block has at `shared`.
+// Returns the address in block `rank` of the cluster that corresponds to `shared` in this block.
 __device__ __forceinline__ u32 address_in(u32 rank, u32 shared) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
     return there;
 }
-__device__ __forceinline__ void cluster_sync() {  // also of a warp whose threads come apart
+__device__ __forceinline__ void cluster_sync() {  // not .aligned: the threads of a warp may arrive at different times
     asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Which of so many places is next, and the parity of the phase to wait for there.
+// The next of LENGTH stages, and the parity of the phase to wait for at the barrier of this stage.
 template <int LENGTH>
 struct Ring {
     int stage;
@@ -65,8 +66,8 @@ struct Ring {
     }
 };
 
-// Of another block of the cluster. Not of cluster scope: that waits for all memory, and nothing is read or written here but by TMA
-// and wgmma.
+// Arrives at the barrier of block `rank` of the cluster, with the scope of a block. Cluster scope would wait for all of memory.
+// It is not needed, because only TMA and wgmma access the data that the barrier protects.
 __device__ __forceinline__ void arrive_at(u64& barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, address(&barrier))) : "memory");
 }
@@ -86,27 +87,28 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
 #endif
 #endif
 
-// A kernel launched to overlap with the one before it may begin with what does not depend on that one; it waits here before it
-// touches anything else, and every one of its threads does. Elsewhere this is nothing.
+// Waits until the previous kernel has ended. Kernels are launched to overlap: before this call a kernel may do only what does not
+// depend on the previous kernel. Every thread makes this call. Before sm_90 it does nothing.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The next kernel may begin as far as that. Where all blocks have said so, its blocks take what room there is left.
+// Lets the next kernel begin and run up to its `wait_for_previous`. When all blocks of this kernel have made this call, blocks of
+// the next kernel start wherever a multiprocessor has resources left.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Of a kernel with nothing to begin with.
+// For a kernel that has no work before it needs the previous kernel's results.
 __device__ __forceinline__ void overlap() {
     let_next_begin();
     wait_for_previous();
 }
 
-// Four registers of each of four neighbouring lanes, transposed.
+// Transposes a 4 x 4 matrix of registers: four registers in each of four neighbouring lanes.
 __device__ __forceinline__ void transpose(u32 (&x)[4], int lane) {
     const bool odd = lane & 1, upper = lane & 2;
 #pragma unroll

@@ -1,15 +1,18 @@
-// Varlen attention, forward, for sm_90a: what attention.cu computes, on wgmma and TMA.
-//   q, k, v: tensor maps of [T, K * GROUP, D] and twice [T, K, D], 64 columns a box; the rest as in attention.cu, E4M3 too,
-//   without BIAS.
+// Varlen attention, forward, for sm_90a. Computes the same as attention.cu, on wgmma and TMA.
+//   q: tensor map of [T, K * GROUP, D]. k, v: tensor maps of [T, K, D]. A box has 64 columns.
+//   queue: see Queue. The other arguments, PREFIX and E4M3 are those of attention.cu. BIAS is not supported.
 //
-// A block is three warpgroups and stays for many tiles. One thread of the first fetches: for each of its tiles Q, where the
-// tile's keys begin and end, and its blocks of keys and values, as far ahead as there is room. The two others compute 64 rows
-// each, FlashAttention 3's way: a block's values are multiplied while the next one's softmax runs, and the two take turns, so
-// that one multiplies while the other exponentiates. A last block of keys that is half empty is half a block.
-// Operands lie in panels of 64 columns, 128 bytes a row, swizzled by TMA as wgmma reads them. P stays in registers.
+// A block has three warpgroups and computes many tiles. One thread of the first warpgroup fetches. For each tile it looks up the
+// range of keys and fetches Q and the blocks of keys and values, as far ahead as the stages in shared memory allow.
+// Each of the other two warpgroups computes 64 rows, in the order of FlashAttention 3: it multiplies the values of one block
+// while it computes the softmax of the next block. The two warpgroups alternate: one runs its products while the other runs its
+// softmax.
+// If the last block of keys is at most half full, only half a block is computed.
+// Operands lie in shared memory in panels of 64 columns, 128 bytes a row. TMA swizzles them in the pattern that wgmma reads.
+// P stays in registers.
 //
 // Floor: 4 * D * (visible query-key pairs) flops per query head at the wgmma rate.
-// Tried: 176 keys a step, the registers' limit: 9 % slower at 8,192 tokens, 6 % on ragged ones.
+// Tried: 176 keys a step, the most that the registers allow. 9 % slower at 8,192 tokens, 6 % slower on ragged batches.
 #define D HEAD_DIM
 
 static_assert(D == 128 && BLOCK_N == 128, "the products below are of so many columns");
@@ -18,7 +21,7 @@ constexpr int TILE_TOKENS = BLOCK_M / GROUP;
 constexpr int PANELS = D / 64;
 constexpr u32 Q_PANEL = BLOCK_M * 128, KV_PANEL = BLOCK_N * 128;  // bytes
 constexpr u32 Q_BYTES = PANELS * Q_PANEL, KV_BYTES = PANELS * KV_PANEL;
-constexpr float RAISE = 8.f;  // in powers of two
+constexpr float RAISE = 8.f;  // an exponent of two
 constexpr int O_TILES = D / 8;
 
 template <int KEYS>
@@ -34,12 +37,11 @@ typedef int4 Tile;
 typedef int2 Tile;
 #endif
 
-// Behind Q and the stages of K and V in shared memory.
+// Lies in shared memory after Q and the stages of K and V.
 struct Control {
-    // Of the tile whose Q is there: its tokens [x, y) and the keys that any of its rows sees, [z, w); those that all of them
-    // see; the prefix's first row and length. A token of -1: no more tiles.
-    int4 span;
-    int4 rest;
+    // `span` and `rest` describe the tile whose Q is in shared memory.
+    int4 span;  // [x, y): its tokens; [z, w): the keys after the prefix that any of its rows sees. x = -1: no more tiles
+    int4 rest;  // [x, y): the keys after the prefix that all of its rows see; z: the length of the prefix; w: the key head
     u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
@@ -61,13 +63,14 @@ struct Control {
 #define OUT_32(x, i) OUT_8(x, i), OUT_8(x, i + 8), OUT_8(x, i + 16), OUT_8(x, i + 24)
 #define OUT_64(x) OUT_32(x, 0), OUT_32(x, 32)
 
-// A and B from shared memory, both as rows of the 16 numbers that are multiplied; `accumulate` false forgets what x was.
+// x += A B^T. A and B are in shared memory. Each of their rows holds the 16 values of the summed dimension.
+// If `accumulate` is 0, the old value of x is ignored.
 #define SS_PRODUCT(N, REGS, OUT, A, B, ACCUMULATE)                                                                     \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE \
                  "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, 0, 0;}"                                                  \
                  : OUT                                                                                                 \
                  : "l"(a), "l"(b), "r"(accumulate))
-// A from registers; B as 16 rows of the result's columns.
+// x += A B. A is in registers, B in shared memory. B has a row for each of the 16 values of the summed dimension.
 #define RS_PRODUCT(N, REGS, OUT, A, B)                                                                                 \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A "}, " B ", 1, 1, 1, 1;" \
                  : OUT                                                                                                 \
@@ -83,15 +86,15 @@ __device__ __forceinline__ void product(float (&x)[64], const u32 (&a)[4], u64 b
     RS_PRODUCT("128", REGS_64, OUT_64(x), "%64, %65, %66, %67", "%68");
 }
 
-// The compiler may not move what reads or writes `x` across this.
+// Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
 template <int N>
 __device__ __forceinline__ void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Of a matrix in panels: rows of 128 bytes in groups of eight, swizzled. `across` is from one panel to the next, and read only
-// where a row of B's is one of the 16 numbers that are multiplied.
+// Returns the wgmma descriptor of a matrix in panels. The rows of a panel have 128 bytes and are swizzled in groups of eight.
+// `across`: bytes from one panel to the next. wgmma reads `across` only if B's rows are the summed dimension (RS_PRODUCT).
 __device__ __forceinline__ u64 descriptor(u32 shared, u32 across) {
     constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
     return SWIZZLE_128 | GROUP_OF_8 | static_cast<u64>(across >> 4) << 16 | (shared >> 4);
@@ -99,10 +102,11 @@ __device__ __forceinline__ u64 descriptor(u32 shared, u32 across) {
 
 // ---- the two roles ----
 
-// A tile's heads are dealt out as blocks become free: dealt out beforehand, to and fro, a mixed batch of 8,192 tokens took 16 %
-// longer, and causal texts of 2,048 a third. Zeros between two kernels.
+// Blocks take items, (tile, key head) pairs, from this queue as they become free. Both numbers are 0 between two kernels.
+// A fixed assignment in serpentine order was slower: a mixed batch of 8,192 tokens took 16 % longer, causal sequences of 2,048
+// tokens a third longer.
 struct Queue {
-    int taken, done;  // items beyond each block's first; blocks that found none left
+    int taken, done;  // items taken, without the first item of each block; blocks that found no item left
 };
 
 struct Work {
@@ -115,16 +119,16 @@ struct Work {
 
 __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k, const TensorMap& v, const Work& work, u32 q_tile,
                                           u32 k_tiles, u32 v_tiles, Control& control) {
-    Ring<STAGES> ring{0, 1};  // of empty barriers: the first wait on each is for a phase before the first
+    Ring<STAGES> ring{0, 1};  // for the empty barriers: with parity 1 the first wait on each barrier returns at once
     u32 q_parity = 1;
     int next;
     for (int item = blockIdx.x; item < work.num_items; item = next) {
-        next = gridDim.x + atomicAdd(&work.queue->taken, 1);  // early, as it takes as long as a fetch
+        next = gridDim.x + atomicAdd(&work.queue->taken, 1);  // early: the atomic takes as long as a fetch
         const Tile tile = work.tiles[item / work.kv_heads];
         if (tile.x == tile.y) continue;
         const int kv_head = item % work.kv_heads;
         const int2 front = work.bounds[tile.x], back = work.bounds[tile.y - 1];
-#if PREFIX  // causal and without a window
+#if PREFIX  // attention is causal here and has no window, so `left` and `right` are not needed
         const int prefix = tile.w - tile.z;
         const int4 span = {tile.x, tile.y, front.x, tile.y};
         const int4 rest = {back.x, tile.x + 1, tile.z, prefix};
@@ -160,7 +164,7 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
             ring.advance();
         }
     }
-    // Who is last to find nothing left leaves the queue as the next kernel needs it.
+    // The last block to find the queue empty resets the queue for the next kernel.
     if (atomicAdd(&work.queue->done, 1) == gridDim.x - 1) *work.queue = {0, 0};
     wait(control.q_empty, q_parity);
     control.span.x = -1;
@@ -174,7 +178,7 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
     const int my_row = group * 64 + warp * 16 + lane / 4;
     const u64 q_rows = descriptor(q_tile + group * 64 * 128, 0);
     const u64 k_rows = descriptor(k_tiles, 0), v_rows = descriptor(v_tiles, KV_PANEL);
-    constexpr int MY_TURN = 1, ZEROED = 3;  // barriers, one for each group
+    constexpr int MY_TURN = 1, ZEROED = 3;  // numbers of named barriers: group 0 uses this number, group 1 the next number
     if (group == 1) named_arrive(MY_TURN, 256);
 
     Ring<STAGES> keys{0, 0}, values{0, 0};
@@ -221,7 +225,8 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
             if (leader) arrive(control.v_empty[values.stage]);
             values.advance();
         };
-        // Rows behind the last key are other texts': what is not a number there would spoil ours, though it weighs nothing.
+        // Waits for the values. Rows after the last key belong to other sequences. Their weights are 0, but 0 times NaN or
+        // infinity is NaN. So zeros replace these rows.
         auto values_there = [&](auto size, int key) {
             wait(control.v_full[values.stage], values.parity);
             if (key + size.keys <= stop(key)) return;
@@ -233,8 +238,9 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             named_sync(ZEROED + group, 128);
         };
-        // Scores become weights relative to 2^row_max, which is raised only where a score outgrows it by 2^RAISE. Returns: whether
-        // it was, and `shrink` is due to what was added up before.
+        // Replaces each score by its weight, exp2(score * scale_log2 - row_max). Raises row_max only if a scaled score of the
+        // warp exceeds row_max by more than RAISE. Returns whether it raised row_max. If so, the caller multiplies
+        // `o` by `shrink`.
         auto softmax = [&](auto size, auto& s, int key) {
             if (in_prefix(key) ? key + BLOCK_N > stop(key) : key < all_begin || key + size.keys > all_end) {
 #pragma unroll
@@ -291,7 +297,7 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
                 for (int e = 0; e < 4; ++e) {
                     const int i = 4 * (2 * n + e / 2) + e % 2 * 2;
                     p[n][e] = pack(s[i], s[i + 1]);
-                    row_sum[e % 2] += low(p[n][e]) + high(p[n][e]);  // as rounded: so the weights still sum to one
+                    row_sum[e % 2] += low(p[n][e]) + high(p[n][e]);  // the rounded weights: normalised, they sum to one
                 }
         };
 
@@ -316,7 +322,7 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
             products_wait<1>();
             pin(s);
             const bool raised = softmax(size, s, key);
-            keys_done(key);  // a branch here keeps the assembler from moving the exponentials behind the wait
+            keys_done(key);  // this branch keeps the assembler from moving the exponentials after the wait
             products_wait<0>();
             values_done();
             if (raised) {
@@ -332,7 +338,7 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
             values_done();
         };
 
-        // The last block of keys is often mostly empty: half of one is then enough.
+        // The last block of keys is often mostly empty. Half a block is enough if the keys fit.
         const int last = first + (end - first - 1) / BLOCK_N * BLOCK_N;
         const bool halved = end - last <= HALF_A_BLOCK.keys;
         if (halved && first == last)
@@ -363,7 +369,7 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
                     const int first = n + 2 * i;
                     word[i] = pack_e4m3(at(first, 0), at(first, 1)) | pack_e4m3(at(first + 1, 0), at(first + 1, 1)) << 16;
                 }
-                transpose(word, lane);  // two columns of one tile, and of the next, from each of the four
+                transpose(word, lane);  // word[i] now has two columns of one tile and two of the next, from lane i of four
                 const Vec8 chunk = {__byte_perm(word[0], word[1], 0x5410), __byte_perm(word[2], word[3], 0x5410),
                                     __byte_perm(word[0], word[1], 0x7632), __byte_perm(word[2], word[3], 0x7632)};
                 if (valid) reinterpret_cast<Vec8*>(to)[n / 2 + lane % 4] = chunk;

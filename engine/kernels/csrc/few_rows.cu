@@ -1,50 +1,53 @@
-// y = x W^T for up to 32 rows, with RMSNorm before it and what follows it, for sm_90 and later: W streams by, once, at the
-// memory's rate. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out.
-//   x: tensor map of [M, K], ROWS rows and 128 bytes a box; w: of [N, K], BLOCK_N rows and 128 bytes a box; norm [K]; y [M, N].
-//   OPERANDS 0 bf16, 2 e4m3, 3 int8. Of the last two, without a norm: row_scale float [M], column_scale float [N], what a row of x
-//   and of W was divided by.
-//   NORM: x's rows are normalised: x is multiplied by norm, and the row's root mean square divides the sums.
-//   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up, where W's rows are eight of the
-//   gate's and eight of the other's in turn.
+// y = x W^T for at most 32 rows of x, fused with an RMSNorm before it and the operation after it, for sm_90 and later. The kernel
+// reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out.
+//   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N rows and 128 bytes a box.
+//   norm [K], y [M, N].
+//   OPERANDS: 0 bf16, 2 e4m3, 3 int8. e4m3 and int8 have no norm. They have row_scale float [M] and column_scale float [N]: row i
+//   of x has been divided by row_scale[i], row j of W by column_scale[j].
+//   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
+//   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
+//   with eight rows of up in W.
 //
-// SPLIT blocks are a cluster and share K. Each takes its columns of tile after tile of W's rows, and of x with them, through a ring
-// of STAGES boxes of either that a warp of its own fetches by TMA. Weights depend on nothing: the ring fills with them while the
-// kernel before this one still runs, and until that has ended nothing else is read. Eight warps multiply, W's rows being the tall
-// operand of m16n8k16: four take 16 columns of a box each, times two for its rows. What they have summed is added up in shared
-// memory; each block then sends every other the sums of the rows of x that one finishes. In int8 all is the same but for
-// m16n8k32, whose operands lie in registers as m16n8k16's of 16 bits do. Hopper has no such instruction for e4m3: it becomes fp16, which
-// holds all of it, the columns in another order, but the same one of x and of W.
+// SPLIT blocks form a cluster and divide the K columns among themselves. The cluster computes one tile of W's rows after another.
+// In each block an extra warp fetches boxes of W and of x by TMA into a ring of STAGES stages. W and norm do not depend on the
+// kernel before, so the block reads them while that kernel still runs. It reads everything else after that kernel has ended.
+// Eight warps multiply with m16n8k16. The 16-row operand holds rows of W, the 8-column operand rows of x. Each warp takes a
+// quarter of a box's columns and half of the box's rows of W. The block adds up the sums of its warps in shared memory.
+// Each block then finishes EACH rows of x: all blocks of the cluster send it their sums of these rows.
+// int8 uses m16n8k32 instead. Its operands have the same layout in registers, in bytes, as those of m16n8k16 in 16 bits.
+// Hopper has no such instruction for e4m3, so e4m3 is converted to fp16, which holds every value of e4m3. The conversion changes
+// the order of the columns, in the same way for x and for W.
 //
-// Floor: N K values of W.
-// Tried: W from global memory into registers, a block for 16 rows of W and all of K: for 16 rows of x it reads as much of x as
-// of W, and is slower than cuBLAS from K = 2,560 on.
+// Floor: the N * K values of W, read once.
+// Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
+// of x as of W. It is slower than cuBLAS from K = 2,560 on.
 constexpr int COLUMNS = OPERANDS >= 2 ? 128 : 64;  // of a box
 constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / COLUMNS;
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
-constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // of W's rows, times 16, for each half of the warps; the second may have one less
-constexpr int TILES = ROWS / 8;       // of x's rows
+constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // 16-row tiles of W for each half of the warps; the second half may have one fewer
+constexpr int TILES = ROWS / 8;       // 8-row tiles of x
 constexpr int EACH = ROWS / SPLIT;    // rows of x that a block finishes
-constexpr int PITCH = BLOCK_N + 4;    // floats; off the banks of the row before
+constexpr int PITCH = BLOCK_N + 4;    // floats; the padding puts neighbouring rows into different banks
 constexpr u32 BOX = BLOCK_N * 128, X_BOX = ROWS * 128;
 static_assert(K % (SPLIT * COLUMNS) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
 static_assert(OPERANDS < 2 || !NORM, "rows in 8 bits were normalised before");
 
-// Behind W's boxes and x's:
+// Lies in shared memory after the boxes of W and of x.
 struct alignas(16) Shared {
     u32 norm[NORM ? SLICE / 2 : 4];
     float partial[4][ROWS][PITCH];
     float inbox[2][SPLIT][EACH][BLOCK_N];
-    float part_squares[4][ROWS], squares[SPLIT][ROWS];  // of this block's columns, of all
+    float part_squares[4][ROWS], squares[SPLIT][ROWS];  // sums of x^2: of each quarter of this block's columns; by each block
     u64 full[STAGES], empty[STAGES], inbox_full[2], squares_full;
 };
 
-constexpr int WORDS = OPERANDS == 2 ? 8 : 4;  // of a lane's part of an operand
+constexpr int WORDS = OPERANDS == 2 ? 8 : 4;  // registers in which a lane holds its part of W
 #if OPERANDS == 3
 typedef int Sum;
 #else
 typedef float Sum;
 #endif
-// [16 x COLUMNS / 4] of W times [8 x COLUMNS / 4] of x.
+// Adds the product of [16 x COLUMNS / 4] of W and [8 x COLUMNS / 4] of x to c.
 __device__ __forceinline__ void multiply(Sum (&c)[4], const u32 (&a)[WORDS], const u32 (&b)[WORDS / 2]) {
 #if OPERANDS == 3
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -61,7 +64,7 @@ __device__ __forceinline__ void multiply(Sum (&c)[4], const u32 (&a)[WORDS], con
 #endif
 }
 
-// What `ldmatrix` gave, as `multiply` takes it: in e4m3 each word becomes two.
+// Converts the result of `ldmatrix` to the operand of `multiply`. In e4m3 each word becomes two words of fp16.
 template <int COUNT>
 __device__ __forceinline__ void widen(const u32* from, u32 (&to)[COUNT]) {
 #pragma unroll
@@ -77,11 +80,11 @@ __device__ __forceinline__ void widen(const u32* from, u32 (&to)[COUNT]) {
     }
 }
 
-// In a box: 16 bytes of a row, where TMA's swizzle has put them.
+// Returns the offset in a box of 16 bytes of a row, as TMA has swizzled the box.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
 
-// To where block `rank` has what this one has at `to`; that block's barrier counts the bytes. Without a cluster there is no such
-// store, and the block's own threads wait for each other instead.
+// Writes x to the place in block `rank` that corresponds to `to` in this block. The barrier of block `rank` counts the bytes.
+// Without a cluster this is an ordinary store, and a barrier of the block replaces the wait for the bytes.
 __device__ __forceinline__ void send(int rank, float4& to, const float4& x, u64& barrier) {
     if (SPLIT == 1)
         to = x;
@@ -173,7 +176,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 
         const int part = warp % 4, half = warp / 4;
         auto is_mine = [&](int i) { return BLOCK_N % 32 == 0 || half * TALL + i < BLOCK_N / 16; };
-        // Of this lane: the row and the eight columns that it names to ldmatrix.
+        // The 16 bytes of a row whose address this lane gives to ldmatrix. x_single: for the last tile of an odd number of tiles.
         const u32 w_row = in_box(half * TALL * 16 + lane % 16, part * 2 + lane / 16);
         const u32 x_row = address(x_boxes) + in_box(lane % 8 + lane / 16 * 8, part * 2 + lane / 8 % 2);
         const u32 x_single = address(x_boxes) + in_box(lane % 8, part * 2 + lane / 8 % 2);
@@ -218,7 +221,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 }
             }
 
-            if (turn > 0) named_sync(1, MULTIPLIERS);  // the sums before have been read
+            if (turn > 0) named_sync(1, MULTIPLIERS);  // all threads have read the sums of the tile before
 #pragma unroll
             for (int i = 0; i < TALL; ++i)
 #pragma unroll
@@ -256,7 +259,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 send(to, shared.squares[rank][row], sum, shared.squares_full);
             }
 
-            // This block's rows of x: pairs of y's columns.
+            // Finishes this block's rows of x. A thread computes two neighbouring columns of y at a time.
             constexpr int PAIRS = (FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N) / 2;
             if (SPLIT == 1) {
                 named_sync(1, MULTIPLIERS);
@@ -293,5 +296,5 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             }
         }
     }
-    cluster_sync();  // nobody leaves while others may still write to it
+    cluster_sync();  // no block exits while another may still write to its shared memory
 }

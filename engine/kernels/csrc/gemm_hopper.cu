@@ -1,20 +1,23 @@
-// y = x W^T and what follows it, for sm_90a: bf16, fp16, e4m3 or int8 in, sums in fp32 or int32, 16 bits out.
-//   x: tensor map of [M, K], 128 bytes of a row and BLOCK_M rows a box; w: of [N, K], BLOCK_N / 2 rows a box.
-//   OPERANDS 0 bf16, 1 fp16, 2 e4m3, 3 int8. Of the last two: row_scale float [M], column_scale float [N], what a row of x and of W
-//   was divided by.
-//   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up, where W's rows are eight
-//   of the gate's and eight of the other's in turn, so that a thread holds both.
+// y = x W^T, fused with the operation after it, for sm_90a: bf16, fp16, e4m3 or int8 in, sums in fp32 or int32, 16 bits out.
+//   x: tensor map of [M, K], BLOCK_M rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N / 2 rows and 128 bytes a box.
+//   OPERANDS: 0 bf16, 1 fp16, 2 e4m3, 3 int8. e4m3 and int8 have row_scale float [M] and column_scale float [N]: row i of x has
+//   been divided by row_scale[i], row j of W by column_scale[j].
+//   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
+//   alternate with eight rows of up in W, so that one thread holds both values of a result.
 //
-// A block is three warpgroups and stays for many tiles of BLOCK_M x BLOCK_N. One thread fetches, STAGES steps of 128 bytes of K
-// ahead; the two others compute 64 rows each, from shared memory by wgmma, and write what they hold. The two blocks of a cluster,
-// below each other, share W's rows: each fetches half of them for both.
-// Tiles are walked in columns of GROUP_M clusters, so that what the chip works on at a time is about square and stays in L2.
+// A block has three warpgroups and computes many tiles of BLOCK_M x BLOCK_N. One thread of the first warpgroup fetches, up to
+// STAGES steps of 128 bytes of K ahead. Each of the other two warpgroups computes 64 rows by wgmma from shared memory and writes
+// its results.
+// The two blocks of a cluster compute tiles that lie one below the other and need the same rows of W. Each block fetches half of
+// these rows, for both blocks.
+// The tiles are computed in bands of GROUP_M clusters, column by column. So the tiles in work at one time form about a square of
+// the result, and their operands stay in L2.
 //
 // Floor: 2 M N K flops at the wgmma rate of the operands, or (M K + N K + M N) bytes moved.
-// Tried: tiles of 128 columns, half as fast, as shared memory fills no faster; releasing a stage with cluster scope, which waits for
-// all of memory, a quarter slower.
+// Tried: tiles of 128 columns. Half as fast, because shared memory fills no faster.
+// Tried: releasing a stage with cluster scope. A quarter slower, because it waits for all of memory.
 constexpr int BLOCK_M = 128, BLOCK_N = 256, CLUSTER = 2, STAGES = 4, GROUP_M = 8;
-constexpr int K_BYTES = 128;  // of a row, a step
+constexpr int K_BYTES = 128;  // of each row, in one step
 constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
 constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
 constexpr int ACCUMULATORS = BLOCK_N / 2;
@@ -23,7 +26,7 @@ struct Control {
     u64 full[STAGES], empty[STAGES];
 };
 
-// Into the same place of both blocks of the cluster, whose barriers both hear of it.
+// Fetches a box into the same place of both blocks of the cluster. Each block's barrier counts the bytes that the block receives.
 __device__ __forceinline__ void fetch_for_both(u32 shared, const TensorMap& map, int column, int row, u64& barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -66,7 +69,7 @@ typedef float Sum;
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
 
-// `accumulate` false forgets what x was.
+// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
 __device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 a, u64 b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256" KIND " {" REGS_128
                  "}, %128, %129, p" TAIL ";}"
@@ -74,13 +77,13 @@ __device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 a, u64 b, in
                  : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// The compiler may not move what reads or writes `x` across this.
+// Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
 __device__ __forceinline__ void pin(Sum (&x)[ACCUMULATORS]) {
 #pragma unroll
     for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("" : OUT_1(x[i])::"memory");
 }
 
-// Of rows of 128 bytes in groups of eight, swizzled.
+// Returns the wgmma descriptor of a matrix. Its rows have 128 bytes and are swizzled in groups of eight.
 __device__ __forceinline__ u64 descriptor(u32 shared) {
     constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
     return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
@@ -88,19 +91,20 @@ __device__ __forceinline__ u64 descriptor(u32 shared) {
 
 // ---- the two roles ----
 
-// The clusters' tiles, CLUSTER * BLOCK_M x BLOCK_N, in the order they are worked on.
+// The tiles of the clusters, CLUSTER * BLOCK_M x BLOCK_N, in the order in which they are computed.
 struct Tiles {
     int rows, columns;
     __device__ __forceinline__ Tiles(int m, int n)
         : rows((m + CLUSTER * BLOCK_M - 1) / (CLUSTER * BLOCK_M)), columns((n + BLOCK_N - 1) / BLOCK_N) {}
-    __device__ __forceinline__ int2 at(int index) const {  // first row and column
+    __device__ __forceinline__ int2 at(int index) const {  // the first row and the first column of a tile
         const int band = index / (GROUP_M * columns), within = index % (GROUP_M * columns);
         const int depth = min(GROUP_M, rows - band * GROUP_M);
         return {(band * GROUP_M + within % depth) * CLUSTER * BLOCK_M, within / depth * BLOCK_N};
     }
 };
 
-// Where it stands: the compiler would wait for one before it asks for the next, to save registers that there are.
+// A load that stays where it stands in the source. To save registers the compiler would wait for each load before it issues the
+// next load. There are enough registers for all of the loads.
 __device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
@@ -108,7 +112,7 @@ __device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
                  : "memory");
 }
 
-// What this thread has summed, two neighbouring columns of each eight, two rows eight apart -> y.
+// Writes the results of this thread to y. It holds two rows, eight rows apart, and two neighbouring columns of each eight.
 __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict__ y, const float* __restrict__ row_scale,
                                       const float* __restrict__ column_scale, int row, int column, int m, int n, i64 y_stride) {
     const int lane = threadIdx.x % 32;
@@ -116,7 +120,7 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
     for (int h = 0; h < 2; ++h) {
         const int r = row + h * 8;
         const float scale = OPERANDS >= 2 ? row_scale[min(r, m - 1)] : 1.f;
-        auto pair = [&](int i) {  // columns 8 i + lane % 4 * 2 and the one after it
+        auto pair = [&](int i) {  // column 8 i + lane % 4 * 2 and the column after it
             float2 x = {static_cast<float>(sums[4 * i + 2 * h]), static_cast<float>(sums[4 * i + 2 * h + 1])};
             if (OPERANDS >= 2) {
                 const float2 columns = reinterpret_cast<const float2*>(column_scale + min(column + 8 * i, n - 8))[lane % 4];
@@ -129,7 +133,7 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
         auto is_there = [&](int chunk) {
             return r < m && (FOLLOWED_BY == 2 ? column / 2 + 8 * chunk < n / 2 : column + 8 * chunk < n);
         };
-        constexpr int AHEAD = OPERANDS >= 2 ? WIDE / 4 : WIDE;  // chunks of what the sums are added to that are asked for at a time
+        constexpr int AHEAD = OPERANDS >= 2 ? WIDE / 4 : WIDE;  // chunks of y to load at a time, for FOLLOWED_BY 1
 #pragma unroll
         for (int first = 0; first < WIDE; first += AHEAD) {
             Vec8 before[FOLLOWED_BY == 1 ? AHEAD / 4 : 1] = {};
@@ -193,7 +197,7 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u
             for (int index = first; index < num_tiles; index += stride) {
                 const int2 at = tiles.at(index);
                 const int row = at.x + rank * BLOCK_M;
-                if (FOLLOWED_BY == 1) {  // what the sums will be added to comes as far as the L2 cache while they are summed
+                if (FOLLOWED_BY == 1) {  // prefetch this tile of y into L2 while the product runs
                     for (int i = threadIdx.x; i < BLOCK_M * (BLOCK_N / 64); i += 32) {
                         const int r = row + i / (BLOCK_N / 64), column = at.y + i % (BLOCK_N / 64) * 64;
                         if (r < m && column < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(y + r * y_stride + column));
@@ -247,5 +251,5 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u
                   y_stride);
         }
     }
-    cluster_sync();  // nobody leaves while others may still write to it
+    cluster_sync();  // no block exits while the other may still write to its shared memory
 }

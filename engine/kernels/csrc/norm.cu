@@ -1,10 +1,11 @@
 // Residual add + RMSNorm or LayerNorm, one pass over memory.
 //   y = x [+ bias] [+ residual];  out = normalise(y) * weight [+ shift];  with RESIDUAL 2, y is also written back to residual.
 //   x, residual, out [T, C], bias, weight, shift [C], 16-bit; sums in fp32.
-// ROW_THREADS threads hold a row in registers, VECTORS times eight values each, so x is read once. Rows of up to 1024
-// values belong to one warp and need no barrier; several such rows share a block.
-// Floor: the bytes of what is read and written, once.
-//   C: columns, a multiple of 8.  LAYER: 1 for LayerNorm.  BIAS, RESIDUAL: 0, 1, or 2 for "write the sum back".
+// ROW_THREADS threads hold a row in registers, VECTORS times eight values each, so the kernel reads x once. One warp takes a row
+// of up to 1024 values and needs no barrier. A block takes several such rows.
+// Floor: the bytes of all inputs and outputs, each moved once.
+//   C: columns, a multiple of 8.  LAYER: 1 for LayerNorm, 0 for RMSNorm.  BIAS: 0 or 1.
+//   RESIDUAL: 0 for none, 1 to add it, 2 to add it and write the sum back.
 constexpr int ROW_WARPS = ROW_THREADS / 32;
 constexpr int COLUMN_VECTORS = C / 8;
 constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
@@ -16,7 +17,7 @@ add_norm(const u16* __restrict__ x, u16* __restrict__ residual, const u16* __res
     __shared__ float scratch[2][ROW_WARPS];
     const int lane = threadIdx.x % ROW_THREADS;
     const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;
-    if (row >= num_rows) return;  // whole warps: a row never shares one
+    if (row >= num_rows) return;  // a warp has threads of one row only, so it returns as a whole
     x += row * C;
     residual += row * C;
     out += row * C;
@@ -47,7 +48,7 @@ add_norm(const u16* __restrict__ x, u16* __restrict__ residual, const u16* __res
     }
     sum = block_sum<ROW_WARPS>(sum, scratch[0]);
     float mean = 0.f;
-    if (LAYER) {  // around the mean, in a second walk over the registers: E[y^2] - mean^2 cancels
+    if (LAYER) {  // the variance, in a second pass over the registers: E[y^2] - mean^2 would lose digits by cancellation
         mean = sum / C;
         sum = 0.f;
 #pragma unroll

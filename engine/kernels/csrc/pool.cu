@@ -1,10 +1,11 @@
 // One vector per sequence, in two steps so that a few long sequences still fill the chip.
-//   mean:   hidden [T, C] 16-bit -> means float [B, C]. A block takes 64 columns of one sequence, BATCH rows a thread in
-//           flight: the blocks of the longest sequence are the last to end.   Floor: 2 * T * C bytes.
-//   finish: a row of `rows` (last-token and cls pooling have gathered theirs already) or of `means`, cut to its first
-//           dims[b] values, L2-normalised where normalize[b]; all NaN if one of the values kept is not finite. The row
-//           stays in registers, as in norm.cu.   Floor: 6 * B * C bytes, 8 from means.
-constexpr int COLUMN_LANES = 8;  // times eight values
+//   pool_mean: hidden [T, C] 16-bit -> out float [B, C]. A block takes 64 columns of one sequence. The blocks of the longest
+//       sequence end last, so each thread keeps BATCH rows in flight.   Floor: 2 * T * C bytes.
+//   pool_finish: takes the vectors from `rows` [B, C] 16-bit if FROM_ROWS, otherwise from `means` float [B, C]. Last-token and
+//       cls pooling have gathered `rows` before. Row b keeps its first dims[b] values; the other columns become 0. Row b is
+//       L2-normalised if normalize[b]. It becomes all NaN if one of the values that it keeps is not finite. It stays in
+//       registers, as in norm.cu.   Floor: 6 * B * C bytes from rows, 8 * B * C from means.
+constexpr int COLUMN_LANES = 8;  // neighbouring lanes that read one row, eight values each
 constexpr int BATCH = 8;
 constexpr int ROW_GROUPS = THREADS / COLUMN_LANES;
 
@@ -47,7 +48,7 @@ pool_mean(const u16* __restrict__ hidden, const int* __restrict__ cu_seqlens, fl
 }
 
 constexpr int ROW_WARPS = ROW_THREADS / 32;
-constexpr int VECTORS = (C / 4 + ROW_THREADS - 1) / ROW_THREADS;  // of four values, so that a warp's stores are contiguous
+constexpr int VECTORS = (C / 4 + ROW_THREADS - 1) / ROW_THREADS;  // of four values, so that a warp's fp32 stores are contiguous
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, 1)
 pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const int* __restrict__ dims,
@@ -56,10 +57,10 @@ pool_finish(const u16* __restrict__ rows, const float* __restrict__ means, const
     __shared__ float scratch[2][ROW_WARPS];
     const int lane = threadIdx.x % ROW_THREADS;
     const i64 row = static_cast<i64>(blockIdx.x) * ROWS + threadIdx.x / ROW_THREADS;
-    if (row >= num_rows) return;  // whole warps: a row never shares one
+    if (row >= num_rows) return;  // a warp has threads of one row only, so it returns as a whole
     const int width = dims[row];
     float x[VECTORS][4];
-    float sum = 0.f, zero = 0.f;  // NaN as soon as a value is not finite
+    float sum = 0.f, zero = 0.f;  // `zero` stays 0, or becomes NaN if a value is not finite
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int at = i * ROW_THREADS + lane;
