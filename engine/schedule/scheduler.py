@@ -106,15 +106,16 @@ class Scheduler:
 
         Every other pass at the most is one of `add_alone`, so that these hold up nobody for long.
         """
-        if not (self._was_alone and len(self.queue)):
-            while self._alone:
-                part = self._alone.popleft()
-                if part.request.deadline <= now:
-                    part.request.fail(DeadlinePassed("the request's deadline passed while it was computed again"))
-                if not part.request.future.done():
-                    self._was_alone = True
-                    return [part]
-        self._was_alone = False
+        was_alone, self._was_alone = self._was_alone, False
+        if was_alone and (slices := self.queue.schedule(now)):
+            return slices
+        while self._alone:
+            part = self._alone.popleft()
+            if part.request.deadline <= now:
+                part.request.fail(DeadlinePassed("the request's deadline passed while it was computed again"))
+            if not part.request.future.done():
+                self._was_alone = True
+                return [part]
         return self.queue.schedule(now)
 
     def started(self, num_tokens: int, now: float) -> None:

@@ -1,9 +1,10 @@
 """The engine loop: every caller hears the end, whatever happens to the others or to the engine."""
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from time import perf_counter, sleep
@@ -253,6 +254,95 @@ def test_whoever_waits_hears_the_end_of_the_engines_threads(where: str, passes_i
     loop._thread.join(5)
     with pytest.raises(EngineStopped):
         loop.submit([job(5)])
+    loop.stop()
+
+
+class Device(Gate):
+    """Two passes in flight, as on a GPU; up to 16 tokens are quick to launch. A pass ends when `ends` is set, and the thread that
+    sleeps until then wakes up when `wakes` is set."""
+
+    passes_in_flight, max_graph_tokens = 2, 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open.set()
+        self.ends, self.wakes = threading.Event(), threading.Event()
+        self.launched_in: list[str] = []
+
+    def end(self) -> None:
+        self.ends.set()
+        self.wakes.set()
+
+    def launch(self, *arguments: Any) -> Any:
+        self.launched_in.append(threading.current_thread().name)
+        return Device.Flight(super().launch(*arguments).output, self.ends, self.wakes)
+
+    @dataclass
+    class Flight:
+        output: Output
+        ends: threading.Event
+        wakes: threading.Event
+
+        @property
+        def done(self) -> bool:
+            return self.ends.is_set()
+
+        def synchronize(self) -> None:
+            assert self.wakes.wait(10)
+
+        def wait(self) -> Output:
+            assert self.ends.wait(10)
+            return self.output
+
+
+def test_a_query_that_meets_an_idle_engine_is_launched_by_its_caller() -> None:
+    device = Device()
+    loop = EngineLoop(device, max_batch_tokens=64)
+    here = threading.current_thread().name
+    first, second = job(1), job(2)
+    loop.submit([first])
+    assert device.launched_in == [here]  # before `submit` returns
+    loop.submit([second])  # while that pass is under way
+    device.end()
+    assert [each.future.result(5).vectors[0, 0] for each in (first, second)] == [1, 2]
+    for other in (job(3, length=17), job(4, **TOKENS)):  # too long for a graph; more than vectors
+        loop.submit([other])
+        other.future.result(5)
+    assert device.launched_in == [here, "engine", "engine", "engine"]
+    loop.stop()
+
+
+def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
+    device = Device()
+    device.end()
+    loop = EngineLoop(device, max_batch_tokens=64)
+    broken, split, after = job(13), job(15, 1), job(2)
+    loop.submit([broken])
+    with pytest.raises(BackendError, match="broken"):
+        broken.future.result(5)
+    for each, firsts in ((split, [15, 1]), (after, [2])):  # the first does not fit into memory in one pass
+        loop.submit([each])
+        assert each.future.result(5).vectors[:, 0].tolist() == firsts
+    assert set(device.launched_in) == {threading.current_thread().name}
+    loop.stop()
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(polls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, delivered_in = Device(), list[str]()
+    loop = EngineLoop(device, 64, on_batch=lambda _: delivered_in.append(threading.current_thread().name))
+    loop._scheduler.rates.add(4, 0.5 if polls else 60.0)  # what a pass is foreseen to take
+    monkeypatch.setattr("engine.loop._POLL_BEFORE_S", 1.0)
+
+    async def ask() -> Any:
+        request = job(5)
+        loop.submit([request])
+        asyncio.get_running_loop().call_later(0.01, device.ends.set if polls else device.end)
+        return await asyncio.wait_for(loop.answer(request), 5)
+
+    assert asyncio.run(ask()).vectors.tolist() == [[5, 5]]
+    assert delivered_in == [threading.current_thread().name if polls else "engine-results"]
+    device.end()
     loop.stop()
 
 

@@ -1,5 +1,6 @@
 """Any traffic, any failure, any moment to stop: whoever waits hears the end, and a result has the rows of its own sequences."""
 
+import asyncio
 import random
 import threading
 from collections.abc import Sequence
@@ -124,6 +125,10 @@ def check(request: Request) -> None:
         assert all((array == ids[0]).all() for array, ids in zip(result.ragged[name], request.sequences, strict=True))
 
 
+async def answers(loop: EngineLoop, requests: Sequence[Request]) -> None:
+    await asyncio.wait_for(asyncio.gather(*map(loop.answer, requests), return_exceptions=True), 10)
+
+
 @pytest.mark.parametrize("passes_in_flight", [1, 2])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traffic=st.lists(wishes, min_size=1, max_size=30), seed=st.integers(0, 1 << 30), stops_early=st.booleans())
@@ -138,9 +143,7 @@ def test_whoever_waits_hears_the_end(passes_in_flight: int, traffic: list[Wish],
         if wish.cancelled:
             request.future.cancel()
     if not stops_early:
-        for request in requests:
-            if not request.future.cancelled():
-                request.future.exception(10)
+        asyncio.run(answers(loop, [each for each in requests if not each.future.cancelled()]))
         assert loop.queued_tokens == loop.queued_requests == loop.queued_inputs == 0
     stopper = threading.Thread(target=loop.stop)
     stopper.start()

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
+from threading import RLock
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from engine.errors import DeadlinePassed
 from engine.options import EmbedOptions, Priority
 from engine.schedule.queue import BATCH_WAITS_S, Queue
 from engine.schedule.request import Request, Slice
+from engine.schedule.scheduler import Scheduler
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 arrivals = st.lists(lengths, max_size=12)
@@ -254,3 +257,17 @@ def test_a_deadline_passes_wherever_in_the_queue_a_request_waits(priority: Prior
     for each in (started, late):
         with pytest.raises(DeadlinePassed):
             each.future.result(0)
+
+
+def test_a_sequence_to_compute_again_is_scheduled_though_all_that_waits_is_late() -> None:
+    scheduler = Scheduler(64, None, 1, RLock())
+    scheduler.add(request([5]))
+    (part,) = scheduler.schedule(0.0)
+    late = request([5], deadline=perf_counter() + 60)
+    scheduler.add_alone(part)
+    scheduler.add_alone(part)
+    scheduler.add(late)
+    assert scheduler.schedule(0.0) == [part]
+    assert scheduler.schedule(inf) == [part]  # the queue's turn, but `late` is over
+    assert isinstance(late.future.exception(0), DeadlinePassed)
+    assert not scheduler.has_work
