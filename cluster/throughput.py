@@ -1,4 +1,7 @@
-"""Tokens/s of a model on a class of nodes before it has run there: as measured on one card, predicted from that, or estimated."""
+"""Tokens/s that a model should reach on a class of nodes, before it has run there.
+
+The rate is measured on one card, predicted for other cards from that measurement, or estimated from FLOPs and bytes.
+"""
 
 import json
 import re
@@ -19,13 +22,17 @@ from engine.model.footprint import body_parameters
 # Written by `python -m loadtests.predict` from loadtests/results/engine.json.
 TABLE_FILE = Path(__file__).parent / "throughput.json"
 
-# What a rate is: the operator's own figure, ours, ours stretched to another card, or only FLOPs and bytes.
+# The source of a rate. "given": the operator's own figure. "measured": our measurement on this card. "predicted": our measurement
+# on another card, scaled to this card. "estimated": computed from FLOPs and bytes alone.
 Basis = Literal["given", "measured", "predicted", "estimated"]
 _Body = tuple[Any, ...]
 
 
 class Rate(NamedTuple):
-    """Tokens/s of short or mixed texts, queued, on a whole card; attention over long texts comes on top."""
+    """Tokens/s of one replica that has a card to itself, while texts are queued.
+
+    The texts are short, or of mixed lengths. Longer texts also need time for attention that the rate does not include.
+    """
 
     tokens_per_s: float
     basis: Basis
@@ -33,10 +40,11 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of one card, or of a node's CPUs: FLOP/s of dense bf16 products with fp32 accumulation, bytes/s read and written.
+    """The speed of one card, or of a node's CPUs.
 
-    `mma_sync` is the share of the products' rate that mma.sync reaches, less than all where products have instructions of
-    their own. Our attention is made of it, and on cards with `wgmma` of that.
+    `gemm` is the FLOP/s of dense bf16 GEMMs with fp32 accumulation. `copy` is the bytes/s read and written.
+    `mma_sync` is the share of `gemm` that the instruction mma.sync reaches. It is less than 1 on cards whose GEMMs use a faster
+    instruction. Our attention kernel uses mma.sync; on cards with `wgmma` there is also one that uses wgmma.
     """
 
     gemm: float
@@ -45,13 +53,17 @@ class Speed:
     wgmma: bool = False
 
     def attention(self, wgmma: bool) -> float:
-        """FLOP/s at best, of a model whose attention uses wgmma where there is one."""
+        """The highest FLOP/s of attention.
+
+        Args:
+            wgmma: whether the model's attention uses wgmma on cards that have it.
+        """
         return self.gemm * (1.0 if wgmma and self.wgmma else self.mma_sync)
 
 
-_MMA_SYNC = 0.62  # of the products' rate, at best on Hopper, and taken to be so on its successor
-# H200 measured by us (loadtests/results), GB10 by others (GEMM 91-92 TFLOP/s, copy 218 GB/s), the rest as published by NVIDIA,
-# memory at 90 %. The first pattern found in the card's name counts.
+_MMA_SYNC = 0.62  # of the GEMM rate; the highest share on Hopper, and assumed for Blackwell's B200
+# We measured the H200 (loadtests/results). Others measured the GB10 (GEMM 91-92 TFLOP/s, copy 218 GB/s). The other figures are
+# NVIDIA's, with 90 % of the memory bandwidth. The first pattern that occurs in the card's name is used.
 _CARDS = {
     "gb10": Speed(92e12, 218e9),
     "b200": Speed(1600e12, 7.2e12, _MMA_SYNC),
@@ -75,27 +87,28 @@ _CARDS = {
     "t4": Speed(65e12, 270e9),
 }
 _UNKNOWN_CARD = Speed(40e12, 250e9)
-_CPU_CORE_FLOPS = 0.1e12  # of a Zen 4 core with bf16; half of it in float32
+_CPU_CORE_FLOPS = 0.1e12  # a Zen 4 core in bf16; half of this rate in float32
 _CPU_BANDWIDTH = 40e9
-_GEMM_SHARE = 0.88  # of the peak that the products reach on the H200
-_MIG_SLICES = 7  # of a whole GPU, on all that can be sliced like that
+_GEMM_SHARE = 0.88  # of `Speed.gemm`, which a model's GEMMs reach on the H200
+_MIG_SLICES = 7  # of a whole GPU; the same on every GPU that has MIG
 
-# Compute capability by name, for cards that nobody asked. One that no pattern fits is taken for a newer one.
+# Compute capability by the card's name, for cards from a file. A card that no pattern matches is assumed to be newer than all of
+# these.
 _OLDER_CARDS = {
-    r"t4|v100|p100|p40|p4|titan|quadro rtx|rtx 20[678]0|gtx": (7, 5),  # or before
+    r"t4|v100|p100|p40|p4|titan|quadro rtx|rtx 20[678]0|gtx": (7, 5),  # or lower
     r"a100|a800|a30": (8, 0),
     r"a10g?|a16|a2|a40|rtx a\d{4}|rtx 30[5-9]0": (8, 6),
     r"orin": (8, 7),
 }
-_NEWER_CARD = (8, 9)  # or after
+_NEWER_CARD = (8, 9)  # or higher
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A model on the table's card, on texts of mixed lengths, all queued.
+    """A measurement of one model on the table's card, with texts of mixed lengths that are all queued.
 
-    `busy` is the share of the time that the GPU worked; `gemm`, `attention` and `elementwise` are shares of that.
-    `gemm_flops` is what bf16 products reached in the same run, and `wgmma` says that attention used it and not mma.sync.
+    `busy` is the share of the time in which the GPU worked. `gemm`, `attention` and `elementwise` are shares of that busy time.
+    `gemm_flops` is the FLOP/s that a bf16 GEMM reached in the same run. `wgmma` says that attention used wgmma, not mma.sync.
     """
 
     model: str
@@ -116,7 +129,7 @@ class Table:
 
 
 def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
-    """Of our engine there, by the best that is known. `node` can run `dtype`."""
+    """The rate of our engine on the node, from the best source there is. `node` must be able to run `dtype`."""
     row = _rows_by_body().get((_body(config), dtype)) if has_bf16(node) and is_known(node) else None
     if row is None:
         return Rate(estimated_tokens_per_s(config, dtype, node), "estimated")
@@ -126,9 +139,11 @@ def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
 
 
 def predicted_tokens_per_s(row: Measured, there: Speed, here: Speed) -> float:
-    """Each part of a token's time stretched by what bounds it; what the GPU waited is the host's, and stays.
+    """Tokens/s on the card `here`, from a measurement on the card `there`.
 
-    Products of 8 bits run at twice bf16's rate on every card that has them, so the ratio of two cards is bf16's.
+    Each part of the GPU's time is scaled by the ratio of the rates that limit the part: GEMM, attention or memory copy. The time
+    in which the GPU waited does not change, because the host causes the waiting. The bf16 ratio also holds for 8-bit GEMMs: they
+    run at twice the bf16 rate on every card that has them.
     """
     there = replace(there, gemm=row.gemm_flops)
     more = (
@@ -140,11 +155,13 @@ def predicted_tokens_per_s(row: Measured, there: Speed, here: Speed) -> float:
 
 
 def estimated_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> float:
-    """Each token is multiplied with every weight and moves its activations through memory once; the two add up, as they do
-    in the profiles of our engine (loadtests/results/engine.md).
+    """Tokens/s from FLOPs and bytes.
+
+    Each token is multiplied with every weight, and its activations move through memory once. The two times are added, because
+    they add up in the profiles of our engine (loadtests/results/engine.md).
     """
     speed = speed_of(node)
-    # float32 at half of bf16's rate, on tensor cores (TF32) and on CPUs; 8 bits at twice of it.
+    # float32 has half the bf16 rate, on tensor cores (TF32) and on CPUs. 8-bit dtypes have twice the bf16 rate.
     flops = _GEMM_SHARE * speed.gemm * 2 / dtype.itemsize
     c, wide = config.hidden_size, config.intermediate_size
     heads = (config.n_heads + config.n_kv_heads) * config.head_dim
@@ -154,7 +171,7 @@ def estimated_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) 
 
 @cache
 def table() -> Table:
-    """What was measured."""
+    """Our measurements, from `TABLE_FILE`."""
     content: dict[str, Any] = json.loads(TABLE_FILE.read_text(encoding="utf-8"))
     return Table(content["card"], tuple(Measured(**row) for row in content["rows"]))
 
@@ -165,21 +182,21 @@ def _rows_by_body() -> dict[tuple[_Body, torch.dtype], Measured]:
 
 
 def _body(config: ModelConfig) -> _Body:
-    """What a token's time depends on: models that agree in it differ in weights, words, pooling or head."""
+    """All that the time per token depends on. Models with equal bodies differ only in weights, vocabulary, pooling or head."""
     widths = (config.hidden_size, config.intermediate_size, config.n_heads, config.n_kv_heads, config.head_dim)
     scores = (config.causal, family_of(config).biases_scores, getattr(config, "window", None))
     return (type(config), config.n_layers, *widths, *scores, body_parameters(config))
 
 
 def speed_of(node: Node) -> Speed:
-    """Of one card of the node, or of its CPUs."""
+    """The speed of one card of the node, or of the CPUs of a node without cards."""
     if not node.cards:
         return Speed(node.num_cpus * _CPU_CORE_FLOPS, _CPU_BANDWIDTH)
     return card_speed(node.cards[0].name)
 
 
 def card_speed(name: str) -> Speed:
-    """By the name that the card gives itself."""
+    """The speed of a card, by the name that its driver reports. An unknown card gets a cautious guess, a MIG slice its share."""
     name = name.lower()
     speed = next((speed for pattern, speed in _CARDS.items() if _names(pattern, name)), _UNKNOWN_CARD)
     part = re.search(r"\bmig (\d)g\b", name)
@@ -188,7 +205,7 @@ def card_speed(name: str) -> Speed:
 
 
 def capability_of(node: Node) -> tuple[int, int] | None:
-    """The compute capability of the node's cards, as they say or, in a plan from a file, by their name; None without."""
+    """The compute capability of the node's cards: as read from the card, or else by its name. None for a node without cards."""
     if not node.cards:
         return None
     card = node.cards[0]
@@ -197,12 +214,12 @@ def capability_of(node: Node) -> tuple[int, int] | None:
 
 
 def has_bf16(node: Node) -> bool:
-    """Whether the node's cards multiply bfloat16 themselves: all from Ampere on."""
+    """Whether the node's cards have bfloat16 instructions. All cards from Ampere on have them."""
     return (capability_of(node) or (0, 0)) >= (8, 0)
 
 
 def is_known(node: Node) -> bool:
-    """Whether the node's speed is more than a cautious guess."""
+    """Whether the node's speed is known. If not, the speed is a cautious guess."""
     return not node.cards or any(_names(pattern, node.cards[0].name.lower()) for pattern in _CARDS)
 
 

@@ -2,8 +2,8 @@
 
 import gc
 
-# New container objects between two collections of the youngest generation. Python's default is 700. With some hundred requests
-# in flight, a few requests make 700 objects, and each collection walks through all requests (docs/decisions/026).
+# Python collects the youngest generation after this many new container objects. Python's default is 700. With some hundred
+# requests in flight, a few requests make 700 objects, and each collection walks through all requests (docs/decisions/026).
 _CONTAINERS = 50_000
 
 

@@ -185,7 +185,7 @@ def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: F
     stand_in.may.set()
     threading.Thread(target=stand_in.serve_forever, daemon=True).start()
     servers = f"127.0.0.1:9 disabled\n    server proxy 127.0.0.1:{stand_in.server_port} check backup"
-    expected = error_response(Unhealthy("No model is up: the server starts or ends"), form)
+    expected = error_response(Unhealthy("No model is up: the server is starting or stopping"), form)
     for arguments in (("127.0.0.1:9 disabled", path, tmp_path, *default), (servers, path, tmp_path)):
         with _in_front_of(*arguments) as ask:
             answer = ask()

@@ -413,10 +413,10 @@ def test_how_many_gateways_requests_of_one_text_would_take_is_said() -> None:
         return [note for note in plan_report.notes(plan) if note.startswith("gateways")]
 
     (note,) = said(801)
-    assert note.endswith("of 100 tokens, which takes 2")
+    assert note.endswith("of 100 tokens need 2 gateways")
     (note,) = said(5600, gateways=6)
     assert note == (
-        "gateways: 6, good for some 4,800 requests/s of one text; the replicas do 5,600 texts/s of 100 tokens, which takes 7"
+        "gateways: 6 can take about 4,800 one-text requests/s; the replicas' 5,600 texts/s of 100 tokens need 7 gateways"
     )
     assert said(800) == said(5600, gateways=7) == []
 
