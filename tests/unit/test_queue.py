@@ -268,6 +268,6 @@ def test_a_sequence_to_compute_again_is_scheduled_though_all_that_waits_is_late(
     scheduler.add_alone(part)
     scheduler.add(late)
     assert scheduler.schedule(0.0) == [part]
-    assert scheduler.schedule(inf) == [part]  # the queue's turn, but `late` is over
+    assert scheduler.schedule(late.deadline) == [part]  # the queue's turn, but `late` is over
     assert isinstance(late.future.exception(0), DeadlinePassed)
     assert not scheduler.has_work
