@@ -146,6 +146,9 @@ def free_host_bytes(for_gpu: bool = False) -> int:
     """Bytes of the machine's memory that this process may still take: MemAvailable, and within the control group's limit.
 
     With `for_gpu`, bytes that an integrated GPU may take. The control group does not count this memory.
+
+    No reserve is subtracted. A replica that serves subtracts 1 GiB. The check before a load subtracts 10 GiB
+    (`engine.host.free_unified_bytes` says why).
     """
     available, group = psutil.virtual_memory().available, _own_cgroup()
     if for_gpu or group.memory_bytes is None or group.memory_folder is None:

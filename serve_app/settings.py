@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from cluster.error_forms import decides_form
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import Names, ServerSettings
 from engine.errors import EmberError
@@ -47,6 +48,12 @@ class Settings(ServerSettings, ModelOptions):
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):
             raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
+        for slug in slugs[1:]:  # the first model has no prefix
+            if decides_form(slug):
+                raise ValueError(
+                    f"a model named {slug} would answer at /pools/{slug}, a path whose errors have another API's form; "
+                    "give it another name with served_model_name"
+                )
         return self
 
     @property

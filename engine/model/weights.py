@@ -146,9 +146,16 @@ class Checkpoint:
         return weight if self._quantized is None else quantize_weight(weight, self._quantized)
 
     def take_all(self) -> dict[str, Tensor]:
-        """Every tensor by its name, as it is stored, for callers with their own rules for names and shapes."""
+        """Every tensor by its name, as it is stored, for callers with their own rules for names and shapes.
+
+        The tensors share the files' mappings. `to_device` copies them to the GPU.
+        """
         self._taken.update(self._file_of)
         return {name: file.tensor(stored) for name, (file, stored) in self._file_of.items()}
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A tensor of `take_all` on the model's device."""
+        return self._unmapped(tensor).to(self.device)
 
     def finish(self, unused: Sequence[str]) -> list[str]:
         """Account for what was not taken.
@@ -188,6 +195,10 @@ class Checkpoint:
             self._untaken[file] -= 1
             if not self._untaken[file]:  # a mapping's pages count as this process's memory until it is closed
                 file.close()
+        return self._unmapped(tensor)
+
+    def _unmapped(self, tensor: Tensor) -> Tensor:
+        """A copy in ordinary memory if the GPU is integrated. Otherwise the tensor itself, perhaps in a file's mapping."""
         return tensor.clone() if self._leaves_mapping else tensor
 
 

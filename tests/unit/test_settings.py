@@ -38,6 +38,9 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({"trust_remote_code": "true"}, {}, ["no effect without backend transformers"]),
         ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),
         ({"models": ["org/a", "other/a"]}, {}, ["share a name", "served_model_name"]),
+        ({"models": ["org/a", "/models/a/v2"]}, {}, ["named v2", "/pools/v2", "served_model_name"]),
+        ({"models": ["a", "b"], "served_model_name": ["a", "v1"]}, {}, ["named v1", "served_model_name"]),
+        ({"models": ["a", "embeddings"]}, {}, ["named embeddings", "served_model_name"]),
         ({"request_timeout_s": "0"}, {}, ["--request-timeout-s = '0'", "greater than 0"]),
         (
             {"default_prompt": "a"},
@@ -70,6 +73,10 @@ def test_pool_names_are_safe_in_a_path() -> None:
     assert pool_name("Qwen/Qwen3-Embedding-0.6B") == "Qwen3-Embedding-0.6B"
     assert pool_name("/models/my model/") == "my-model"
     assert pool_name("ü/é") == "-"
+
+
+def test_a_name_that_decides_the_form_of_errors_is_refused_in_a_prefix_alone() -> None:
+    assert load_settings({"models": ["/models/a/v2", "v2.1"]}, {}).names == ("/models/a/v2", "v2.1")
 
 
 def test_the_written_config_gives_the_same_settings_back() -> None:

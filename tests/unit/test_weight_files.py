@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
 from engine.model import weights
+from engine.model.families.transformers import Transformers
 from engine.model.weights import Checkpoint
 
 Tiny = Callable[..., Path]
@@ -178,6 +179,18 @@ def test_weights_go_to_an_integrated_gpu_from_memory_that_is_no_files_mapping(
         checkpoint.strip_prefix(("", "bert."), probe="embeddings.word_embeddings.weight")
         tensor = checkpoint.take("embeddings.LayerNorm.weight", 64)
         assert is_mapped_from(folder, tensor) == (not integrated)
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+def test_weights_of_transformers_networks_leave_the_mapping_too(
+    integrated: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "is_integrated", lambda device: integrated)
+    folder = tiny("bert")
+    engine = Engine.load(folder, dtype="float32", device="cpu", backend="transformers")
+    assert isinstance(engine.model, Transformers)
+    stored = engine.model.network.get_parameter("encoder.layer.0.output.dense.weight")
+    assert is_mapped_from(folder, stored) == (not integrated)
 
 
 def is_mapped_from(folder: Path, tensor: torch.Tensor) -> bool:

@@ -221,7 +221,8 @@ def _load(network: Any, hf: Any, config: TransformersConfig, checkpoint: Checkpo
         built = _build(hf, config, checkpoint.dtype)
         built.load_state_dict(loaded.state_dict(), assign=True)
         loaded = built
-    found: nn.Module = loaded.eval().to(checkpoint.device)
+    # `_apply` moves one tensor at a time, as Module.to does. Clones made in `take_all` would all be in memory at once.
+    found: nn.Module = loaded.eval()._apply(checkpoint.to_device)
     return found
 
 
