@@ -12,6 +12,8 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -127,6 +129,7 @@ _CLASSIFIERS: dict[str, type[Any]] = {
 TINY |= {f"{kind}_classifier": replace(TINY[kind], model=model) for kind, model in _CLASSIFIERS.items()}
 
 _NUM_GPU_TESTS = pytest.StashKey[int]()
+_KERNEL_REPORTS = pytest.StashKey["subprocess.Popen[str]"]()
 
 
 @pytest.hookimpl(trylast=True)
@@ -144,8 +147,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Starts to compile the kernels, at the lowest priority, if a test wants their reports."""
+    if session.config.option.collectonly or not any("kernel_reports" in item.fixturenames for item in session.items):
+        return
+    known = session.config.cache.mkdir("emberforge") / "kernel_reports.json"
+    session.config.stash[_KERNEL_REPORTS] = subprocess.Popen(
+        ["nice", "-n", "19", sys.executable, Path(__file__).parent / "kernel_reports.py", known],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A selection of GPU tests alone is a success on a machine without a GPU, as a run of skipped tests is."""
+    if (compiling := session.config.stash.get(_KERNEL_REPORTS, None)) is not None:
+        compiling.kill()
+        compiling.communicate()
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _NUM_GPU_TESTS in session.config.stash:
         session.exitstatus = pytest.ExitCode.OK
 
@@ -160,6 +180,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ()))
     for reason, num_tests in sorted(reasons.items()):
         terminalreporter.write_line(f"not run: {num_tests:,} {'test' if num_tests == 1 else 'tests'} ({reason})")
+
+
+@pytest.fixture(scope="session")
+def kernel_reports(request: pytest.FixtureRequest) -> "subprocess.Popen[str]":
+    """The process of `tests/kernel_reports.py`."""
+    return request.config.stash[_KERNEL_REPORTS]
 
 
 @pytest.fixture(scope="session")

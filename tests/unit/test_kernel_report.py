@@ -1,19 +1,16 @@
 """Every kernel compiles for every chip without spilling, and the command that shows it fails when one does not."""
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from importlib.metadata import version
-from pathlib import Path
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from engine.errors import ModelError
-from engine.kernels import compile as kernel_compiler
 from engine.kernels import report
-from engine.kernels.compile import MAX_SHARED_BYTES, Resources, compile_report, nvrtc_version
+from engine.kernels.compile import MAX_SHARED_BYTES
 from engine.kernels.report import Row, Variant, compile_rows, parse_archs, problems, variants
 from serve_app.cli.commands import cli
 
@@ -25,36 +22,10 @@ def only(*sources: str) -> Callable[[tuple[int, int]], list[Variant]]:
     return lambda capability: [next(v for v in variants(capability) if v.source == source) for source in sources]
 
 
-@pytest.fixture
-def remembered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keeps the compiler's reports in pytest's cache: a run compiles only what has changed since the last run.
-
-    To compile every variant takes 200 s of a core. A report's key is all that the report depends on: source, macros, chip,
-    the versions of the compiler, and the file that chooses its options. A compile that fails is not kept.
-    """
-    cache = request.config.cache
-    assert cache is not None
-    compiler = [nvrtc_version(), version("cuda-core"), version("cuda-bindings"), version("nvidia-cuda-nvrtc")]
-    module = Path(kernel_compiler.__file__)
-    compiler += [path.read_text() for path in (module, *sorted((module.parent / "csrc").glob("*.cuh")))]
-    known, used = cache.get("kernel_reports", {}), {}
-
-    def remember(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Resources]:
-        text = (module.parent / "csrc" / f"{source}.cu").read_text()
-        key = hashlib.sha256(json.dumps([text, dict(defines), arch, compiler], sort_keys=True).encode()).hexdigest()
-        if key not in known:
-            known[key] = {entry: asdict(found) for entry, found in compile_report(source, defines, arch).items()}
-        used[key] = known[key]
-        return {entry: Resources(**found) for entry, found in used[key].items()}
-
-    monkeypatch.setattr(report, "compile_report", remember)
-    yield
-    cache.set("kernel_reports", used)
-
-
-@pytest.mark.usefixtures("remembered")
-def test_every_variant_compiles_for_every_chip_without_spilling() -> None:
-    rows = report.report(parse_archs(report.DEFAULT_ARCHS))
+def test_every_variant_compiles_for_every_chip_without_spilling(kernel_reports: "subprocess.Popen[str]") -> None:
+    output, errors = kernel_reports.communicate()
+    assert kernel_reports.returncode == 0, errors
+    rows = [Row(**row) for row in json.loads(output.splitlines()[-1])]
     assert {row.arch for row in rows} == {f"sm_{arch}" for arch in (80, 86, 89, 90, "90a", 100, 120, 121)}
     found = problems(rows)
     assert not found, "\n".join(found)
