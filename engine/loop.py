@@ -57,6 +57,7 @@ class EngineLoop:
         self._num_threads = num_threads
         self._stopping = False
         self._launching = threading.Lock()  # held by the thread that launches
+        self._delivering = threading.Lock()  # held by the thread that delivers: two passes may have parts of one request
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._polled: Launched | None = None  # the last pass that a caller launched, until it was delivered
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -241,7 +242,8 @@ class EngineLoop:
     def _deliver(self, launched: Launched) -> None:
         if launched is self._polled:
             self._polled = None
-        again = self._passes.deliver(launched)
+        with self._delivering:
+            again = self._passes.deliver(launched)
         if again or self._passes.device_lost:
             with self._changed:
                 for part in again:

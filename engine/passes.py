@@ -64,7 +64,7 @@ class Launched:
 
 
 class Passes:
-    """The passes of one engine. `schedule` and `launch` are for one thread, `deliver` for one thread, perhaps another."""
+    """The passes of one engine. One thread at a time calls `launch`, and one thread at a time, perhaps another, `deliver`."""
 
     def __init__(
         self,
