@@ -45,7 +45,7 @@ class Graph:
 
 
 class Graphs:
-    """The graphs of one runner. `find` and `want` are for the thread that launches; later captures are in a thread of their own."""
+    """The graphs of one runner. The thread that launches calls `find` and `want`; later captures have a thread of their own."""
 
     def __init__(self, capture: Callable[[Key, bool], Graph], most: int = MAX_GRAPHS) -> None:
         """`capture` makes a graph; its second argument says whether to run the pass eagerly first."""
