@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 160
 # Seconds that the captures at load may take. What is left is captured when a batch of its shape has come.
-MOST_CAPTURE_S = 2.5
+MOST_CAPTURE_S = 2.0
 
 Heads = tuple[OutputHead, ...]
 Key = tuple[BatchShape, Heads]
