@@ -331,8 +331,8 @@ def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
 def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(polls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device, delivered_in = Device(), list[str]()
     loop = EngineLoop(device, 64, on_batch=lambda _: delivered_in.append(threading.current_thread().name))
-    loop._scheduler.rates.add(4, 0.5 if polls else 60.0)  # what a pass is foreseen to take
-    monkeypatch.setattr("engine.loop._POLL_BEFORE_S", 1.0)
+    loop._scheduler.rates.add(4, 5.0 if polls else 60.0)  # what a pass is foreseen to take
+    monkeypatch.setattr("engine.loop._POLL_BEFORE_S", 10.0)
 
     async def ask() -> Any:
         request = job(5)
