@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 # While work waits for a pass to end, the engine's thread naps instead of sleeping. A core that has slept a millisecond runs the
 # launch half as fast: a single query of 1.3 ms took 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
+# A caller launches a pass of so few tokens itself. Larger ones take milliseconds, beside which a change of threads is little, and
+# packing them would hold up the caller's event loop.
+_QUICK_TOKENS = 1024
 # A caller polls for the end of its pass for so long before the foreseen end, and for so long after it.
 _POLL_BEFORE_S, _POLL_AFTER_S = 0.003, 0.001
 # The interpreter's switch interval; Python's default is 5 ms. Every operation of a pass takes the interpreter again. Next to a
@@ -53,7 +56,7 @@ class EngineLoop:
         self._passes = Passes(engine, max_batch_tokens, max_batch_seqs, on_batch, on_split)
         self._lock, self._changed, self._scheduler = self._passes.lock, self._passes.changed, self._passes.scheduler
         self._on_gpu = engine.passes_in_flight > 1
-        self._quick_tokens = engine.max_graph_tokens
+        self._quick_tokens = min(engine.max_graph_tokens, _QUICK_TOKENS)
         self._num_threads = num_threads
         self._stopping = False
         self._launching = threading.Lock()  # held by the thread that launches
