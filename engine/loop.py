@@ -1,8 +1,8 @@
 """The engine's threads: one schedules and launches passes, one waits for the passes and delivers the results.
 
 The second thread lets the first launch the next pass in time, also when a pass takes longer than foreseen. A query that meets an
-idle engine needs neither: its caller launches the pass and, while it waits, polls for the end. A change of threads costs 0.15 ms
-where the other thread's core has gone to sleep (docs/decisions/029).
+idle engine needs neither: its caller launches the pass, polls for the end and delivers the result. A change of threads costs
+0.15 ms where the other thread's core has gone to sleep (docs/decisions/029).
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from time import perf_counter
 
 import torch
@@ -62,7 +63,7 @@ class EngineLoop:
         self._launching = threading.Lock()  # held by the thread that launches
         self._delivering = threading.Lock()  # held by the thread that delivers: two passes may have parts of one request
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
-        self._polled: Launched | None = None  # the last pass that a caller launched, until it was delivered
+        self._polled: Launched | None = None  # the pass whose end a caller polls for; no other thread knows of this pass
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._deliverer = threading.Thread(target=self._deliver_all, name="engine-results", daemon=True)
         sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
@@ -130,11 +131,12 @@ class EngineLoop:
         """When a pass last gave a finite vector, by `monotonic`; -inf before the first."""
         return self._passes.computed_at
 
-    def submit(self, requests: Iterable[Request]) -> None:
+    def submit(self, requests: Iterable[Request], polled: bool = False) -> None:
         """Queue requests. The future of each hears its end; at once where its deadline is out of reach (DeadlineOutOfReach).
 
-        Launches the pass itself where the engine is idle and the pass is quick to launch: one CUDA graph.
-
+        Args:
+            polled: the caller awaits `answer` for each request, or cancels the request's future. Then `submit` launches the
+                pass itself where the engine is idle and the pass is quick to launch: one CUDA graph.
         Raises: EngineStopped when nobody would compute them.
         """
         requests = list(requests)
@@ -145,7 +147,7 @@ class EngineLoop:
             was_idle = self._scheduler.is_idle
             for request in requests:
                 self._scheduler.add(request)
-            if was_idle and self._is_quick(requests) and self._launching.acquire(blocking=False):
+            if polled and was_idle and self._is_quick(requests) and self._launching.acquire(blocking=False):
                 slices = self._scheduler.schedule(perf_counter())
             else:
                 self._changed.notify_all()
@@ -153,13 +155,15 @@ class EngineLoop:
         try:
             if slices:
                 for launched in self._passes.launch(slices):
+                    self._hand_over()  # the first half of a pass that was split
                     self._polled = launched
-                    self._launched.put(launched)
         finally:
             self._launching.release()
             if self._scheduler.has_work:
                 with self._changed:
                     self._changed.notify_all()
+        for request in requests:
+            request.future.add_done_callback(self._hand_over_if_cancelled)
 
     def _is_quick(self, requests: Sequence[Request]) -> bool:
         """Whether one graph computes all of these. A pass that gives more than vectors may have no graph."""
@@ -182,7 +186,21 @@ class EngineLoop:
                 self._deliver(launched)
             return False
         left_s = self._scheduler.free_at - perf_counter()
-        return -_POLL_AFTER_S < left_s < _POLL_BEFORE_S and not self._scheduler.has_work
+        if -_POLL_AFTER_S < left_s < _POLL_BEFORE_S and not self._scheduler.has_work:
+            return True
+        self._hand_over()
+        return False
+
+    def _hand_over(self) -> None:
+        """Leave the pass that a caller has polled for to the thread that delivers."""
+        with self._lock:
+            launched, self._polled = self._polled, None
+        if launched is not None:
+            self._launched.put(launched)
+
+    def _hand_over_if_cancelled(self, future: Future[Embeddings]) -> None:
+        if future.cancelled():  # its caller polls no more
+            self._hand_over()
 
     def stop(self) -> None:
         """End both threads after the passes under way. Requests that still wait fail with EngineStopped."""
@@ -199,6 +217,7 @@ class EngineLoop:
                 torch.set_num_threads(self._num_threads)
             while (slices := self._schedule()) is not None:
                 with self._launching:
+                    self._hand_over()  # results are delivered in the order of the passes
                     for launched in self._passes.launch(slices):
                         if launched.flight.done and launched.take():  # a pass on the CPU: saves a change of threads
                             self._deliver(launched)
@@ -211,6 +230,7 @@ class EngineLoop:
         finally:
             self._end()
             with self._launching:  # a caller's pass comes before the end
+                self._hand_over()
                 self._launched.put(None)
 
     def _schedule(self) -> list[Slice] | None:

@@ -192,7 +192,7 @@ async def seconds_of_queries(loop: EngineLoop, text: list[Ids], repeats: int) ->
     for _ in range(10 + repeats):
         request = Request(text, EmbedOptions())
         start = perf_counter()
-        loop.submit([request])
+        loop.submit([request], polled=True)
         await loop.answer(request)
         seconds.append(perf_counter() - start)
     return seconds[10:]

@@ -245,7 +245,7 @@ def _uvicorn(port: int) -> None:
     info = ModelInfo("stub", "stub", "float32", "stub", "mean", 384, 256, 16384, 0)
 
     async def collect(job: Request) -> None:
-        loop.submit([job])
+        loop.submit([job], polled=True)
 
     health = Health(loop, engine.tokenizer.encode(["health"], EncodeOptions())[0])
     backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health, {})

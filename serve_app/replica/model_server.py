@@ -74,7 +74,7 @@ class EngineServer:
 
         This call only collects. It never takes long, and it never gives one caller's error to another.
         """
-        self._loop.submit(jobs)
+        self._loop.submit(jobs, polled=True)
         return [None] * len(jobs)
 
     async def check_health(self) -> None:

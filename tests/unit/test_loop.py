@@ -300,29 +300,35 @@ def test_a_query_that_meets_an_idle_engine_is_launched_by_its_caller() -> None:
     loop = EngineLoop(device, max_batch_tokens=64)
     here = threading.current_thread().name
     first, second = job(1), job(2)
-    loop.submit([first])
+    loop.submit([first], polled=True)
     assert device.launched_in == [here]  # before `submit` returns
-    loop.submit([second])  # while that pass is under way
+    loop.submit([second], polled=True)  # while that pass is under way
     device.end()
     assert [each.future.result(5).vectors[0, 0] for each in (first, second)] == [1, 2]
     for other in (job(3, length=17), job(4, **TOKENS)):  # too long for a graph; more than vectors
-        loop.submit([other])
+        loop.submit([other], polled=True)
         other.future.result(5)
     assert device.launched_in == [here, "engine", "engine", "engine"]
+    unpolled = job(5)
+    loop.submit([unpolled])
+    unpolled.future.result(5)
+    assert device.launched_in[4:] == ["engine"]
     loop.stop()
+
+
+async def answered(loop: EngineLoop, *requests: Request) -> list[Any]:
+    loop.submit(requests, polled=True)
+    return await asyncio.wait_for(asyncio.gather(*map(loop.answer, requests)), 5)
 
 
 def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
     device = Device()
     device.end()
     loop = EngineLoop(device, max_batch_tokens=64)
-    broken, split, after = job(13), job(15, 1), job(2)
-    loop.submit([broken])
     with pytest.raises(BackendError, match="broken"):
-        broken.future.result(5)
-    for each, firsts in ((split, [15, 1]), (after, [2])):  # the first does not fit into memory in one pass
-        loop.submit([each])
-        assert each.future.result(5).vectors[:, 0].tolist() == firsts
+        asyncio.run(answered(loop, job(13)))
+    for each, firsts in ((job(15, 1), [15, 1]), (job(2), [2])):  # the first does not fit into memory in one pass
+        assert asyncio.run(answered(loop, each))[0].vectors[:, 0].tolist() == firsts
     assert set(device.launched_in) == {threading.current_thread().name}
     loop.stop()
 
@@ -331,19 +337,39 @@ def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
 def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(polls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device, delivered_in = Device(), list[str]()
     loop = EngineLoop(device, 64, on_batch=lambda _: delivered_in.append(threading.current_thread().name))
-    loop._scheduler.rates.add(4, 5.0 if polls else 60.0)  # what a pass is foreseen to take
+    loop._scheduler.rates.add(8, 5.0 if polls else 60.0)  # what a pass of eight tokens is foreseen to take
     monkeypatch.setattr("engine.loop._POLL_BEFORE_S", 10.0)
 
-    async def ask() -> Any:
-        request = job(5)
-        loop.submit([request])
+    async def ask() -> list[Any]:
         asyncio.get_running_loop().call_later(0.01, device.ends.set if polls else device.end)
-        return await asyncio.wait_for(loop.answer(request), 5)
+        return await answered(loop, job(5), job(6))
 
-    assert asyncio.run(ask()).vectors.tolist() == [[5, 5]]
+    assert [each.vectors.tolist() for each in asyncio.run(ask())] == [[[5, 5]], [[6, 6]]]
     assert delivered_in == [threading.current_thread().name if polls else "engine-results"]
     device.end()
     loop.stop()
+
+
+def test_a_pass_whose_caller_leaves_is_delivered_all_the_same() -> None:
+    device, delivered_in = Device(), list[str]()
+    loop = EngineLoop(device, 64, on_batch=lambda _: delivered_in.append(threading.current_thread().name))
+    left, stays = job(5), job(6)
+    loop.submit([left, stays], polled=True)
+    device.end()
+    left.future.cancel()
+    assert stays.future.result(5).vectors.tolist() == [[6, 6]]
+    assert delivered_in == ["engine-results"]
+    loop.stop()
+
+
+def test_a_pass_that_nobody_polls_for_is_delivered_at_the_end_of_the_loop() -> None:
+    device = Device()
+    device.end()
+    loop = EngineLoop(device, 64)
+    request = job(5)
+    loop.submit([request], polled=True)
+    loop.stop()
+    assert request.future.result(0).vectors.tolist() == [[5, 5]]
 
 
 def test_stopping_tells_everyone_who_waits(gate: Gate) -> None:

@@ -137,7 +137,7 @@ def test_whoever_waits_hears_the_end(passes_in_flight: int, traffic: list[Wish],
     requests: list[Request] = []
     for wish in traffic:
         request = wish.request()
-        loop.submit([request])
+        loop.submit([request], polled=True)
         requests.append(request)
         sleep(wish.pause_s)
         if wish.cancelled:
