@@ -126,8 +126,9 @@ def _limited(backend: re.Match[str]) -> str:
     full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }}"
     ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
     ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full)
-    if stand_in := _STAND_IN.search(backend[0]):
-        ours += _refusals("response", *_NO_MODEL, f"{{ status 404 }} {{ srv_name {stand_in[1]} }}")
+    if stand_in := _STAND_IN.search(backend[0]):  # a 404 of the application itself, as for an unknown model, is JSON
+        rays = f"{{ status 404 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
+        ours += _refusals("response", *_NO_MODEL, rays)
     head, rest = backend[0].split("\n", 1)
     return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit}", rest)
 

@@ -93,7 +93,7 @@ class SlowServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Slow)
-        self.status = 200
+        self.status, self.content_type = 200, "text/plain"
         self.may = threading.Event()
         self.asked = threading.Semaphore(0)
 
@@ -105,6 +105,7 @@ class _Slow(BaseHTTPRequestHandler):
         self.server.asked.release()
         assert self.server.may.wait(10)
         self.send_response(self.server.status)
+        self.send_header("content-type", self.server.content_type)
         self.send_header("content-length", "0")
         self.end_headers()
 
@@ -174,7 +175,7 @@ def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(t
 
 @pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v1/rerank", "cohere")])
 def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: Form, tmp_path: Path) -> None:
-    """And where another one is, that this one is not there; but not by the proxy that stands in for its processes."""
+    """Also by the proxy that stands in for an application's processes, when Ray has told it of no application."""
     app = {"name": "http-app", "path_prefix": "/"}
     added = with_ours(rendered({}, backends=[app], backends_with_health_config=[{"backend": app, "health_config": {}}]))
     assert "return status 404" in added
@@ -192,6 +193,9 @@ def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: F
         assert (answer.status_code, answer.content) == (503, expected.body)
         assert answer.headers["retry-after"] == "1"
     assert stand_in.asked.acquire(blocking=False)
+    stand_in.content_type = "application/json; charset=utf-8"  # the application's own 404, of an unknown model
+    with _in_front_of(servers, path, tmp_path) as ask:
+        assert ask().status_code == 404
     stand_in.shutdown()
     stand_in.server_close()
 
