@@ -52,6 +52,34 @@ class EmbedOptions:
     spans: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How one request wants its tokens chosen. The defaults change no logit.
+
+    The order is vLLM's: raw log-probabilities, then `allowed` tokens, `logit_bias`, penalties, temperature, `min_p`, `top_k`,
+    `top_p`, and the draw. `temperature` 0 takes the likeliest token. `top_k` 0, `top_p` 1 and `min_p` 0 keep all tokens.
+    `repetition_penalty` counts tokens of the prompt and of the answer; the other two penalties count those of the answer.
+    The same `seed` and prompt give the same tokens, whatever else runs; None draws a seed.
+    `stop_ids` end the answer, and are not part of it, from `min_tokens` tokens on. `logprobs` asks for the log-probability of
+    each token and for so many of the likeliest ones; None asks for neither.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    allowed: tuple[int, ...] | None = None  # the ids that may be chosen; None: all
+    seed: int | None = None
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
 def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling: str, lengths: Iterable[int]) -> None:
     """Whether a model of these `outputs` and this pooling can give what is asked of sequences of these lengths.
 
