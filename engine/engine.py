@@ -1,8 +1,10 @@
 """`Engine`: one loaded model on one device; ids in, vectors out. Usable alone, with no server around it."""
 
 import logging
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,22 +13,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.devices import DTYPES, DtypeName, default_batch_tokens, is_integrated
-from engine.errors import BackendError, InvalidInput, ModelError, OutOfMemory
+from engine.devices import DTYPES, DtypeName, compute_dtype, default_batch_tokens, is_integrated
+from engine.errors import BackendError, InvalidInput, ModelError, NotFinite, OutOfMemory
 from engine.heads.splade import most_splade_seqs
 from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
-from engine.options import EmbedOptions, EncodeOptions, Input, TokenIds, check_dimensions
+from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
 from engine.run.flight import Flight, Vectors
+from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.runner import CpuRunner
 from engine.run.tune import tune
+from engine.schedule.pages import Pages
 from engine.schedule.request import Request
+from engine.schedule.stream import Answer, Piece, Stream, Token
+from engine.text.ids import checked_ids
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +40,15 @@ log = logging.getLogger(__name__)
 class Engine:
     """One model, ready to run. Not thread-safe: one thread at a time calls `launch` or `embed` (see `engine/loop.py`)."""
 
-    def __init__(self, config: ModelConfig, parts: Loaded, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, parts: Loaded, dtype: torch.dtype, device: torch.device, cache_tokens: int | None = None
+    ) -> None:
+        """`cache_tokens`: the size of the cache of a model that generates."""
+        cache = None
+        if config.generation is not None:
+            wide = compute_dtype(dtype)
+            cache = KVCache(config, cache_tokens or default_tokens(config, wide), wide, device)
+        self.pages = None if cache is None else Pages(cache.num_pages, PAGE_SIZE)
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
         self.dtype, self.device = dtype, device
         self.max_batch_tokens = default_batch_tokens(device)
@@ -42,7 +56,7 @@ class Engine:
         if device.type == "cuda":
             self.runner = CudaRunner(self.network, self.packer, device)
         else:
-            self.runner = CpuRunner(self.network, self.packer)
+            self.runner = CpuRunner(self.network, self.packer, cache)
 
     @classmethod
     def load(
@@ -56,6 +70,7 @@ class Engine:
         default_prompt: str | None = None,
         max_batch_tokens: int | None = None,
         max_input_tokens: int | None = None,
+        cache_tokens: int | None = None,
         num_threads: int | None = None,
         backend: Backend = "emberforge",
         trust_remote_code: bool = False,
@@ -72,6 +87,7 @@ class Engine:
             default_prompt: the same, as a text.
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
+            cache_tokens: the size of the cache of a model that generates, for all streams together; None takes what is free.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
@@ -84,12 +100,14 @@ class Engine:
         )
         chosen, where = choose(config, dtype, device)
         with reserve.reservation(where), torch.inference_mode():
-            engine = cls(config, load_parts(folder, config, chosen, where), chosen, where)
+            engine = cls(config, load_parts(folder, config, chosen, where), chosen, where, cache_tokens)
             engine._warm_up(max_batch_tokens)
         return engine
 
     def _warm_up(self, max_batch_tokens: int | None) -> None:
         """The first call of a kernel pays for compiling it, and a broken model stops here."""
+        if self.config.generation is not None:
+            return self._warm_up_streams(max_batch_tokens)
         if not self.launch(self.tokenizer.encode(["warm up"], EncodeOptions())).wait().finite.all():
             raise ModelError(
                 f"the model gives vectors that are not finite in {self.dtype_name}; try --dtype float32 or check the weights"
@@ -99,6 +117,17 @@ class Engine:
             self.max_batch_tokens = tune(self.runner, self.config, self.dtype, max_batch_tokens, self.max_batch_seqs)
             self.tokenizer.limit_to(self.longest_input)  # a longer input would fail as out of memory
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
+
+    def _warm_up_streams(self, max_batch_tokens: int | None) -> None:
+        if not isinstance(self.runner, CpuRunner):
+            raise ModelError("generation runs on a CPU only so far; give --device cpu")
+        self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
+        try:
+            self.generate([[0]], SamplingOptions(max_tokens=2, temperature=0.0))
+        except NotFinite as error:
+            raise ModelError(
+                f"the model's logits are not finite in {self.dtype_name}; try --dtype float32 or check the weights"
+            ) from error
 
     def embed(
         self,
@@ -149,22 +178,55 @@ class Engine:
             vectors[index] = request.future.result().vectors[0]
         return vectors
 
+    def generate(self, prompts: Sequence[Sequence[int] | TokenIds], options: SamplingOptions) -> list[Answer]:
+        """Continue prompts of token ids, all in the same passes.
+
+        Returns: an answer for each prompt, in order.
+        Raises: InvalidInput naming what is wrong with a prompt or the options; BackendError.
+        """
+        streams = [self.new_stream(prompt, options) for prompt in prompts]
+        Passes(self, self.max_batch_tokens).run(streams)
+        return [stream.future.result() for stream in streams]
+
+    def stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Iterator[Token]:
+        """Continue one prompt, token by token. Raises: as `generate`."""
+        stream = self.new_stream(prompt, options)
+        try:
+            sent = 0
+            for _ in Passes(self, self.max_batch_tokens).steps([stream]):
+                yield from stream.answer[sent:]
+                sent = len(stream.answer)
+            stream.future.result()
+        finally:
+            stream.future.cancel()  # gives the pages back if the caller has left
+
+    def new_stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Stream:
+        """Raises: InvalidInput for ids that the model has no embedding of, and for a prompt beyond the model's context."""
+        ids = checked_ids(0, prompt, self.config.vocab_size).astype(np.int32)
+        room = self.config.max_input_length - len(ids)
+        if room < 1:
+            raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {self.config.max_input_length} tokens")
+        options = replace(options, max_tokens=min(options.max_tokens, room))
+        return Stream(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
+
     def launch(
         self,
         sequences: Sequence[TokenIds],
         options: Sequence[EmbedOptions] | None = None,
         outputs: tuple[OutputName, ...] = (),
+        pieces: Sequence[Piece] = (),
     ) -> Flight:
         """Start one forward pass over at least one sequence, whatever its size; on a CPU it has ended on return.
 
         Args:
             options: one per sequence; None asks for whole, normalised vectors.
             outputs: what any of the sequences asks for besides its vector, sorted; every sequence gets it.
+            pieces: of streams, for a model that generates.
         Raises: OutOfMemory when the pass does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput
             for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
         """
         with torch.inference_mode():
-            return self.runner.launch(sequences, options, outputs)
+            return self.runner.launch(sequences, options, outputs, *([pieces] if pieces else []))
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:

@@ -11,6 +11,7 @@ from engine.heads.base import Outputs, VectorHead
 from engine.heads.chunks import ChunkHead
 from engine.heads.classifier import Head
 from engine.heads.dense import Dense
+from engine.heads.language import LanguageHead
 from engine.heads.pool import Pool
 from engine.heads.splade import Splade, SpladeEntries
 from engine.heads.tokens import ColbertHead, LexicalHead, TokenHead, load_layer
@@ -18,7 +19,7 @@ from engine.hub import resolve_model
 from engine.kernels.tiles import tiling
 from engine.model import footprint as memory
 from engine.model.base import Model
-from engine.model.config import Backend, DenseConfig, HeadConfig, ModelConfig, Pooling, WordHeadConfig
+from engine.model.config import Backend, DenseConfig, GenerationConfig, HeadConfig, ModelConfig, Pooling, WordHeadConfig
 from engine.model.families import Transformers, family_of
 from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint
@@ -98,13 +99,16 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
         else:
             dense = [_load_dense(each, folder, device, wide) for each in config.dense]
             vector_head = Pool(config.pooling, [*dense, *head])
+        language_head = None
+        if config.generation is not None:
+            language_head = _load_language_head(config, config.generation, model, checkpoint)
         checkpoint.finish(model.unused)
     outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
     heads = config.n_heads, config.n_kv_heads
     tiles = None if model.eager_only else tiling(heads, config.head_dim, wide, device, config.causal, model.biases_scores)
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
-    return Loaded(tokenizer, Network(name, model, vector_head, outputs, config.embedding_size), packer)
+    return Loaded(tokenizer, Network(name, model, vector_head, outputs, config.embedding_size, language_head), packer)
 
 
 def _load_outputs(
@@ -135,6 +139,12 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
         layer = Dense(config, checkpoint)
         checkpoint.finish(())
     return layer
+
+
+def _load_language_head(config: ModelConfig, said: GenerationConfig, model: Model, checkpoint: Checkpoint) -> LanguageHead:
+    if said.tied:
+        return LanguageHead(model.words)
+    return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size))
 
 
 def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, model: Model, checkpoint: Checkpoint) -> Head:

@@ -19,7 +19,7 @@ import torch
 from engine.errors import EngineStopped
 from engine.passes import BatchReport, Launched, Passes, Runner
 from engine.results import Embeddings
-from engine.schedule.request import Request, Slice
+from engine.schedule.request import Request, Slice, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class EngineLoop:
         """When a pass last gave a finite vector, by `monotonic`; -inf before the first."""
         return self._passes.computed_at
 
-    def submit(self, requests: Iterable[Request], polled: bool = False) -> None:
+    def submit(self, requests: Iterable[Waiting], polled: bool = False) -> None:
         """Queue requests. The future of each hears its end; at once where its deadline is out of reach (DeadlineOutOfReach).
 
         Args:
@@ -165,9 +165,11 @@ class EngineLoop:
         for request in requests:
             request.future.add_done_callback(self._hand_over_if_cancelled)
 
-    def _is_quick(self, requests: Sequence[Request]) -> bool:
+    def _is_quick(self, requests: Sequence[Waiting]) -> bool:
         """Whether one graph computes all of these. A pass that gives more than vectors may have no graph."""
-        return self._scheduler.queue.num_tokens <= self._quick_tokens and not any(each.options.outputs for each in requests)
+        return self._scheduler.queue.num_tokens <= self._quick_tokens and all(
+            isinstance(each, Request) and not each.options.outputs for each in requests
+        )
 
     async def answer(self, request: Request) -> Embeddings:
         """The result of a request that was submitted. While its pass is about to end the event loop polls, and does not sleep."""
@@ -260,7 +262,7 @@ class EngineLoop:
             self._end()
             while (launched := self._launched.get()) is not None:
                 if launched.take():
-                    self._passes.failed(launched.step.slices, EngineStopped(_STOPPED))
+                    self._passes.failed(launched.step.all_slices, EngineStopped(_STOPPED))
 
     def _deliver(self, launched: Launched) -> None:
         if launched is self._polled:

@@ -9,13 +9,15 @@ from threading import Condition, Lock, RLock
 from time import monotonic, perf_counter
 from typing import Any, Protocol
 
-from engine.errors import BackendError, DeviceLost, EngineStopped, OutOfMemory
+from engine.errors import BackendError, DeviceLost, EngineStopped, NotFinite, OutOfMemory
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
 from engine.results import deliver
-from engine.run.flight import Flight
-from engine.schedule.request import Request, Slice
+from engine.run.flight import Flight, Output
+from engine.schedule.pages import Pages
+from engine.schedule.request import Slice, Waiting
 from engine.schedule.scheduler import Scheduler
+from engine.schedule.stream import Piece, keep
 from engine.step import Step
 
 log = logging.getLogger(__name__)
@@ -32,11 +34,17 @@ class Runner(Protocol):
         """Passes of up to so many tokens are quick to launch; 0 where none is."""
         ...
 
+    @property
+    def pages(self) -> Pages | None:
+        """Of the cache of a model that generates. Without them nobody gives `launch` pieces."""
+        ...
+
     def launch(
         self,
         sequences: Sequence[TokenIds],
         options: Sequence[EmbedOptions] | None = None,
         outputs: tuple[OutputName, ...] = (),
+        pieces: Sequence[Piece] = (),
     ) -> Flight: ...
 
 
@@ -77,13 +85,18 @@ class Passes:
         """`on_batch` and `on_split` observe passes and batches that were halved. An error of theirs is logged."""
         self.lock = RLock()  # guards the scheduler
         self.changed = Condition(self.lock)  # notified when work comes or a pass ends; takes longer to enter than the lock
-        self.scheduler = Scheduler(max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.lock)
+        self.scheduler = Scheduler(max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.lock, runner.pages)
         self.computed_at = -inf  # when a pass last gave a finite vector, by `monotonic`
         self.device_lost = False
         self._runner, self._on_batch, self._on_split = runner, on_batch, on_split
 
-    def run(self, requests: Iterable[Request]) -> None:
+    def run(self, requests: Iterable[Waiting]) -> None:
         """Schedule, launch and deliver in this thread until every request has its end."""
+        for _ in self.steps(requests):
+            pass
+
+    def steps(self, requests: Iterable[Waiting]) -> Iterator[None]:
+        """Do what `run` does, and yield after each pass that was delivered."""
         with self.lock:
             for request in requests:
                 self.scheduler.add(request)
@@ -97,6 +110,7 @@ class Passes:
                 with self.lock:
                     for part in again:
                         self.scheduler.add_alone(part)
+                yield
             elif not slices:
                 return
 
@@ -129,13 +143,14 @@ class Passes:
             step = Step.of(slices)
             with self.lock:
                 self.scheduler.started(step.num_tokens, step.started_at)
-            flight = self._runner.launch(step.sequences, step.options, step.outputs)
+            pieces = [step.pieces] if step.pieces else []
+            flight = self._runner.launch(step.sequences, step.options, step.outputs, *pieces)
         except BaseException as error:
             if step is not None:
                 with self.lock:
                     self.scheduler.abandoned(step.num_tokens)
-            if step is not None and isinstance(error, OutOfMemory) and len(step.sequences) > 1:
-                log.warning("a batch of %d sequences, %d tokens was split: %s", len(step.sequences), step.num_tokens, error)
+            if step is not None and isinstance(error, OutOfMemory) and step.num_seqs > 1:
+                log.warning("a batch of %d sequences, %d tokens was split: %s", step.num_seqs, step.num_tokens, error)
                 first, second = step.halves()
                 waiting += [second, first]
                 self._observe(self._on_split)
@@ -164,19 +179,36 @@ class Passes:
                     if self.scheduler.has_work:  # else waking the engine's thread would only delay what follows
                         self.changed.notify_all()
             seconds = output.device_s or now - step.started_at
-            self._observe(self._on_batch, BatchReport(step.num_tokens, len(step.sequences), seconds, step.num_duplicates))
+            self._observe(self._on_batch, BatchReport(step.num_tokens, step.num_seqs, seconds, step.num_duplicates))
             finite = output.finite
-            if finite.any():
+            if step.parts:
+                self._deliver_tokens(step, output)
+            if finite.any() or step.parts:
                 self.computed_at = monotonic()
             again = deliver(step, output, finite, seconds)
             with self.lock:  # after the callers have their results: they need not wait for arithmetic
                 self.scheduler.rates.add(step.num_tokens, output.device_s)
             return again
         except BaseException as error:
-            self.failed(step.slices, error)
+            self.failed(step.all_slices, error)
             if not isinstance(error, Exception):
                 raise
             return []
+
+    def _deliver_tokens(self, step: Step, output: Output) -> None:
+        """Give each stream the token that was chosen for it. The streams that go on can be scheduled again."""
+        assert self.scheduler.streams is not None, "a runner with pages computes streams"
+        with self.lock:
+            keep(step.parts)
+        chosen = [part.request for part, piece in zip(step.parts, step.pieces, strict=True) if piece.row is not None]
+        for stream, token in zip(chosen, output.tokens, strict=True):
+            if token is None:
+                stream.fail(NotFinite())
+            else:
+                stream.accept(token)
+        with self.lock:
+            for stream in chosen:
+                self.scheduler.streams.advance(stream)
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""

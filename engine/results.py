@@ -45,8 +45,10 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
 
     Returns: the slices that are not finite in company, to be computed again alone.
     """
-    arrays, finite = _arrays(step, output, finite)
     again: list[Slice] = []
+    if not step.slices:
+        return again
+    arrays, finite = _arrays(step, output, finite)
     if len(step.slices) == 1 and finite[0]:  # a query: nothing to group
         (part,) = step.slices
         _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), arrays, seconds)

@@ -1,4 +1,4 @@
-"""One forward pass: the slices it computes, each different sequence once, and the sequences' way back to their owners."""
+"""One forward pass: the slices that it computes, each different sequence once, and the sequences' way back to their owners."""
 
 from dataclasses import dataclass
 from time import perf_counter
@@ -6,13 +6,16 @@ from time import perf_counter
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
 from engine.schedule.request import Slice
+from engine.schedule.stream import Piece, Stream
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one pass computes. Sequences that are equal, with equal options, are computed once."""
+    """What one pass computes. Sequences to embed that are equal, with equal options, are computed once."""
 
-    slices: list[Slice]
+    pieces: list[Piece]  # of streams, for each of `parts`
+    parts: list[Slice]  # of streams
+    slices: list[Slice]  # of requests to embed
     sequences: list[TokenIds]
     options: list[EmbedOptions]  # of each sequence
     rows: list[int] | None  # for each slice its row in `sequences`; None where all differ
@@ -25,10 +28,23 @@ class Step:
         for part in slices:
             if part.request.first_scheduled_at is None:
                 part.request.first_scheduled_at = now
+        parts = [part for part in slices if isinstance(part.request, Stream)]
+        if parts:
+            slices = [part for part in slices if not isinstance(part.request, Stream)]
         sequences, options, rows = _without_duplicates(
             [part.token_ids for part in slices], [part.request.options for part in slices]
         )
-        return cls(slices, sequences, options, rows, sum(map(len, sequences)), now)
+        pieces = [part.request.piece(part) for part in parts]
+        num_tokens = sum(map(len, sequences)) + sum(len(piece.token_ids) for piece in pieces)
+        return cls(pieces, parts, slices, sequences, options, rows, num_tokens, now)
+
+    @property
+    def all_slices(self) -> list[Slice]:
+        return self.parts + self.slices
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.pieces) + len(self.sequences)
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
@@ -40,8 +56,9 @@ class Step:
         return len(self.slices) - len(self.sequences)
 
     def halves(self) -> tuple[list[Slice], list[Slice]]:
-        middle = len(self.slices) // 2
-        return self.slices[:middle], self.slices[middle:]
+        slices = self.all_slices
+        middle = len(slices) // 2
+        return slices[:middle], slices[middle:]
 
 
 def _without_duplicates(

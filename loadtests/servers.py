@@ -123,6 +123,7 @@ class StubEngine:
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
         self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
+        self.pages = None
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
     def launch(self, sequences: Sequence[Any], options: Any = None, outputs: Any = ()) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -157,8 +157,63 @@ def attention(
     return out
 
 
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    cache: Tensor,
+    starts: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of a batch whose first sequences are streams. The cache has the keys and values of all their tokens.
+
+    Args:
+        q, k, v, lengths, window: as in `attention`.
+        cache: [2, rows, K, D], the keys and the values of one layer.
+        starts: for each stream the number of its tokens before those of the batch.
+        pages: for each stream its pages; page p is the rows [p * page_size, (p + 1) * page_size) of the cache.
+    Returns: [T, H, D], contiguous.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    first = 0
+    for index, length in enumerate(lengths):
+        rows = slice(first, first := first + length)
+        keys, values = k[rows], v[rows]
+        if index < len(starts):
+            stop = starts[index] + length
+            oldest = 0 if window is None else max(0, starts[index] - window)  # no query sees a key before this one
+            keys, values = _from_pages(cache, pages[index], page_size, oldest, stop)
+        out[rows] = _one_sequence(q[rows], keys, values, True, window, None)
+    return out
+
+
+def _from_pages(cache: Tensor, pages: Sequence[int], page_size: int, start: int, stop: int) -> Tensor:
+    """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view where the pages lie in a row."""
+    first, last = start // page_size, -(-stop // page_size)
+    needed = pages[first:last]
+    offset = start - first * page_size
+    if needed[-1] - needed[0] == len(needed) - 1 and all(b - a == 1 for a, b in pairwise(needed)):
+        row = needed[0] * page_size + offset
+        return cache[:, row : row + stop - start]
+    paged = cache.view(2, -1, page_size, *cache.shape[2:]).index_select(1, torch.tensor(needed, device=cache.device))
+    return paged.flatten(1, 2)[:, offset : offset + stop - start]
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one token that sees all keys. [1, H, D], [L, K, D] -> [1, H, D]"""
+    kv_heads, head_dim = k.shape[1:]
+    grouped = q.view(kv_heads, -1, head_dim)  # [K, H / K, D]
+    scores = torch.bmm(grouped, k.permute(1, 2, 0)).float().mul_(head_dim**-0.5)
+    return torch.bmm(scores.softmax(-1).to(v.dtype), v.transpose(0, 1)).view(q.shape)
+
+
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, bias: Tensor | None) -> Tensor:
     """[L, H, D] -> [L, H, D]. k and v may hold more tokens; q then belongs to the last L of them."""
+    if causal and len(q) == 1 and bias is None:
+        return _one_query(q, k if window is None else k[-window - 1 :], v if window is None else v[-window - 1 :])
     grouped, first = q.shape[1] != k.shape[1], len(k) - len(q)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, L, D]
     if window is None and bias is None and not first:

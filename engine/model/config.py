@@ -8,7 +8,7 @@ from engine.errors import InvalidInput
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean", "splade"]
 # Poolings that read one token of a sequence. The others read all tokens.
 ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
-Task = Literal["embedding", "classifier", "reranker"]
+Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8"]
@@ -71,6 +71,20 @@ class WordHeadConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """The head of a language model that generates, and what its authors say of generation. None: they do not say."""
+
+    tied: bool  # the rows of the logits are the table of words; otherwise they are the checkpoint's lm_head
+    eos_ids: tuple[int, ...] = ()  # tokens that end an answer
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything that the forward pass and the tokenizer know of a model. A family adds the fields that only it has.
 
@@ -83,6 +97,7 @@ class ModelConfig:
     * Tokens of `padding_id` at the end of an input are left out, as transformers leaves them out before it takes the last
       token's logits.
     * `splade` is there with that pooling.
+    * A model with `generation` gives tokens, and no vectors.
     * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
       of ColBERT vectors.
     """
@@ -107,6 +122,7 @@ class ModelConfig:
     instruction: str | None = None
     padding_id: int | None = None
     splade: SpladeConfig | None = None
+    generation: GenerationConfig | None = None
     lexical: bool = False
     colbert_size: int | None = None
     max_input_length: int
@@ -126,6 +142,8 @@ class ModelConfig:
 
     @property
     def task(self) -> Task:
+        if self.generation is not None:
+            return "generation"
         if not self.labels:
             return "embedding"
         return "reranker" if len(self.labels) == 1 else "classifier"

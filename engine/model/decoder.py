@@ -108,10 +108,13 @@ class Decoder(Model):
         self.shares_prefixes = config.causal and not has_windows
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        x = Residual(kernels.embed(batch.token_ids, batch.positions, self.words))  # [T, C]
+        x = Residual(self._embedded(batch))  # [T, C]
         for layer, attention in zip(self.layers, attention_by_layer(batch, self.layers, self.causal), strict=True):
             x = layer.forward(x, batch, attention, pooled_only and layer is self.layers[-1])
         return self.norm.of_sum(x)
+
+    def _embedded(self, batch: PackedBatch) -> Tensor:
+        return kernels.embed(batch.token_ids, batch.positions, self.words)
 
 
 class DecoderAttention(SelfAttention):

@@ -22,7 +22,8 @@ from engine.model.config import (
 )
 from engine.model.families import MODELS, Transformers
 from engine.model.families.transformers import TransformersConfig
-from engine.model.keys import Keys, read_labels
+from engine.model.generation import read_generation
+from engine.model.keys import Keys, is_causal, read_labels
 from engine.model.weight_files import read_linear
 from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
 
@@ -67,7 +68,12 @@ def load_model_config(
     elif keys.architecture in MODELS:
         config = MODELS[keys.architecture].read_config(keys)
         head = _read_head(folder, keys, pooling)
-        config = _read_embedder(folder, keys, config, pooling) if head is None else _with_head(folder, keys, config, head)
+        if head is not None:
+            config = _with_head(folder, keys, config, head)
+        elif _generates(folder, keys, pooling):
+            config = replace(config, pooling="last_token", generation=read_generation(folder, keys))
+        else:
+            config = _read_embedder(folder, keys, config, pooling)
     else:
         raise ModelError(
             f"{keys.path}: architecture {keys.architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
@@ -98,6 +104,12 @@ def _read_embedder(folder: Path, keys: Keys, config: ModelConfig, pooling: Pooli
             raise ModelError(f"{keys.path}: pooling splade is not supported with backend transformers; leave the backend out")
         splade = _read_splade(keys, pooling_folder if is_splade else None, dense)
     return replace(config, pooling=pooling, dense=dense, splade=splade)
+
+
+def _generates(folder: Path, keys: Keys, pooling: Pooling | None) -> bool:
+    """Whether the folder is a causal language model, and says nothing of vectors."""
+    silent = pooling is None and not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
+    return silent and keys.architecture.endswith("ForCausalLM") and is_causal(keys)
 
 
 def _with_head(folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig | WordHeadConfig) -> ModelConfig:

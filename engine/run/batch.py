@@ -4,11 +4,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
 from engine.kernels.tiles import Shape
 from engine.run.prefixes import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """Where the cache has the tokens of a batch's streams. The streams come first in the batch."""
+
+    layers: Sequence[Tensor]  # of `KVCache`
+    slots: Tensor  # [tokens of the streams] int64, each token's row of the cache
+    starts: Sequence[int]  # for each stream the number of its tokens before those of the batch
+    pages: Sequence[Sequence[int]]  # for each stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class PackedBatch:
     prefixes: Sequence[tuple[int, int]]  # of each of them the rows that lie before it; empty where none are shared
     spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
     token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
+    cached: Cached | None = None  # None where no sequence is a stream
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +88,7 @@ class BatchShape:
 
     def view(self, buffer: Tensor, layout: Layout | None = None) -> PackedBatch:
         """The parts of a filled buffer; without its layout, for a CUDA graph, which serves many."""
-        parts = {name: buffer[part].view(shape) for name, (part, shape) in places(self).items()}
+        parts: Any = {name: buffer[part].view(shape) for name, (part, shape) in places(self).items()}
         lengths, prefixes = (layout.lengths, layout.prefixes) if layout is not None else ((), ())
         return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths, prefixes=prefixes, spans=())
 

@@ -1,6 +1,6 @@
 """A forward pass on its way through the device, and its output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.model.config import OutputName
+from engine.schedule.stream import Token
 
 Vectors = NDArray[np.float32]
 
@@ -25,6 +26,8 @@ class Output:
     vectors: Vectors  # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN
     ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what requests ask for besides vectors
     device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured
+    # The next token of each stream that got one, in the order of the pass; None where the logits are not finite.
+    tokens: Sequence[Token | None] = ()
 
     @property
     def finite(self) -> NDArray[np.bool_]:

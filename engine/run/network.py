@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from engine.draws import Row
 from engine.errors import InvalidInput
 from engine.heads.base import OutputHead, Outputs, VectorHead
+from engine.heads.language import LanguageHead
+from engine.heads.sampler import Sampling, sample, tokens_of
 from engine.model.base import Model
 from engine.model.config import OutputName
 from engine.run.batch import BatchShape, PackedBatch
+from engine.schedule.stream import Token
 
 # The vectors [B, embedding_size], and the rows of each output head, all fp32 on the model's device.
 Results = tuple[Tensor, list[Tensor]]
@@ -17,9 +22,21 @@ Results = tuple[Tensor, list[Tensor]]
 class Network:
     """What a runner runs."""
 
-    def __init__(self, name: str, model: Model, vector_head: VectorHead, outputs: Outputs, embedding_size: int) -> None:
-        """`name` is for errors."""
-        self._name = name
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        vector_head: VectorHead,
+        outputs: Outputs,
+        embedding_size: int,
+        language_head: LanguageHead | None = None,
+    ) -> None:
+        """
+        Args:
+            name: for errors.
+            language_head: of a model that generates.
+        """
+        self._name, self.language_head = name, language_head
         self.model, self.vector_head, self.outputs, self._embedding_size = model, vector_head, outputs, embedding_size
 
     def heads(self, names: Sequence[OutputName]) -> tuple[OutputHead, ...]:
@@ -33,6 +50,19 @@ class Network:
         hidden = self.model.forward(batch, pooled_only)
         vectors = self.vector_head(hidden, batch, pooled_only)
         return vectors, [head(hidden, vectors, batch) for head in heads]
+
+    def next_tokens(self, batch: PackedBatch, rows: Sequence[Row | None]) -> list[Token | None]:
+        """The next token of each stream that has a row, in order; None where its logits are not finite."""
+        assert self.language_head is not None, "only a model that generates has next tokens"
+        hidden = self.model.forward(batch, pooled_only=True)  # [B, C]
+        chosen = [row for row in rows if row is not None]
+        if not chosen:
+            return []
+        if len(chosen) < len(rows):
+            wanted = torch.tensor([index for index, row in enumerate(rows) if row is not None], device=hidden.device)
+            hidden = hidden.index_select(0, wanted)
+        logits = self.language_head(hidden)
+        return tokens_of(sample(logits, Sampling.of(chosen, logits.shape[1], logits.device)), chosen)
 
     def wide_values(self, shape: BatchShape, heads: Sequence[OutputHead]) -> int:
         """How many numbers a pass gives besides vectors of a usual width."""

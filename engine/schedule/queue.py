@@ -14,7 +14,7 @@ from threading import RLock
 from typing import Any
 
 from engine.errors import DeadlinePassed
-from engine.schedule.request import Request, Slice
+from engine.schedule.request import Slice, Waiting
 
 # Batch requests go first for one pass when nothing of them was scheduled for so long.
 BATCH_WAITS_S = 10.0
@@ -54,8 +54,8 @@ class Queue:
         """Sequences that no pass has taken, of requests whose callers still wait."""
         return self.interactive.num_inputs + self.batch.num_inputs
 
-    def add(self, request: Request) -> None:
-        where = self.interactive if request.priority == "interactive" else self.batch
+    def add(self, request: Waiting) -> None:
+        where = self._of(request)
         where.add(request)
         self._first_deadline = min(self._first_deadline, request.deadline)
 
@@ -66,30 +66,42 @@ class Queue:
 
         request.future.add_done_callback(forget)
 
-    def tokens_ahead(self, request: Request) -> int:
+    def add_first(self, request: Waiting) -> None:
+        """Put a request that was here before in front of all others of its priority."""
+        self._of(request).add(request, first=True)
+
+    def _of(self, request: Waiting) -> "_Priority":
+        return self.interactive if request.priority == "interactive" else self.batch
+
+    def tokens_ahead(self, request: Waiting) -> int:
         """The most tokens that passes take of other requests before the last of this one, were it added now.
 
         Of each other request that is all of it, or what round robin gives it while this request gets all of its own.
         """
-        queue = self.interactive if request.priority == "interactive" else self.batch
+        queue = self._of(request)
         share = request.num_tokens + queue.quantum
         ahead = min(queue.num_tokens, queue.num_requests * share)
         return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
 
-    def schedule(self, now: float) -> list[Slice]:
-        """Take the slices of the next pass; none where nothing waits. Requests that are late hear DeadlinePassed."""
+    def schedule(self, now: float, slices: list[Slice] | None = None) -> list[Slice]:
+        """Take the slices of the next pass; none where nothing waits. Requests that are late hear DeadlinePassed.
+
+        Args:
+            slices: what the pass has already; the result begins with them.
+        """
         if now >= self._first_deadline:
             self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
         order = [self.interactive, self.batch]
         if self.batch.waits_s(now) > BATCH_WAITS_S:
             order.reverse()
-        slices: list[Slice] = []
-        room = self.max_batch_tokens, self._max_batch_seqs
+        slices = [] if slices is None else slices
+        taken = sum(part.stop - part.start for part in slices)
+        room = self.max_batch_tokens - taken, self._max_batch_seqs - len(slices)
         for queue in order:
             room = queue.schedule(slices, room, now)
         return slices
 
-    def drain(self) -> list[Request]:
+    def drain(self) -> list[Waiting]:
         """Take out every request, to tell the callers that nobody will compute it."""
         return [*self.interactive.drain(), *self.batch.drain()]
 
@@ -100,21 +112,24 @@ class _Priority:
     def __init__(self, quantum: int) -> None:
         self.quantum = quantum
         self.num_tokens = self.num_requests = self.num_inputs = 0
-        self._requests: deque[Request] = deque()
+        self._requests: deque[Waiting] = deque()
         self._scheduled_at = -inf
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Waiting, first: bool = False) -> None:
         request.waiting_tokens = request.num_tokens
         self.num_tokens += request.waiting_tokens
-        self.num_inputs += len(request.sequences) - request.num_scheduled
+        self.num_inputs += request.num_inputs
         self.num_requests += 1
-        self._requests.append(request)
+        if first:
+            self._requests.appendleft(request)
+        else:
+            self._requests.append(request)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Waiting) -> None:
         """Count a request no longer: all of it was scheduled, or it is over. It leaves when it comes to the front."""
         if request.waiting_tokens:
             self.num_tokens -= request.waiting_tokens
-            self.num_inputs -= len(request.sequences) - request.num_scheduled
+            self.num_inputs -= request.num_inputs
             request.waiting_tokens = 0
             self.num_requests -= 1
             over = len(self._requests) - self.num_requests
@@ -127,30 +142,53 @@ class _Priority:
         return now - max(self._scheduled_at, front.submitted_at) if front is not None else 0.0
 
     def schedule(self, slices: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
-        """Add slices that fit into `room`, tokens and sequences; at least one to an empty list. Returns the room left."""
-        tokens, seqs = room
-        while tokens > 0 and seqs > 0 and (request := self._front()) is not None:
-            if request.credit <= 0:
-                request.credit += self.quantum
-            while request.credit > 0 and seqs > 0 and request.waiting_tokens:
-                length = len(request.sequences[request.num_scheduled])
-                if length > tokens and slices:
-                    return tokens, seqs
-                slices.append(Slice(request, request.num_scheduled, 0, length))
-                tokens, seqs = tokens - length, seqs - 1
-                request.credit -= length
-                request.num_scheduled += 1
-                request.waiting_tokens -= length
-                self.num_tokens -= length
-                self.num_inputs -= 1
-                self._scheduled_at = now
-                if not request.waiting_tokens:
-                    self.num_requests -= 1
-            if request.credit <= 0 and request.waiting_tokens:
-                self._requests.rotate(-1)
-        return tokens, seqs
+        """Add slices that fit into `room`, tokens and sequences; at least one to an empty list. Returns the room left.
 
-    def _front(self) -> Request | None:
+        A stream for which there are no pages keeps its place, and so do the streams behind it. Other requests go past them.
+        """
+        held: list[Waiting] = []
+        fits = True
+        while fits and room[0] > 0 and room[1] > 0 and (request := self._front()) is not None:
+            saved = request.prepare(may_take_pages=not held)
+            if saved is None:
+                held.append(self._requests.popleft())
+                continue
+            self._count(request, saved)
+            room, fits = self._take_turn(request, slices, room, now)
+        self._requests.extendleft(reversed(held))
+        return room
+
+    def _take_turn(
+        self, request: Waiting, slices: list[Slice], room: tuple[int, int], now: float
+    ) -> tuple[tuple[int, int], bool]:
+        """Add slices of the front request until its turn ends. Returns the room left, and False where the next does not fit."""
+        tokens, seqs = room
+        if request.credit <= 0:
+            request.credit += self.quantum
+        while request.credit > 0 and seqs > 0 and request.waiting_tokens:
+            inputs = request.num_inputs
+            part = request.next_slice(tokens, alone=not slices)
+            if part is None:
+                return (tokens, seqs), False
+            slices.append(part)
+            length = part.stop - part.start
+            tokens, seqs = tokens - length, seqs - 1
+            request.credit -= length
+            self._count(request, length)
+            self.num_inputs -= inputs - request.num_inputs
+            self._scheduled_at = now
+        if not request.waiting_tokens:
+            self.num_requests -= 1
+        elif request.credit <= 0:
+            self._requests.rotate(-1)
+        return (tokens, seqs), True
+
+    def _count(self, request: Waiting, num_tokens: int) -> None:
+        """So many tokens of the request wait no longer."""
+        request.waiting_tokens -= num_tokens
+        self.num_tokens -= num_tokens
+
+    def _front(self) -> Waiting | None:
         while self._requests and not self._requests[0].waiting_tokens:
             self._requests.popleft()
         return self._requests[0] if self._requests else None
@@ -165,7 +203,7 @@ class _Priority:
                 first = min(first, request.deadline)
         return first
 
-    def drain(self) -> list[Request]:
+    def drain(self) -> list[Waiting]:
         requests = [each for each in self._requests if each.waiting_tokens]
         for each in requests:
             self.forget(each)

@@ -4,16 +4,19 @@ On a GPU two passes are under way: while one computes, the next is scheduled and
 the token budget is scheduled as late as the device allows, so that requests that arrive meanwhile still join it.
 """
 
+import sys
 from collections import deque
 from contextlib import AbstractContextManager
 from math import inf
 from time import perf_counter
 from typing import Any
 
-from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
+from engine.errors import DeadlineOutOfReach, DeadlinePassed
+from engine.schedule.pages import Pages
 from engine.schedule.queue import Queue
 from engine.schedule.rates import Rates
-from engine.schedule.request import Request, Slice
+from engine.schedule.request import Slice, Waiting
+from engine.schedule.stream import Stream, Streams
 
 # The next pass is scheduled this long before the running one should end, besides the time that a launch takes.
 _MARGIN_S = 0.0005
@@ -25,13 +28,24 @@ class Scheduler:
     """Hold `lock` to call anything here."""
 
     def __init__(
-        self, max_batch_tokens: int, max_batch_seqs: int | None, most_in_flight: int, lock: AbstractContextManager[Any]
+        self,
+        max_batch_tokens: int,
+        max_batch_seqs: int | None,
+        most_in_flight: int,
+        lock: AbstractContextManager[Any],
+        pages: Pages | None = None,
     ) -> None:
-        """`most_in_flight`: passes that may be under way at once."""
+        """
+        Args:
+            most_in_flight: passes that may be under way at once.
+            pages: of the cache of a model that generates.
+        """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
+        self.streams = None if pages is None else Streams(pages)
         self.rates = Rates()
         self.free_at = 0.0  # when the device should have finished the passes under way, by `perf_counter`
         self.running_tokens = 0
+        self._max_batch_seqs, self._lock = max_batch_seqs or sys.maxsize, lock
         self._most_in_flight = most_in_flight
         self._in_flight: deque[float] = deque()  # seconds foreseen for each pass, in order
         self._launch_s = 0.0
@@ -45,7 +59,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything waits for a pass."""
-        return bool(len(self.queue) or self._alone)
+        return bool(len(self.queue) or self._alone or self.streams)
 
     @property
     def is_idle(self) -> bool:
@@ -62,17 +76,29 @@ class Scheduler:
         """Seconds that the queue takes at the measured rate; 0 before the first pass."""
         return self.queue.num_tokens / self.rates.tokens_per_s if self.rates.tokens_per_s else 0.0
 
-    def add(self, request: Request) -> None:
-        """Queue a request. A request that nobody can compute, or not in time, hears so at once."""
-        if not request.sequences:
-            request.fail(InvalidInput("a request without inputs"))
-        elif not all(map(len, request.sequences)):
-            empty = next(index for index, ids in enumerate(request.sequences) if not len(ids))
-            request.fail(InvalidInput(f"input {empty} has no tokens"))
+    def add(self, request: Waiting) -> None:
+        """Queue a request or a stream. What nobody can compute, or not in time, hears so at once."""
+        if isinstance(request, Stream):
+            self._adopt(request)
+        if (refusal := request.refusal()) is not None:
+            request.fail(refusal)
         elif request.deadline == inf or self._is_in_reach(request):
             self.queue.add(request)
 
-    def _is_in_reach(self, request: Request) -> bool:
+    def _adopt(self, stream: Stream) -> None:
+        """Give a stream the cache. Its pages come back when the stream ends, in whatever thread that is."""
+        if self.streams is None:
+            return
+        streams = self.streams
+        stream.pool = streams.pages
+
+        def forget(_: object) -> None:
+            with self._lock:
+                streams.forget(stream)
+
+        stream.future.add_done_callback(forget)
+
+    def _is_in_reach(self, request: Waiting) -> bool:
         """Whether the request can be done in time at the measured rate; if not, the request hears so.
 
         With nothing before it a request always is: rates are learnt from passes, and nothing else would correct a wrong one.
@@ -107,7 +133,7 @@ class Scheduler:
         Every other pass at the most is one of `add_alone`, so that these hold up nobody for long.
         """
         was_alone, self._was_alone = self._was_alone, False
-        if was_alone and (slices := self.queue.schedule(now)):
+        if was_alone and (slices := self._schedule(now)):
             return slices
         while self._alone:
             part = self._alone.popleft()
@@ -116,7 +142,16 @@ class Scheduler:
             if not part.request.future.done():
                 self._was_alone = True
                 return [part]
-        return self.queue.schedule(now)
+        return self._schedule(now)
+
+    def _schedule(self, now: float) -> list[Slice]:
+        """A token of each stream under way first, then prompts and sequences to embed."""
+        slices: list[Slice] = []
+        if self.streams is not None:
+            slices, preempted = self.streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs))
+            for stream in preempted:
+                self.queue.add_first(stream)
+        return self.queue.schedule(now, slices)
 
     def started(self, num_tokens: int, now: float) -> None:
         """A pass begins to be launched."""
@@ -139,8 +174,8 @@ class Scheduler:
         self.free_at -= self._in_flight.pop()
         self.running_tokens -= num_tokens
 
-    def drain(self) -> list[Request]:
+    def drain(self) -> list[Waiting]:
         """Take out everything that waits, to tell the callers that nobody will compute it."""
         alone = [part.request for part in self._alone]
         self._alone.clear()
-        return [*self.queue.drain(), *alone]
+        return [*self.queue.drain(), *alone, *(self.streams.drain() if self.streams is not None else ())]

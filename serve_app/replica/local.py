@@ -26,7 +26,7 @@ class LocalModel:
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         deadline = inf if qos.deadline_s is None else perf_counter() + qos.deadline_s
-        request = Request(sequences, options, qos.priority, deadline)
+        request = Request(sequences, options, priority=qos.priority, deadline=deadline)
         try:
             await self._collect(request)
             return await self._loop.answer(request)

@@ -29,7 +29,7 @@ class Gate:
         self.open, self.entered = threading.Event(), threading.Event()
         self.batches: list[int] = []
 
-    passes_in_flight, max_graph_tokens = 1, 0
+    passes_in_flight, max_graph_tokens, pages = 1, 0, None
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -48,7 +48,8 @@ class Gate:
 
 def job(*firsts: int, length: int = 4, priority: Priority = "interactive", within_s: float = inf, **options: object) -> Request:
     sequences = [np.full(length, first, dtype=np.int32) for first in firsts]
-    return Request(sequences, EmbedOptions(normalize=False, **options), priority, perf_counter() + within_s)  # type: ignore[arg-type]
+    wanted = EmbedOptions(normalize=False, **options)  # type: ignore[arg-type]
+    return Request(sequences, wanted, priority=priority, deadline=perf_counter() + within_s)
 
 
 TOKENS: dict[str, Any] = {"pooled": False, "outputs": ("tokens",)}

@@ -49,6 +49,7 @@ class Device:
     passes_in_flight: int
     random: random.Random
     free_at: float = 0.0
+    pages: None = None
 
     @property
     def max_graph_tokens(self) -> int:
@@ -91,7 +92,7 @@ class Wish:
     def request(self) -> Request:
         sequences = [np.full(length, self.first_id + row % 3, dtype=np.int32) for row, length in enumerate(self.lengths)]
         options = EmbedOptions(dimensions=self.dimensions, outputs=("tokens",) if self.tokens else ())
-        return Request(sequences, options, self.priority, perf_counter() + self.left_s)
+        return Request(sequences, options, priority=self.priority, deadline=perf_counter() + self.left_s)
 
 
 wishes = st.builds(

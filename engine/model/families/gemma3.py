@@ -65,7 +65,10 @@ class Gemma3(Decoder):
 
     def __init__(self, config: Gemma3Config, checkpoint: WeightSource) -> None:
         self._load_words(config, checkpoint)
-        self.words *= torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as the model was trained
+        self._scale: Tensor | None = torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as it was trained
+        if config.generation is None:  # a language model's head needs the table as it is
+            self.words *= self._scale
+            self._scale = None
         query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5
 
         def norm(name: str, width: int) -> RMSNorm:
@@ -83,6 +86,10 @@ class Gemma3(Decoder):
             for index in range(config.n_layers)
         ]
         self.norm = norm("norm", config.hidden_size)
+
+    def _embedded(self, batch: PackedBatch) -> Tensor:
+        x = super()._embedded(batch)
+        return x if self._scale is None else x.mul_(self._scale)
 
 
 class _Layer:

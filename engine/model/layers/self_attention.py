@@ -8,6 +8,7 @@ from torch import Tensor
 from engine import kernels
 from engine.kernels import MaybeQuantized
 from engine.model.layers.attention import Attention
+from engine.model.layers.cached_attention import CachedAttention
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual
 from engine.run.batch import PackedBatch
@@ -72,12 +73,17 @@ class HasAttention(Protocol):
 
 def attention_by_layer(
     batch: PackedBatch, layers: Sequence[HasAttention], causal: bool, bias: Tensor | None = None
-) -> list[Attention]:
+) -> Sequence[AttentionCall]:
     """Each layer's attention over this batch. Layers with the same window share one.
 
     Args:
         bias: as in `Attention`.
     """
+    if batch.cached is not None:
+        return [
+            CachedAttention(batch, batch.cached, keys_and_values, layer.attend.heads, layer.attend.window)
+            for layer, keys_and_values in zip(layers, batch.cached.layers, strict=True)
+        ]
     first = layers[0].attend
     shared = {
         window: Attention(batch, first.heads, causal, window, bias, first.in_e4m3)

@@ -1,0 +1,89 @@
+"""How the next token of each sequence is to be chosen: what the host knows. numpy only; `engine/heads/sampler.py` chooses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.options import SamplingOptions, TokenIds
+
+_MASK64 = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) for the token at `position`: the same for the same arguments, on every machine.
+
+    It has 53 bits. splitmix64 (Steele, Lea, Flood, OOPSLA 2014) mixes the seed, then the seed's stream at the position. So
+    neither neighbouring positions nor neighbouring seeds give related numbers.
+    """
+    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value = (value + 1) * 0x9E3779B97F4A7C15 & _MASK64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
+    return value ^ value >> 31
+
+
+def banned_by_ngrams(ids: Sequence[int] | TokenIds, n: int) -> list[int]:
+    """The tokens that would repeat an n-gram of `ids` if they came next, ascending. `n` 0 bans none."""
+    if n <= 0 or len(ids) < n:
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, dtype=np.int32), n)
+    repeats = (windows[:, :-1] == np.asarray(ids[len(ids) - n + 1 :])).all(axis=1)
+    banned: list[int] = np.unique(windows[repeats, -1]).tolist()
+    return banned
+
+
+class TokenCounts:
+    """How often each token occurs in one sequence's answer, for its penalties. Tokens of the prompt alone count 0."""
+
+    def __init__(self, prompt_ids: Sequence[int] | TokenIds) -> None:
+        self._ids = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._slots: dict[int, int] = {token: slot for slot, token in enumerate(self._ids.tolist())}
+
+    @classmethod
+    def wanted_by(cls, options: SamplingOptions, prompt_ids: Sequence[int] | TokenIds) -> "TokenCounts | None":
+        """The counts at the start of an answer; None where the options have no penalty."""
+        if options.repetition_penalty != 1.0:
+            return cls(prompt_ids)
+        return cls(()) if options.presence_penalty or options.frequency_penalty else None
+
+    def add(self, token: int) -> None:
+        """Counts the token that was just chosen."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            room = max(64, slot)  # twice as much each time, so that a token costs the same however long the answer is
+            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Every token seen, once. [n]"""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """How often the answer has each of `ids`. [n]"""
+        return self._counts[: len(self._slots)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one row of logits needs: the request's options, and what has become of its sequence so far.
+
+    `counts` is needed where the options have a penalty (`TokenCounts.wanted_by`). `banned` may not be chosen now: stop ids
+    before `min_tokens`, n-grams. `allowed` is a grammar's bit mask: bit i % 32 of word i // 32 is token i. It may be shorter
+    than the vocabulary; tokens beyond its end may not be chosen.
+    """
+
+    options: SamplingOptions
+    uniform: float = 0.0
+    counts: TokenCounts | None = None
+    banned: Sequence[int] = ()
+    allowed: NDArray[np.int32] | None = None

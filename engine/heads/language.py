@@ -1,0 +1,17 @@
+"""The head of a language model: hidden states -> logits over the vocabulary."""
+
+from torch import Tensor
+
+from engine.model.layers.linear import Linear
+
+
+class LanguageHead:
+    """The rows of the logits are the table of words, or a matrix of the head's own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight`: [vocab_size, C]."""
+        self._out = Linear.of(weight)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[B, C], any dtype -> [B, vocab_size] fp32."""
+        return self._out(hidden).float()

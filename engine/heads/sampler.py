@@ -1,0 +1,257 @@
+"""Logits -> the next token of each sequence: bias, penalties, temperature, top-k, top-p, min-p, and one random draw.
+
+The plain torch code here is the specification, and the path of a CPU. It computes the rows of a batch one by one where they
+sample, so a row gets the same token in any batch. On a GPU each such row waits for the device several times.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.draws import Row, TokenCounts
+from engine.schedule.stream import Token
+
+# torch sums blocks of this width faster than one long row, and its argmax and topk of a long row are slower than of blocks.
+_BLOCK = 128
+# How many of the likeliest tokens top-p looks at first. It takes 8 times as many whenever they are not enough.
+_FIRST = 128
+_LEAST = 2.0**-149  # the smallest fp32 above 0
+
+
+class Entries(NamedTuple):
+    """A sparse part of [B, V]: one value for each pair of row and token."""
+
+    rows: Tensor  # [n] int64
+    ids: Tensor  # [n] int64
+    values: Tensor  # [n] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the B rows of a pass choose their tokens: tensors on the device of the logits."""
+
+    temperature: Tensor  # [B] float32, as the other options
+    top_k: Tensor  # [B] int64
+    top_p: Tensor  # [B]
+    min_p: Tensor  # [B]
+    repetition_penalty: Tensor  # [B]
+    presence_penalty: Tensor  # [B]
+    frequency_penalty: Tensor  # [B]
+    uniform: Tensor  # [B] float64 in [0, 1)
+    bias: Entries  # added to the logits; a pair may occur twice; -inf for banned tokens
+    counts: Entries  # how often the answer has a token; 0 for those of the prompt alone; a pair occurs once
+    allowed: Tensor | None  # [B, ceil(V / 32)] int32, the bit masks
+    num_logprobs: int | None  # the most that any row asks for
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu") -> "Sampling":
+        """Gathers the rows on the host, then copies them to the device. Token ids must be below `vocab_size`."""
+        options = [row.options for row in rows]
+
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
+        bias = [
+            (row, token, value)
+            for row, each in enumerate(rows)
+            for token, value in (*each.options.logit_bias, *((token, -math.inf) for token in each.banned))
+        ]
+        counts = [(row, each.counts) for row, each in enumerate(rows) if each.counts is not None]
+        asked = [each.logprobs for each in options if each.logprobs is not None]
+        return cls(
+            temperature=column(each.temperature for each in options),
+            top_k=column((each.top_k for each in options), torch.int64),
+            top_p=column(each.top_p for each in options),
+            min_p=column(each.min_p for each in options),
+            repetition_penalty=column(each.repetition_penalty for each in options),
+            presence_penalty=column(each.presence_penalty for each in options),
+            frequency_penalty=column(each.frequency_penalty for each in options),
+            uniform=column((row.uniform for row in rows), torch.float64),
+            bias=Entries(
+                column((row for row, _, _ in bias), torch.int64),
+                column((token for _, token, _ in bias), torch.int64),
+                column(value for _, _, value in bias),
+            ),
+            counts=_count_entries(counts, device),
+            allowed=_allowed(rows, vocab_size, device),
+            num_logprobs=max(asked, default=None),
+        )
+
+
+def _count_entries(counts: Sequence[tuple[int, TokenCounts]], device: torch.device | str) -> Entries:
+    rows = np.repeat(np.array([row for row, _ in counts], np.int64), [len(each.ids) for _, each in counts])
+    ids = np.concatenate([np.empty(0, np.int64), *(each.ids for _, each in counts)])
+    values = np.concatenate([np.empty(0, np.float32), *(each.counts for _, each in counts)])
+    return Entries(*(torch.from_numpy(each).to(device) for each in (rows, ids, values)))
+
+
+def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device | str) -> Tensor | None:
+    """The bit masks of all rows; None where every row may choose any token."""
+    if all(row.allowed is None and row.options.allowed is None for row in rows):
+        return None
+    masks = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
+    for mask, row in zip(masks, rows, strict=True):
+        if row.allowed is not None:
+            mask[: len(row.allowed)] &= row.allowed
+            mask[len(row.allowed) :] = 0
+        if row.options.allowed is not None:
+            bits = np.zeros(32 * len(mask), dtype=np.bool_)
+            bits[list(row.options.allowed)] = True
+            mask &= np.packbits(bits, bitorder="little").view("<i4")
+    return torch.from_numpy(masks).to(device)
+
+
+class Sampled(NamedTuple):
+    """The tokens that `sample` chose. Log-probabilities are those of the model, before any option changed a logit."""
+
+    token_ids: Tensor  # [B] int64
+    logprobs: Tensor  # [B] float32, of the chosen tokens
+    top_ids: Tensor  # [B, num_logprobs] int64, the likeliest first; of equal ones any
+    top_logprobs: Tensor  # [B, num_logprobs] float32
+    finite: Tensor  # [B] bool; False: a logit is NaN or infinite, or no token may be chosen. Only token 0 is then defined.
+
+
+def sample(logits: Tensor, sampling: Sampling) -> Sampled:
+    """Chooses a token for each row, in the order that `SamplingOptions` states.
+
+    Args:
+        logits: [B, V] float32; they stay as they are.
+    """
+    finite = logits.amax(1).isfinite() & logits.amin(1).isfinite()
+    if not finite.all():
+        logits = logits.where(finite.unsqueeze(1), 0)
+    log_probs = logits.log_softmax(1)
+    adjusted = adjust(logits, sampling)
+    token_ids = _argmax(adjusted)
+    largest = adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    finite &= largest > -math.inf
+    columns = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.uniform)
+    for row, (temperature, top_k, top_p, min_p, number) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+        if temperature > 0 and finite[row]:
+            # Less the largest before the division, or a tiny temperature would make infinities.
+            probs = (adjusted[row] - largest[row]).div_(temperature).softmax(0)
+            ids, weights = keep(probs, top_k, top_p, min_p)
+            index = _draw(weights, number)
+            token_ids[row] = index if ids is None else ids[index]
+    token_ids.masked_fill_(~finite, 0)
+    top = log_probs.topk(sampling.num_logprobs or 0)
+    return Sampled(token_ids, log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top.indices, top.values, finite)
+
+
+def tokens_of(sampled: Sampled, rows: Sequence[Row]) -> list[Token | None]:
+    """The chosen tokens on the host, with the log-probabilities that each row asks for; None where a row is not finite."""
+    tops = [row.options.logprobs for row in rows]
+    columns = [each.tolist() for each in sampled]
+    tokens: list[Token | None] = []
+    for most, token, logprob, ids, logprobs, finite in zip(tops, *columns, strict=True):
+        if not finite:
+            tokens.append(None)
+        elif most is None:
+            tokens.append(Token(token))
+        else:
+            tokens.append(Token(token, logprob, tuple(zip(ids[:most], logprobs[:most], strict=True))))
+    return tokens
+
+
+def adjust(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits with masks, bias and penalties applied. [B, V]; `logits` itself where no row has any."""
+    bias, counts = sampling.bias, sampling.counts
+    if sampling.allowed is None and not len(bias.ids) and not len(counts.ids):
+        return logits
+    logits = logits.clone()
+    if sampling.allowed is not None:
+        bits = sampling.allowed.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+        logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
+    logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)
+    values, repetition = logits[counts.rows, counts.ids], sampling.repetition_penalty[counts.rows]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    values -= sampling.frequency_penalty[counts.rows] * counts.values
+    values -= sampling.presence_penalty[counts.rows] * (counts.values > 0)
+    logits[counts.rows, counts.ids] = values
+    return logits
+
+
+def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor | None, Tensor]:
+    """The tokens of one row that min-p, then top-k, then top-p keep, and their weights.
+
+    min-p keeps what has at least `min_p` of the likeliest token's probability. top-p keeps the fewest of the likeliest tokens
+    that have `top_p` of the mass which min-p and top-k left. A token as likely as the last one kept is kept too, so more than
+    `top_k` may be. A token of probability 0 is never kept.
+
+    Args:
+        probs: [V] float32, its sum is 1.
+    Returns: the ids, ascending, and their probabilities [n]; or None and [V], where tokens not kept have weight 0.
+    """
+    vocab_size = len(probs)
+    has_top_k, has_top_p = 0 < top_k < vocab_size, top_p < 1
+    if not has_top_k and not has_top_p:
+        return None, probs if min_p <= 0 else probs.where(probs >= min_p * probs.amax(), 0)
+    least = max(float(min_p * probs.amax()), _LEAST)
+    count = top_k + 1 if has_top_k else _FIRST
+    while True:
+        values, ids = _largest(probs, min(count, vocab_size))
+        if has_top_k:
+            least = max(least, float(values[top_k - 1]))
+        num_kept = int((values >= least).sum())
+        complete = num_kept < len(values) or len(values) == vocab_size  # else tokens beyond `values` may be kept too
+        if has_top_p:
+            mass = values[:num_kept] if complete else probs.where(probs >= least, 0)
+            sums = values[:num_kept].cumsum(0, dtype=torch.float64)
+            last = int(torch.searchsorted(sums, top_p * float(mass.sum(dtype=torch.float64))))
+            if last < num_kept:
+                num_kept = int((values >= values[last]).sum())
+                complete = num_kept < len(values) or len(values) == vocab_size
+        if complete:
+            ids, order = ids[:num_kept].sort()
+            return ids, values[:num_kept][order]
+        count *= 8
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of [V], descending, and their indices. They lie in the `count` blocks with the largest maxima."""
+    if count * 4 * _BLOCK > len(values) or len(values) % _BLOCK:
+        top = values.topk(count)
+        return top.values, top.indices
+    blocks = values.view(-1, _BLOCK)
+    chosen = blocks.amax(1).topk(count, sorted=False).indices
+    top = blocks[chosen].flatten().topk(count)
+    return top.values, chosen[top.indices // _BLOCK] * _BLOCK + top.indices % _BLOCK
+
+
+def _argmax(values: Tensor) -> Tensor:
+    """The index of each row's largest value, the lowest of equal ones. [B, V] -> [B]"""
+    if values.shape[1] % _BLOCK:
+        return values.argmax(1)
+    blocks = values.view(len(values), -1, _BLOCK)
+    block = blocks.amax(2).argmax(1)
+    within = blocks[torch.arange(len(values), device=values.device), block].argmax(1)
+    return block * _BLOCK + within
+
+
+def _draw(weights: Tensor, uniform: float) -> int:
+    """An index, with a probability in proportion to its weight: where the running sum passes `uniform` of the total."""
+    if len(weights) % _BLOCK:
+        return _find(weights.double(), uniform)[0]
+    blocks = weights.view(-1, _BLOCK)
+    sums = blocks.sum(1, dtype=torch.float64)
+    block, rest = _find(sums, uniform)
+    return block * _BLOCK + _find(blocks[block].double(), rest)[0]
+
+
+def _find(weights: Tensor, share: float) -> tuple[int, float]:
+    """Where the running sum of float64 weights passes `share` of the total, and what share of that weight lies before.
+
+    Rounding may carry the sum to the very end. The last index with a weight above 0 is the answer then.
+    """
+    sums = weights.cumsum(0)
+    at = share * float(sums[-1])
+    index = int(torch.searchsorted(sums, at, right=True))
+    if index == len(sums):
+        index = int(torch.searchsorted(sums, float(sums[-1])))
+    before = float(sums[index - 1]) if index else 0.0
+    return index, (at - before) / float(weights[index])

@@ -1,0 +1,51 @@
+"""What a folder says of generation: generation_config.json, and the keys of the head in config.json."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.model.config import GenerationConfig
+from engine.model.keys import Keys
+
+# Families whose head is the table of words where config.json does not say.
+_TIED = ("Gemma3ForCausalLM",)
+
+
+def read_generation(folder: Path, keys: Keys) -> GenerationConfig:
+    """Raises: ModelError for a file that cannot be read, or a value that is none."""
+    keys.refuse("final_logit_softcapping", (None,), "logits are not capped")
+    path = folder / "generation_config.json"
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    said = Keys(path, values)
+    return GenerationConfig(
+        tied=bool(keys.get("tie_word_embeddings", keys.architecture in _TIED)),
+        eos_ids=_eos_ids(said if said.get("eos_token_id") is not None else keys),
+        temperature=_number(said, "temperature", float),
+        top_k=_number(said, "top_k", int),
+        top_p=_number(said, "top_p", float),
+        min_p=_number(said, "min_p", float),
+        repetition_penalty=_number(said, "repetition_penalty", float),
+        max_new_tokens=_number(said, "max_new_tokens", int),
+    )
+
+
+def _eos_ids(keys: Keys) -> tuple[int, ...]:
+    """`eos_token_id` is an id or a list of ids."""
+    value = keys.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        raise ModelError(f"{keys.path}: eos_token_id is {value!r}, expected the ids of tokens")
+    return tuple(ids)
+
+
+def _number(keys: Keys, key: str, kind: type) -> Any:
+    value = keys.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ModelError(f"{keys.path}: {key} is {value!r}, expected a number of 0 or more")
+    return kind(value)

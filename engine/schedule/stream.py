@@ -1,0 +1,236 @@
+"""A stream: one prompt, and the answer that grows by a token a pass. And the streams that a scheduler has under way.
+
+A stream begins in the queue, where its prompt is taken in chunks. Each later pass computes one token: the last one that was
+chosen. The keys and values of a stream's tokens lie in pages of the cache. Where no page is free, the stream that began last
+gives its pages back and waits in the queue again; its prompt and its answer are then computed anew.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from engine.draws import Row, TokenCounts, uniform
+from engine.errors import InvalidInput
+from engine.options import SamplingOptions, TokenIds
+from engine.schedule.pages import Pages
+from engine.schedule.request import Slice, Waiting
+
+FinishReason = Literal["stop", "length"]
+
+
+class Piece(NamedTuple):
+    """What a pass computes of a stream."""
+
+    token_ids: TokenIds
+    start: int  # the position of the first of these tokens
+    pages: tuple[int, ...]  # where the keys and values of all tokens of the stream are, these included
+    row: Row | None  # how the token after them is chosen; None where the stream goes on in a later pass
+
+
+class Token(NamedTuple):
+    """One token of an answer. `logprob` and `top` are None where nobody asked for them."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None  # (token id, log-probability) of the likeliest ones, the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a stream. `tokens` are without the one that ended it."""
+
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, found in the cache
+    queue_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Stream(Waiting):
+    """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end."""
+
+    prompt: TokenIds
+    options: SamplingOptions
+    seed: int  # of the draws
+    on_token: Callable[[Token], None] | None = None
+    # Progress, kept by the scheduler.
+    answer: list[Token] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
+    num_cached_tokens: int = 0
+    pool: Pages | None = None  # the scheduler's
+    counts: TokenCounts | None = None  # for penalties
+
+    def __post_init__(self) -> None:
+        self.counts = TokenCounts.wanted_by(self.options, self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the answer."""
+        return len(self.prompt) + len(self.answer)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.length - self.num_computed
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.waiting_tokens > 0)
+
+    @property
+    def ids(self) -> TokenIds:
+        """The prompt and the answer."""
+        return np.concatenate((self.prompt, np.array([token.id for token in self.answer], dtype=np.int32)))
+
+    def refusal(self) -> InvalidInput | None:
+        if self.pool is None:
+            return InvalidInput("this model does not generate")
+        if not len(self.prompt):
+            return InvalidInput("the prompt has no tokens")
+        most, page_size = self.pool.num_pages * self.pool.page_size, self.pool.page_size
+        if self.options.max_tokens < 1:
+            return InvalidInput(f"max_tokens is {self.options.max_tokens}, not 1 or more")
+        if -(-(len(self.prompt) + self.options.max_tokens) // page_size) * page_size > most:
+            return InvalidInput(
+                f"the prompt has {len(self.prompt)} tokens and max_tokens is {self.options.max_tokens}; the cache holds {most}"
+            )
+        return None
+
+    def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
+        if start >= len(self.prompt):
+            return np.array([token.id for token in self.answer[start - len(self.prompt) : stop - len(self.prompt)]], np.int32)
+        return self.prompt[start:stop] if stop <= len(self.prompt) else self.ids[start:stop]
+
+    def prepare(self, may_take_pages: bool) -> int | None:
+        """Pages for all tokens, before the first of them is computed: those that the cache has, and fresh ones."""
+        assert self.pool is not None, "a stream is added to a scheduler first"
+        if self.pages:
+            return 0
+        if not may_take_pages:
+            return None
+        shared = self.pool.match(self.ids)
+        fresh = self.pool.take(-(-self.length // self.pool.page_size) - len(shared))
+        if fresh is None:
+            self.pool.release(shared)
+            return None
+        self.pages = shared + fresh
+        self.num_computed = len(shared) * self.pool.page_size
+        self.num_cached_tokens = min(self.num_computed, len(self.prompt))
+        return self.num_computed
+
+    def next_slice(self, room: int, alone: bool) -> Slice | None:
+        if room <= 0:
+            return None
+        start = self.num_computed
+        self.num_computed = min(start + room, self.length)
+        return Slice(self, 0, start, self.num_computed)
+
+    def piece(self, part: Slice) -> Piece:
+        row = None
+        if part.stop == self.length:
+            banned = self.options.stop_ids if len(self.answer) < self.options.min_tokens else ()
+            row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned)
+        return Piece(part.token_ids, part.start, tuple(self.pages), row)
+
+    def accept(self, token: Token) -> None:
+        """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""
+        if self.future.done():
+            return  # the caller has left
+        if token.id in self.options.stop_ids:
+            return self._end("stop")
+        self.answer.append(token)
+        if self.counts is not None:
+            self.counts.add(token.id)
+        try:
+            if self.on_token is not None:
+                self.on_token(token)
+        except Exception as error:  # the caller's own code
+            return self.fail(error)
+        if len(self.answer) >= self.options.max_tokens:
+            self._end("length")
+
+    def _end(self, reason: FinishReason) -> None:
+        assert self.first_scheduled_at is not None, "a stream that has a token was scheduled"
+        queue_s = self.first_scheduled_at - self.submitted_at
+        result = Answer(tuple(self.answer), reason, len(self.prompt), self.num_cached_tokens, queue_s)
+        with suppress(InvalidStateError):  # the caller has left
+            self.future.set_result(result)
+
+    def give_back(self) -> None:
+        """Release the pages. What was computed must be computed again."""
+        assert self.pool is not None, "a stream has pages of a pool"
+        self.pool.release(self.pages)
+        self.pages, self.num_computed = [], 0
+
+
+class Streams:
+    """The streams whose prompts are computed. Hold the scheduler's lock to call anything here."""
+
+    def __init__(self, pages: Pages) -> None:
+        self.pages = pages
+        self._ready: dict[Stream, None] = {}  # whose last token is known and not yet computed, in the order of their beginning
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def schedule(self, most: int) -> tuple[list[Slice], list[Stream]]:
+        """A slice of one token for each stream, and the streams that gave up their pages for it, to be queued again.
+
+        Args:
+            most: slices at most.
+        """
+        slices: list[Slice] = []
+        preempted: list[Stream] = []
+        while self._ready and len(slices) < most:
+            stream = next(iter(self._ready))
+            if stream.num_computed < len(stream.pages) * self.pages.page_size or self._take_page(stream, preempted):
+                del self._ready[stream]
+                part = stream.next_slice(1, alone=False)
+                assert part is not None, "one token always fits"
+                slices.append(part)
+        return slices, preempted
+
+    def _take_page(self, stream: Stream, preempted: list[Stream]) -> bool:
+        """A page for the stream's next token, if need be of the streams that began last. False: the stream itself was one."""
+        while (page := self.pages.take(1)) is None:
+            last = next(reversed(self._ready))
+            del self._ready[last]
+            last.give_back()
+            preempted.append(last)
+            if last is stream:
+                return False
+        stream.pages += page
+        return True
+
+    def advance(self, stream: Stream) -> None:
+        """The pass of a stream's last slice has ended, and its token was accepted."""
+        if not stream.future.done():
+            self._ready[stream] = None
+
+    def forget(self, stream: Stream) -> None:
+        """The stream has ended."""
+        self._ready.pop(stream, None)
+        if stream.pages:
+            stream.give_back()
+
+    def drain(self) -> list[Stream]:
+        """Take out all streams, to tell the callers that nobody will continue them."""
+        streams = list(self._ready)
+        self._ready.clear()
+        return streams
+
+
+def keep(parts: Sequence[Slice]) -> None:
+    """The pages that these slices have filled can be found from now on: their pass has ended well."""
+    for part in parts:
+        stream: Stream = part.request
+        if not stream.pages or stream.pool is None:  # the stream has ended
+            continue
+        page_size = stream.pool.page_size
+        if part.start // page_size < part.stop // page_size:
+            stream.pool.keep(stream.pages, stream.ids[: part.stop])
