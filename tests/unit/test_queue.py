@@ -23,7 +23,9 @@ arrivals = st.lists(lengths, max_size=12)
 
 
 def request(sizes: Sequence[int], priority: Priority = "interactive", at: float = 0.0, deadline: float = inf) -> Request:
-    return Request([np.zeros(size, dtype=np.int32) for size in sizes], EmbedOptions(), priority=priority, deadline=deadline, submitted_at=at)
+    return Request(
+        [np.zeros(size, dtype=np.int32) for size in sizes], EmbedOptions(), priority=priority, deadline=deadline, submitted_at=at
+    )
 
 
 def filled(requests: Sequence[Request], budget: int, most: int | None = None) -> Queue:

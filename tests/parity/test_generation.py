@@ -1,0 +1,187 @@
+"""Generation against transformers, in fp32: the same tokens, however a prompt is cut and whatever else is in its passes."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from engine import Engine, InvalidInput
+from engine.errors import NotFinite
+from engine.options import SamplingOptions
+from engine.passes import Passes
+from engine.run.kv_cache import PAGE_SIZE
+from engine.schedule.stream import Stream, Token
+
+GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
+LENGTHS = (3, 150, 127, 200)
+# A tied table of random words answers with one word for ever, so the tied kinds are compared by their log-probabilities.
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_lm": {"tie_word_embeddings": False},
+    "qwen2_lm": {"tie_word_embeddings": False},
+    "llama_lm": {"tie_word_embeddings": False},
+    "mistral_lm": {"tie_word_embeddings": False, "sliding_window": 20},
+    "gemma3_lm": {"tie_word_embeddings": False},
+    "qwen3_tied": {"tie_word_embeddings": True},
+    "gemma3_tied": {"tie_word_embeddings": True},
+}
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    return [np.random.default_rng(seed).integers(5, 299, size=length).tolist() for seed, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny folder that says nothing of pooling."""
+
+    def make(kind: str) -> Path:
+        more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+        folder = tiny(kind.replace("tied", "lm"), **more, **KINDS[kind])
+        copy = tmp_path_factory.getbasetemp() / f"generates-{kind}"
+        if not copy.exists():
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("1_Pooling"))
+        return copy
+
+    return make
+
+
+def load(folder: Path, **options: Any) -> Engine:
+    return Engine.load(folder, dtype="float32", device="cpu", **options)
+
+
+@torch.inference_mode()
+def greedy(folder: Path, given: Sequence[list[int]], most: int = 64) -> list[list[int]]:
+    """transformers' answers, one prompt after the other."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"max_new_tokens": most, "do_sample": False}
+    answers = []
+    for prompt in given:
+        ids = torch.tensor([prompt])
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
+    return answers
+
+
+def ids(tokens: Sequence[Token]) -> list[int]:
+    return [token.id for token in tokens]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("_lm")])
+def test_greedy_answers_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
+    """Of prompts alone and together, whole and in chunks, with a cold cache and a warm one."""
+    folder = generator(kind)
+    expected = greedy(folder, prompts())
+    assert max(len(set(answer)) for answer in expected) > 10, "an answer that repeats itself shows little"
+    for budget in (4096, 50):
+        engine = load(folder, max_batch_tokens=budget)
+        assert engine.pages is not None
+        for _ in range(2):
+            answers = engine.generate(prompts(), GREEDY)
+            assert [ids(answer.tokens) for answer in answers] == expected
+            assert {answer.finish_reason for answer in answers} == {"length"}
+            engine.pages.check_integrity()
+        assert [answer.num_cached_tokens for answer in answers] == [0, 128, 0, 128]
+        assert [ids(list(engine.stream(prompt, GREEDY))) for prompt in prompts()] == expected
+        assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_streams_that_gave_up_their_pages_go_on_as_if_nothing_had_happened(
+    generator: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = generator("qwen3_lm")
+    given = prompts([120] * 8)
+    expected = greedy(folder, given)
+    preempted: list[Stream] = []
+    give_back = Stream.give_back
+
+    def spy(stream: Stream) -> None:
+        if not stream.future.done():
+            preempted.append(stream)
+        give_back(stream)
+
+    monkeypatch.setattr(Stream, "give_back", spy)
+    engine = load(folder, cache_tokens=9 * PAGE_SIZE)  # each prompt fits, and one answer
+    assert [ids(answer.tokens) for answer in engine.generate(given, GREEDY)] == expected
+    assert preempted
+    assert engine.pages is not None
+    engine.pages.check_integrity()
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_the_same_seed_gives_the_same_tokens_beside_whatever_else_runs(generator: Callable[[str], Path]) -> None:
+    engine = load(generator("llama_lm"), max_batch_tokens=100)
+    options = SamplingOptions(max_tokens=40, temperature=1.5, top_p=0.95, seed=7)
+    (alone,) = engine.generate(prompts()[1:2], options)
+    beside = engine.generate(prompts(), options)[1]
+    assert ids(alone.tokens) == ids(beside.tokens)
+    (other,) = engine.generate(prompts()[1:2], SamplingOptions(max_tokens=40, temperature=1.5, top_p=0.95, seed=8))
+    assert ids(alone.tokens) != ids(other.tokens)
+    unseeded = [ids(engine.generate(prompts()[1:2], SamplingOptions(max_tokens=40))[0].tokens) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["llama_lm", "qwen3_tied", "gemma3_tied"])
+def test_log_probabilities_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
+    folder = generator(kind)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = prompts()[1]
+    (answer,) = load(folder).generate([prompt], SamplingOptions(max_tokens=20, temperature=0.0, logprobs=3))
+    whole = prompt + ids(answer.tokens)
+    expected = model(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for token, row in zip(answer.tokens, expected, strict=True):
+        assert token.top is not None
+        assert len(token.top) == 3
+        assert token.logprob == token.top[0][1]
+        assert [each for each, _ in token.top] == row.topk(3).indices.tolist()
+        np.testing.assert_allclose([value for _, value in token.top], row.topk(3).values, atol=1e-4)
+
+
+def test_an_answer_ends_at_a_stop_token_from_the_least_number_of_tokens_on(generator: Callable[[str], Path]) -> None:
+    engine = load(generator("qwen3_lm"))
+    prompt = prompts()[0]
+    (whole,) = engine.generate([prompt], GREEDY)
+    stop = whole.tokens[5].id
+    first = ids(whole.tokens).index(stop)
+    (cut,) = engine.generate([prompt], SamplingOptions(max_tokens=64, temperature=0.0, stop_ids=(stop,)))
+    assert (ids(cut.tokens), cut.finish_reason) == (ids(whole.tokens)[:first], "stop")
+    (longer,) = engine.generate([prompt], SamplingOptions(max_tokens=64, temperature=0.0, stop_ids=(stop,), min_tokens=20))
+    assert len(longer.tokens) >= 20
+    assert stop not in ids(longer.tokens)
+
+
+def test_a_stream_that_is_not_finite_fails_alone(generator: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(generator("llama_lm"))
+    expected = [ids(answer.tokens) for answer in engine.generate(prompts([3, 4]), GREEDY)]
+    head = engine.network.language_head
+    assert head is not None
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden)
+        logits[1:2] = torch.nan
+        return logits
+
+    monkeypatch.setattr(engine.network, "language_head", broken)
+    streams = [engine.new_stream(prompt, GREEDY) for prompt in (prompts([3, 4])[0], [9, 9, 9])]
+    Passes(engine, 512).run(streams)
+    assert ids(streams[0].future.result().tokens) == expected[0]
+    with pytest.raises(NotFinite):
+        streams[1].future.result()
+    assert engine.pages is not None
+    assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_what_nobody_can_generate_is_refused_with_the_numbers(generator: Callable[[str], Path]) -> None:
+    engine = load(generator("llama_lm"), cache_tokens=256)
+    with pytest.raises(InvalidInput, match="the prompt has 512 tokens; the model's context is 512 tokens"):
+        engine.generate([[5] * 512], GREEDY)
+    with pytest.raises(InvalidInput, match="the prompt has 250 tokens and max_tokens is 64; the cache holds 256"):
+        engine.generate([[5] * 250], GREEDY)
+    with pytest.raises(InvalidInput, match="token id 300, the vocabulary ends at 299"):
+        engine.generate([[300]], GREEDY)
+    with pytest.raises(InvalidInput, match="max_tokens is 0"):
+        engine.generate([[5]], SamplingOptions(max_tokens=0))

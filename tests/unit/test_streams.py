@@ -1,0 +1,214 @@
+"""Streams through the scheduler, on a device whose next token follows from what the stream's pages hold."""
+
+from collections.abc import Sequence
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import BackendError, DeadlinePassed, InvalidInput, OutOfMemory
+from engine.loop import EngineLoop
+from engine.options import EmbedOptions, Priority, SamplingOptions
+from engine.passes import Passes
+from engine.run.flight import Finished, Output
+from engine.schedule.pages import Pages
+from engine.schedule.request import Request
+from engine.schedule.stream import Answer, Piece, Stream, Token
+
+PAGE_SIZE = 4
+BROKEN = 999  # the pass of this token fails
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """Depends on all tokens and their order. 0 ends an answer."""
+    value = 17
+    for each in ids:
+        value = (value * 31 + each) % 10_007
+    return value % 50
+
+
+def answer_of(prompt: Sequence[int], most: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + most and (token := next_token(ids)):
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+class Device:
+    """Computes in `launch`. The cache holds token ids where a real one holds keys and values."""
+
+    passes_in_flight, max_graph_tokens = 1, 0
+
+    def __init__(self, num_pages: int, most_tokens: float = inf) -> None:
+        self.pages = Pages(num_pages, PAGE_SIZE)
+        self.cache = np.full(num_pages * PAGE_SIZE, -1)
+        self.most_tokens = most_tokens  # of a pass; more are out of memory
+        self.passes: list[list[int]] = []  # the tokens of each piece
+
+    def launch(self, sequences: Sequence[Any], options: object, outputs: object, pieces: Sequence[Piece] = ()) -> Finished:
+        lengths = [len(piece.token_ids) for piece in pieces]
+        if sum(lengths) > self.most_tokens and len(lengths) > 1:
+            raise OutOfMemory("too much")
+        self.passes.append(lengths)
+        tokens = [self._compute(piece) for piece in pieces]
+        vectors = np.array([[float(ids[0])] for ids in sequences], dtype=np.float32).reshape(-1, 1)
+        return Finished(Output(vectors, tokens=[token for token in tokens if token is not None]))
+
+    def _compute(self, piece: Piece) -> Token | None:
+        places = [piece.pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(piece.start + len(piece.token_ids))]
+        self.cache[places[piece.start :]] = piece.token_ids
+        seen = self.cache[places].tolist()
+        if BROKEN in seen:
+            raise RuntimeError("broken")
+        return None if piece.row is None else Token(next_token(seen))
+
+
+def stream(prompt: Sequence[int], most: int = 8, priority: Priority = "interactive", deadline: float = inf) -> Stream:
+    options = SamplingOptions(max_tokens=most, stop_ids=(0,))
+    return Stream(np.array(prompt, dtype=np.int32), options, 0, priority=priority, deadline=deadline)
+
+
+def ids(answer: Answer) -> list[int]:
+    return [token.id for token in answer.tokens]
+
+
+words = st.lists(st.integers(1, 3), min_size=1, max_size=20)  # few words: prompts share beginnings
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(words, st.integers(1, 12), st.sampled_from(["interactive", "batch"])), min_size=1, max_size=8),
+    st.integers(8, 20),
+    st.integers(1, 30),
+    st.integers(4, 40),
+)
+def test_every_answer_is_what_its_prompt_gives(
+    asked: list[tuple[list[int], int, Priority]], num_pages: int, budget: int, most_tokens: int
+) -> None:
+    """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
+    device = Device(num_pages, most_tokens)
+    streams = [stream(prompt, most, priority) for prompt, most, priority in asked]
+    passes = Passes(device, budget)
+    for _ in passes.steps(streams):
+        device.pages.check_integrity()
+    for each, (prompt, most, _) in zip(streams, asked, strict=True):
+        assert ids(each.future.result(0)) == answer_of(prompt, most)
+    assert all(sum(lengths) <= budget for lengths in device.passes)
+    assert device.pages.num_free == num_pages
+    queue = passes.scheduler.queue
+    assert queue.num_tokens == queue.num_inputs == len(queue) == 0
+    assert not passes.scheduler.has_work
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(words, min_size=2, max_size=8), st.data())
+def test_a_stream_that_is_left_gives_its_pages_back_at_once(asked: list[list[int]], data: st.DataObject) -> None:
+    device = Device(40)
+    streams = [stream(prompt, 12) for prompt in asked]
+    left = [streams[index] for index in data.draw(st.sets(st.integers(0, len(streams) - 1)))]
+    when = data.draw(st.integers(0, 6))
+    passes = Passes(device, 16)
+    for number, _ in enumerate(passes.steps(streams)):
+        if number == when:
+            for each in left:
+                each.future.cancel()
+                assert not each.pages
+        device.pages.check_integrity()
+    for each, prompt in zip(streams, asked, strict=True):
+        if each not in left:
+            assert ids(each.future.result(0)) == answer_of(prompt, 12)
+        assert each.future.done()
+    assert device.pages.num_free == 40
+
+
+def test_tokens_of_streams_come_before_prompts_and_prompts_are_taken_in_chunks() -> None:
+    device = Device(100)
+    first, second = stream([1] * 3, 20), stream([2] * 30, 3)
+    passes = Passes(device, 10)
+    steps = passes.steps([first])
+    next(steps)
+    with passes.lock:
+        passes.scheduler.add(second)
+    for _ in steps:
+        pass
+    assert device.passes[:6] == [[3], [1, 9], [1, 9], [1, 9], [1, 3], [1, 1]]
+    assert ids(second.future.result(0)) == answer_of([2] * 30, 3)
+
+
+def test_a_beginning_that_was_computed_is_not_computed_again() -> None:
+    device = Device(100)
+    Passes(device, 100).run([stream([3] * 10, 2)])
+    again = stream([3] * 10 + [2], 2)
+    Passes(device, 100).run([again])
+    assert device.passes[-2][0] == 11 - 8
+    assert again.future.result(0).num_cached_tokens == 8
+
+
+def test_sequences_to_embed_go_past_a_stream_that_waits_for_pages() -> None:
+    device = Device(4)
+    running, waiting = stream([1] * 12, 4), stream([2] * 12, 4)
+    embedded = Request([np.array([7], dtype=np.int32)], EmbedOptions(normalize=False))
+    Passes(device, 100).run([running, waiting, embedded])
+    assert embedded.future.result(0).vectors.tolist() == [[7]]
+    for each, prompt in ((running, [1] * 12), (waiting, [2] * 12)):
+        assert ids(each.future.result(0)) == answer_of(prompt, 4)
+
+
+def test_whoever_waits_for_a_stream_hears_the_end() -> None:
+    device = Device(20)
+    good, broken, late = stream([1, 2]), stream([BROKEN]), stream([1], deadline=perf_counter() - 1)
+    too_long, no_device = stream([1] * 100), stream([1])
+    Passes(device, 1).run([good, broken, late, too_long])
+    assert ids(good.future.result(0)) == answer_of([1, 2], 8)
+    with pytest.raises(BackendError, match="broken"):
+        broken.future.result(0)
+    with pytest.raises(DeadlinePassed):
+        late.future.result(0)
+    with pytest.raises(InvalidInput, match="the prompt has 100 tokens and max_tokens is 8; the cache holds 80"):
+        too_long.future.result(0)
+    device.pages.check_integrity()
+    assert device.pages.num_free == 20
+
+    class Embeds(Device):
+        pages = None  # type: ignore[assignment]
+
+        def __init__(self) -> None: ...
+
+    Passes(Embeds(), 1).run([no_device])
+    with pytest.raises(InvalidInput, match="this model does not generate"):
+        no_device.future.result(0)
+
+
+def test_a_caller_whose_code_raises_fails_alone() -> None:
+    device = Device(20)
+    heard: list[int] = []
+
+    def listen(token: Token) -> None:
+        heard.append(token.id)
+        if len(heard) == 2:
+            raise ValueError("the caller's own fault")
+
+    bad, good = stream([1]), stream([2])
+    bad.on_token = listen
+    Passes(device, 100).run([bad, good])
+    with pytest.raises(ValueError, match="own fault"):
+        bad.future.result(0)
+    assert heard == answer_of([1], 2)
+    assert ids(good.future.result(0)) == answer_of([2], 8)
+    assert device.pages.num_free == 20
+
+
+def test_the_loop_continues_streams_in_its_own_thread() -> None:
+    device = Device(20)
+    loop = EngineLoop(device, 16)
+    streams = [stream([index], 8) for index in range(1, 9)]
+    for each in streams:
+        loop.submit([each])
+    for index, each in enumerate(streams, start=1):
+        assert ids(each.future.result(5)) == answer_of([index], 8)
+    loop.stop()
+    device.pages.check_integrity()
