@@ -46,6 +46,7 @@ def write_folder(header: Header, folder: Path) -> None:
 
     Raises: ModelError for a model that the engine would not compute as its authors meant, naming the key or the tensor.
     """
+    _refuse(header)
     header.names()
     config, tokens = model_config(header), _token_ids(header)
     tokenizer = build_tokenizer(header)
@@ -63,9 +64,8 @@ def write_folder(header: Header, folder: Path) -> None:
 
 
 def model_config(header: Header) -> dict[str, Any]:
-    """The content of config.json. Raises: ModelError naming the key that is missing, wrong or not supported."""
+    """The content of config.json. Raises: ModelError naming the key that is missing or wrong."""
     architecture = header.architecture
-    _refuse(header)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{header.path} has no tokenizer.ggml.tokens; convert the model with its tokenizer")
