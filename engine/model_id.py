@@ -1,9 +1,10 @@
-"""How a model is named: a folder, a Hub id, or a Hub id with a revision. Imports nothing that takes long."""
+"""How a model is named: a folder, a GGUF file, a Hub id, or a Hub id with a revision. Imports nothing that takes long."""
 
 import re
 from pathlib import Path
 
 EMBEDDED_MODEL = "all-MiniLM-L6-v2"
+EMBEDDED_GENERATOR = "SmolLM2-135M-Instruct"
 
 # A Hub id cannot hold an @, and cannot begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
@@ -15,4 +16,4 @@ def split_revision(model: str) -> tuple[str, str | None]:
     A revision is a branch, a tag or a commit.
     """
     match = _AT_REVISION.fullmatch(model)
-    return (match[1], match[2]) if match and not Path(model).is_dir() else (model, None)
+    return (match[1], match[2]) if match and not Path(model).exists() else (model, None)

@@ -1,6 +1,7 @@
-"""The files that hold a model's weights: safetensors, or PyTorch's own format if a folder has no safetensors.
+"""The files that hold a model's weights: safetensors, or PyTorch's own format if a folder has no safetensors, or one GGUF file if
+it has neither.
 
-Both are mapped into memory: reading a tensor brings its pages in, and the system may drop them again. PyTorch files are read
+All are mapped into memory: reading a tensor brings its pages in, and the system may drop them again. PyTorch files are read
 with `weights_only`, which builds tensors and runs nothing (docs/decisions/017). A PyTorch file that is no zip, as torch wrote
 until 1.5, cannot be mapped: the whole file is in memory until all its tensors are taken.
 """
@@ -8,7 +9,7 @@ until 1.5, cannot be mapped: the whole file is in memory until all its tensors a
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Protocol
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.model.gguf import GGUFWeights
 
 # How torch names the first object of a file that is no tensor.
 _FORBIDDEN = re.compile(r"\bGLOBAL (\S+)")
@@ -34,7 +36,7 @@ class WeightFile(Protocol):
     num_values: int  # in all tensors
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as it is stored, on the CPU."""
+        """The tensor on the CPU, as it is stored; dequantised if it is stored in blocks."""
         ...
 
     def close(self) -> None:
@@ -47,7 +49,22 @@ def open_weights(folder: Path) -> list[WeightFile]:
 
     Raises: ModelError naming the missing, damaged or refused file, and the way out.
     """
-    return [_Safetensors(path) if path.suffix == ".safetensors" else _PyTorch(path) for path in _paths(folder)]
+    kinds: dict[str, Callable[[Path], WeightFile]] = {".safetensors": _Safetensors, ".gguf": GGUFWeights}
+    return [kinds.get(path.suffix, _PyTorch)(path) for path in _paths(folder)]
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has no other weights; None where it has others, or no GGUF file.
+
+    Raises: ModelError if there are several.
+    """
+    others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    if has_safetensors(folder) or any((folder / name).is_file() for name in others):
+        return None
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        raise ModelError(f"{folder} has {len(found)} GGUF files; name one of them: {', '.join(path.name for path in found)}")
+    return found[0] if found else None
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -134,9 +151,12 @@ def _paths(folder: Path) -> Iterable[Path]:
     single = "model.safetensors" if has_safetensors(folder) else "pytorch_model.bin"
     index = folder / f"{single}.index.json"
     if not index.is_file():
+        if (gguf := only_gguf(folder)) is not None:
+            return [gguf]
         if not (folder / single).is_file():
             raise ModelError(
-                f"{folder} has no model.safetensors and no pytorch_model.bin (other weight formats are never loaded)"
+                f"{folder} has no model.safetensors and no pytorch_model.bin, and no GGUF file (other weight formats are never "
+                "loaded)"
             )
         return [folder / single]
     try:

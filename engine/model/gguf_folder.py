@@ -1,0 +1,156 @@
+"""A GGUF file -> a small model folder in the Hugging Face layout, whose weights stay in the file.
+
+config.json is computed from the metadata by llama.cpp's rules. A value that the engine cannot honour is refused by its key.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.errors import ModelError
+from engine.model.gguf import Header
+from engine.model.gguf_tokenizer import build_tokenizer
+
+# Keys of the metadata that change the results if they have any other value than these, and that the engine does not compute.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "expert_count": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "use_parallel_residual": (False,),
+    "attention.causal": (True,),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (0, 1),
+    "rope.scale_linear": (0, 1),
+}
+# transformers' (architecture, model_type).
+_MODELS = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+}
+# llama.cpp knows Gemma 3 27B, which scales its scores by another width, by the number of its layers.
+_LAYERS_OF_GEMMA3_27B = 62
+
+
+def write_folder(header: Header, folder: Path) -> None:
+    """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json, and the link model.gguf.
+
+    Raises: ModelError for a model that the engine would not compute as its authors meant, naming the key or the tensor.
+    """
+    _refuse(header)
+    header.names()
+    config, tokens = model_config(header), _token_ids(header)
+    tokenizer = build_tokenizer(header)
+    texts = {name.replace("_id", ""): header.metadata["tokenizer.ggml.tokens"][each] for name, each in tokens.items()}
+    ends = [tokens.get("eos_token_id"), header.token_id("eot_token_id")]
+    generation = tokens | {"eos_token_id": list(dict.fromkeys(each for each in ends if each is not None))}
+    about = texts | {"model_max_length": config["max_position_embeddings"], "tokenizer_class": "PreTrainedTokenizerFast"}
+    template = header.metadata.get("tokenizer.chat_template")
+    about |= {"chat_template": template} if isinstance(template, str) else {}
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = {"config.json": config | tokens, "generation_config.json": generation, "tokenizer_config.json": about}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "model.gguf").symlink_to(header.path.absolute())
+
+
+def model_config(header: Header) -> dict[str, Any]:
+    """The content of config.json. Raises: ModelError naming the key that is missing or wrong."""
+    architecture = header.architecture
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError(f"{header.path} has no tokenizer.ggml.tokens; convert the model with its tokenizer")
+    hidden_size, n_heads = header.whole("embedding_length"), header.whole("attention.head_count")
+    head_dim = header.whole("attention.key_length", header.whole("rope.dimension_count", hidden_size // n_heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if header.whole(key, head_dim) != head_dim:
+            raise ModelError(
+                f"{header.path}: {architecture}.{key} is {header.own(key)}, only a head's whole width {head_dim} works"
+            )
+    n_layers = header.whole("block_count")
+    if n_layers > len(header.tensors):
+        raise ModelError(f"{header.path}: {architecture}.block_count is {n_layers}, the file has {len(header.tensors)} tensors")
+    names = _MODELS[architecture]
+    if architecture == "llama" and header.own("attention.sliding_window"):
+        names = ("MistralForCausalLM", "mistral")
+    return {
+        "architectures": [names[0]],
+        "model_type": names[1],
+        "hidden_size": hidden_size,
+        "intermediate_size": header.whole("feed_forward_length"),
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": header.whole("attention.head_count_kv", n_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": header.whole("context_length"),
+        "rms_norm_eps": _shortest(header.number("attention.layer_norm_rms_epsilon")),
+        "vocab_size": len(tokens),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **(_gemma3(header, head_dim) if architecture == "gemma3" else _plain(header, names[1])),
+    }
+
+
+def _plain(header: Header, model_type: str) -> dict[str, Any]:
+    context = header.whole("context_length")
+    window = header.whole("attention.sliding_window", context)
+    if model_type.startswith("qwen") and window < context:
+        raise ModelError(f"{header.path}: {header.architecture}.attention.sliding_window = {window} is not supported")
+    rope = {"rope_type": "default", "rope_theta": _shortest(header.number("rope.freq_base", 10000.0))}
+    return {"hidden_act": "silu", "rope_parameters": rope} | ({"sliding_window": window} if model_type == "mistral" else {})
+
+
+def _gemma3(header: Header, head_dim: int) -> dict[str, Any]:
+    n_layers, pattern = header.whole("block_count"), header.own("attention.sliding_window_pattern")
+    local = pattern if isinstance(pattern, list) else _local_layers(header)
+    width = header.whole("embedding_length") // header.whole("attention.head_count")
+    bases = {
+        "full_attention": header.number("rope.freq_base", 1e6),
+        "sliding_attention": header.number("rope.freq_base_swa", 1e4),
+    }
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width if n_layers == _LAYERS_OF_GEMMA3_27B else head_dim,
+        "sliding_window": header.whole("attention.sliding_window", header.whole("context_length")),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": _shortest(base)} for kind, base in bases.items()},
+    }
+
+
+def _local_layers(header: Header) -> list[bool]:
+    """Whether each layer has a window: all but every sixth, where the file names no other number."""
+    if header.own("attention.sliding_window") is None:
+        return [False] * header.whole("block_count")
+    every = header.whole("attention.sliding_window_pattern", 6)
+    return [(index + 1) % every > 0 for index in range(header.whole("block_count"))]
+
+
+def _refuse(header: Header) -> None:
+    for key, neutral in _NEUTRAL.items():
+        value = header.own(key)
+        if value is not None and value not in neutral:
+            raise ModelError(
+                f"{header.path}: {header.architecture}.{key} = {value!r:.80} is not supported (only {neutral[-1]!r})"
+            )
+    if "rope_freqs.weight" in header.tensors:
+        raise ModelError(f"{header.path}: RoPE scaled by the tensor rope_freqs.weight, as in Llama 3.1, is not supported")
+
+
+def _token_ids(header: Header) -> dict[str, int]:
+    """The special tokens that the file names, under transformers' names."""
+    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    found = {name: header.token_id(key) for name, key in names.items()}
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal number that rounds to the same float32, such as 1e-5: the number that its authors wrote."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,135 @@
+"""Tiny GGUF files, written as llama.cpp's converter writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+from safetensors.numpy import load_file
+from tokenizers import pre_tokenizers
+
+from engine.model.keys import Keys
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+}
+_GEMMA_NAMES = _NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+SPECIALS = ["<|start|>", "<|end|>", "<think>"]  # the last is user-defined
+MERGES = [f"{a} {b}" for a, b in zip("thequickbr", "heuicklmro", strict=True)]
+
+
+def byte_level_tokens(vocab_size: int = 300) -> list[str]:
+    """All bytes, the merged tokens, the special tokens, and padding up to `vocab_size`."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(merge.replace(" ", "") for merge in MERGES), *SPECIALS]
+    return tokens + [f"[PAD{index}]" for index in range(len(tokens), vocab_size)]
+
+
+def tokenizer_metadata(vocab_size: int = 300, pre: str = "gpt-2") -> dict[str, Any]:
+    tokens = byte_level_tokens(vocab_size)
+    start = tokens.index(SPECIALS[0])
+    types = [5 if token.startswith("[PAD") else 1 for token in tokens]
+    types[start : start + 3] = [3, 3, 4]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.bos_token_id": start,
+        "tokenizer.ggml.eos_token_id": start + 1,
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0]['content'] }}",
+    }
+
+
+def config_metadata(keys: Keys, architecture: str) -> dict[str, Any]:
+    """The metadata of a transformers config.json."""
+    hf = keys.values
+    named = {
+        "context_length": hf["max_position_embeddings"],
+        "embedding_length": hf["hidden_size"],
+        "block_count": hf["num_hidden_layers"],
+        "feed_forward_length": hf["intermediate_size"],
+        "attention.head_count": hf["num_attention_heads"],
+        "attention.head_count_kv": hf["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": hf["rms_norm_eps"],
+        "attention.key_length": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+    }
+    rope = hf["rope_parameters"]
+    if architecture == "gemma3":
+        named |= {"rope.freq_base": rope["full_attention"]["rope_theta"], "attention.sliding_window": hf["sliding_window"]}
+        named |= {"attention.sliding_window_pattern": [kind == "sliding_attention" for kind in hf["layer_types"]]}
+    else:
+        named |= {"rope.freq_base": rope["rope_theta"]}
+        named |= {"attention.sliding_window": hf["sliding_window"]} if hf["architectures"][0].startswith("Mistral") else {}
+    return {f"{architecture}.{key}": value for key, value in named.items()}
+
+
+def converted(folder: Path, architecture: str, n_heads: int, n_kv_heads: int) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors with llama.cpp's names, rows and norms."""
+    found = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        parts = name.removeprefix("model.").rsplit(".", 1)
+        layer, prefix = parts[0], ""
+        if layer.startswith("layers."):
+            _, index, layer = layer.split(".", 2)
+            prefix = f"blk.{index}."
+        ours = (_GEMMA_NAMES if architecture == "gemma3" else _NAMES)[layer]
+        if architecture == "llama" and ours in ("attn_q", "attn_k"):
+            heads = n_heads if ours == "attn_q" else n_kv_heads
+            tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if architecture == "gemma3" and layer.endswith("norm"):
+            tensor = tensor + 1
+        found[f"{prefix}{ours}.{parts[1]}"] = np.ascontiguousarray(tensor)
+    return found
+
+
+def write(
+    path: Path,
+    architecture: str,
+    metadata: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+) -> Path:
+    """Matrices are stored as `kind`, other tensors in F32. Tensors of bytes are stored as they are."""
+    writer = gguf.GGUFWriter(path, architecture, endianess=endianess)
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+    for name, tensor in tensors.items():
+        if tensor.ndim > 1 and kind != GGMLQuantizationType.F32:
+            stored = tensor if tensor.dtype == np.uint8 else gguf.quants.quantize(tensor, kind)
+            writer.add_tensor(name, stored, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
