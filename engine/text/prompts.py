@@ -1,0 +1,48 @@
+"""Texts and messages -> the token ids of a prompt, and the tokens of an answer -> text."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as HFTokenizer
+
+from engine.errors import InvalidInput, ModelError
+from engine.options import TokenIds
+from engine.text.chat import ChatTemplate
+from engine.text.detokenizer import Detokenizer
+
+
+class Prompts:
+    """The tokenizer of a model that generates. Safe to call from several threads."""
+
+    def __init__(self, tokenizer: HFTokenizer, template: ChatTemplate | None) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.tokenizer, self.template = tokenizer, template
+
+    @classmethod
+    def load(cls, folder: Path) -> "Prompts":
+        """Raises: ModelError for a folder without a readable tokenizer.json, or with a broken chat template."""
+        path = folder / "tokenizer.json"
+        try:
+            tokenizer = HFTokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"{path} cannot be loaded: {error}") from error
+        return cls(tokenizer, ChatTemplate.load(folder))
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""
+        return self._ids(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
+        """The ids of a conversation that the model is to answer. Raises: InvalidInput where there is no chat template."""
+        if self.template is None:
+            raise InvalidInput("this model has no chat template, so it takes no messages; give it a text to continue")
+        return self._ids(self.template.render(messages), add_special_tokens=False)
+
+    def detokenizer(self, prompt: TokenIds, stop: Sequence[str] = ()) -> Detokenizer:
+        return Detokenizer(self.tokenizer, prompt.tolist(), stop=stop)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> TokenIds:
+        return np.array(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
