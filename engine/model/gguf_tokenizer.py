@@ -24,7 +24,7 @@ def build_tokenizer(header: Header) -> Tokenizer:
     """
     kind = header.metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in makers:
+    if not isinstance(kind, str) or kind not in makers:
         raise ModelError(f"{header.path}: tokenizer.ggml.model {kind!r:.80} is not supported (gpt2 and llama are)")
     tokens, types = _texts(header, "tokens"), _numbers(header, "token_type")
     if len(set(tokens)) < len(tokens):

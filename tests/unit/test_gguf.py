@@ -247,6 +247,7 @@ def test_the_embedded_generator_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
         ({"llama.context_length": 2.5}, "llama.context_length is 2.5, expected a whole number"),
         ({"llama.feed_forward_length": [96, 64]}, "llama.feed_forward_length is [96, 64], expected a positive number"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
+        ({"tokenizer.ggml.model": ["gpt2"]}, "tokenizer.ggml.model ['gpt2'] is not supported"),
         ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre None is not supported"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens"),
