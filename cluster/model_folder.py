@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.model_spec import ModelSpec
+from engine.errors import ModelError
 from engine.hub import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
@@ -23,6 +24,11 @@ def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfi
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )
+    if config.generation is not None:
+        raise ModelError(
+            f"{spec.model} generates text, and the server does not do that yet: `emberforge generate -m {spec.model}` does; "
+            "to serve its vectors, say how to pool with --pooling"
+        )
     return folder, shortened(config, spec.max_input_tokens)
 
 

@@ -50,6 +50,7 @@ class Engine:
             cache = KVCache(config, cache_tokens or default_tokens(config, wide), wide, device)
         self.pages = None if cache is None else Pages(cache.num_pages, PAGE_SIZE)
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
+        self.prompts = parts.prompts
         self.dtype, self.device = dtype, device
         self.max_batch_tokens = default_batch_tokens(device)
         self.runner: CpuRunner | CudaRunner
@@ -146,6 +147,8 @@ class Engine:
         """
         if isinstance(inputs, str):
             raise InvalidInput("embed() takes a list of inputs; put the string into a list")
+        if self.config.generation is not None:
+            raise InvalidInput("this model generates text; load it with a `pooling` to get vectors")
         check_dimensions(dimensions, self.config.embedding_size)
         options = EmbedOptions(normalize=normalize, dimensions=dimensions)
         sequences = self.tokenizer.encode(inputs, EncodeOptions(truncate, truncation_direction, prompt_name))

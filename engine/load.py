@@ -26,6 +26,7 @@ from engine.model.weights import Checkpoint
 from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
+from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
 
@@ -36,6 +37,7 @@ class Loaded:
     tokenizer: Tokenizer
     network: Network
     packer: BatchPacker
+    prompts: Prompts | None = None  # of a model that generates
 
 
 def read_config(
@@ -108,7 +110,8 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
     tiles = None if model.eager_only else tiling(heads, config.head_dim, wide, device, config.causal, model.biases_scores)
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
-    return Loaded(tokenizer, Network(name, model, vector_head, outputs, config.embedding_size, language_head), packer)
+    network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
+    return Loaded(tokenizer, network, packer, None if config.generation is None else Prompts.load(folder))
 
 
 def _load_outputs(

@@ -68,7 +68,9 @@ def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[
 
     def request(at: float) -> Request:
         lengths = [min(2048, max(8, int(rng.lognormvariate(5.0, 0.8)))) for _ in range(TEXTS)]
-        job = Request([np.empty(length, dtype=np.int32) for length in lengths], EmbedOptions(), priority=priority, submitted_at=at)
+        job = Request(
+            [np.empty(length, dtype=np.int32) for length in lengths], EmbedOptions(), priority=priority, submitted_at=at
+        )
         bulk.add(job)
         return job
 

@@ -91,7 +91,7 @@ def _chat(writer: "Writer") -> None:
             messages.append(_said("assistant", writer.write(writer.prompts.encode_chat(messages))))
         except KeyboardInterrupt:  # ends the answer, not the chat
             messages.pop()
-            sys.stdout.write("\n")
+            _written("\n")
         except InvalidInput as error:
             say(f"{error}; the chat begins anew")
             messages.clear()
@@ -117,9 +117,7 @@ class Writer:
         self._engine, self._options, self._verbose = engine, options, verbose
 
     @classmethod
-    def load(
-        cls, model: str, context: int | None, dtype: str, threads: int | None, verbose: bool, *sampling: Any
-    ) -> "Writer":
+    def load(cls, model: str, context: int | None, dtype: str, threads: int | None, verbose: bool, *sampling: Any) -> "Writer":
         with console.status(f"loading {model}"):
             from engine import Engine, ModelError
 
@@ -139,7 +137,7 @@ class Writer:
             times.append(perf_counter())
             answer += _written(text.push(token.id))
         answer += _written(text.finish())
-        sys.stdout.write("\n")
+        _written("\n")
         if self._verbose and len(times) > 2:
             first, rest = times[1] - times[0], (len(times) - 2) / (times[-1] - times[1])
             say(f"{len(prompt)} tokens of prompt, the first token after {1e3 * first:.0f} ms, then {rest:.1f} tokens/s")
@@ -184,5 +182,3 @@ def _options(
         seed=seed,
         stop_ids=said.eos_ids,
     )
-
-

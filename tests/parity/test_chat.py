@@ -1,0 +1,77 @@
+"""The command line with the embedded model that generates: real weights, real answers."""
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine import Engine, InvalidInput
+from engine.errors import ModelError
+from engine.model_id import EMBEDDED_GENERATOR
+from engine.options import SamplingOptions
+from serve_app.cli.commands import cli
+
+PARIS = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Engine:
+    return Engine.load(EMBEDDED_GENERATOR, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def loads(smollm2: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The command gets this engine, whatever it asks for; what it asked for is here."""
+    asked: list[dict[str, Any]] = []
+
+    def load(model: str, **options: Any) -> Engine:
+        asked.append({"model": model, **options})
+        return smollm2
+
+    monkeypatch.setattr(Engine, "load", load)
+    return asked
+
+
+def run(*arguments: str, lines: str = "") -> Any:
+    return CliRunner().invoke(cli, arguments, input=lines, catch_exceptions=False)
+
+
+def test_chat_answers_one_question(loads: list[dict[str, Any]]) -> None:
+    done = run("chat", "-p", "What is the capital of France?", "-n", "24", "--temp", "0", "-v", "-c", "4096", "-t", "2")
+    assert done.stdout == f"{PARIS}\n"
+    assert "37 tokens of prompt, the first token after " in done.stderr
+    assert loads == [{"model": EMBEDDED_GENERATOR, "device": "cpu", "dtype": "auto", "max_input_tokens": 4096, "num_threads": 2}]
+
+
+def test_a_chat_remembers_what_was_said(loads: list[dict[str, Any]], smollm2: Engine) -> None:
+    lines = "What is the capital of France?\nAnd what language is spoken there?\nquit\nnever read\n"
+    done = run("chat", "-n", "24", "--temp", "0", lines=lines)
+    first, second = done.stdout.splitlines()
+    assert first == PARIS
+    assert "French" in second
+    assert smollm2.prompts is not None
+    messages = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": PARIS}]
+    messages.append({"role": "user", "content": "And what language is spoken there?"})
+    options = SamplingOptions(max_tokens=24, temperature=0.0, stop_ids=(2,))
+    (expected,) = smollm2.generate([smollm2.prompts.encode_chat(messages)], options)
+    assert second == smollm2.prompts.tokenizer.decode([token.id for token in expected.tokens])
+    assert expected.num_cached_tokens == 0 or expected.num_prompt_tokens > 128
+
+
+def test_generate_continues_a_text(loads: list[dict[str, Any]]) -> None:
+    done = run("generate", "-p", "1, 2, 3, 4, 5, 6,", "-n", "9", "--temp", "0")
+    assert done.stdout.startswith(" 7, 8, 9")
+    texts = {run("generate", "-n", "16", "--temp", "1", "--seed", str(seed)).stdout for seed in (1, 1, 2)}
+    assert len(texts) == 2
+
+
+def test_a_model_of_vectors_does_not_chat_and_the_other_way_round(smollm2: Engine) -> None:
+    with pytest.raises(ModelError, match="all-MiniLM-L6-v2 gives vectors and no text; `emberforge serve"):
+        run("chat", "-m", "all-MiniLM-L6-v2", "-p", "x")
+    with pytest.raises(InvalidInput, match="load it with a `pooling` to get vectors"):
+        smollm2.embed(["x"])
+    with pytest.raises(ModelError, match="emberforge generate -m SmolLM2-135M-Instruct"):
+        run("plan", EMBEDDED_GENERATOR)
+    embedder = Engine.load("all-MiniLM-L6-v2", device="cpu")
+    with pytest.raises(InvalidInput, match="this model does not generate"):
+        embedder.generate([[5]], SamplingOptions(max_tokens=1))
