@@ -1,0 +1,336 @@
+"""Logits -> the next token of each sequence: bias, penalties, temperature, top-k, top-p, min-p, and one random draw.
+
+The plain torch code here is the specification, and the path of a CPU. It computes the rows of a batch one by one where they
+sample, so a row gets the same token in any batch. On a GPU each such row waits for the device several times.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.options import SamplingOptions, TokenIds
+
+# torch sums blocks of this width faster than one long row, and its argmax and topk of a long row are slower than of blocks.
+_BLOCK = 128
+# How many of the likeliest tokens min-p and top-p look at first. They take 32 times as many whenever they are not enough.
+_FIRST = 128
+_LEAST = 2.0**-149  # the smallest fp32 above 0
+_MASK64 = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) for the token at `position`: the same for the same arguments, on every machine.
+
+    It has 53 bits. splitmix64 (Steele, Lea, Flood, OOPSLA 2014) mixes the seed, then the seed's stream at the position. So
+    neither neighbouring positions nor neighbouring seeds give related numbers.
+    """
+    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    value = (value + 1) * 0x9E3779B97F4A7C15 & _MASK64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
+    return value ^ value >> 31
+
+
+def banned_by_ngrams(ids: Sequence[int] | TokenIds, n: int) -> list[int]:
+    """The tokens that would repeat an n-gram of `ids` if they came next, ascending. `n` 0 bans none."""
+    if n <= 0 or len(ids) < n:
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, dtype=np.int32), n)
+    repeats = (windows[:, :-1] == np.asarray(ids[len(ids) - n + 1 :])).all(axis=1)
+    banned: list[int] = np.unique(windows[repeats, -1]).tolist()
+    return banned
+
+
+class TokenCounts:
+    """How often each token occurs in one sequence's answer, for its penalties. Tokens of the prompt alone count 0."""
+
+    def __init__(self, prompt_ids: Sequence[int] | TokenIds) -> None:
+        self._ids = np.unique(np.asarray(prompt_ids, dtype=np.int64))
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._slots: dict[int, int] = {token: slot for slot, token in enumerate(self._ids.tolist())}
+
+    @classmethod
+    def wanted_by(cls, options: SamplingOptions, prompt_ids: Sequence[int] | TokenIds) -> "TokenCounts | None":
+        """The counts at the start of an answer; None where the options have no penalty."""
+        if options.repetition_penalty != 1.0:
+            return cls(prompt_ids)
+        return cls(()) if options.presence_penalty or options.frequency_penalty else None
+
+    def add(self, token: int) -> None:
+        """Counts the token that was just chosen."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            room = max(64, slot)  # twice as much each time, so that a token costs the same however long the answer is
+            self._ids = np.concatenate([self._ids, np.zeros(room, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, np.float32)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Every token seen, once. [n]"""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """How often the answer has each of `ids`. [n]"""
+        return self._counts[: len(self._slots)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one row of logits needs: the request's options, and what has become of its sequence so far.
+
+    `counts` is needed where the options have a penalty (`TokenCounts.wanted_by`). `banned` may not be chosen now: stop ids
+    before `min_tokens`, n-grams. `allowed` is a grammar's bit mask: bit i % 32 of word i // 32 is token i. It may be shorter
+    than the vocabulary; tokens beyond its end may not be chosen.
+    """
+
+    options: SamplingOptions
+    uniform: float = 0.0
+    counts: TokenCounts | None = None
+    banned: Sequence[int] = ()
+    allowed: NDArray[np.int32] | None = None
+
+
+class Entries(NamedTuple):
+    """A sparse part of [B, V]: one value for each pair of row and token."""
+
+    rows: Tensor  # [n] int64
+    ids: Tensor  # [n] int64
+    values: Tensor  # [n] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the B rows of a pass choose their tokens: tensors on the device of the logits."""
+
+    temperature: Tensor  # [B] float32, as the other options
+    top_k: Tensor  # [B] int64
+    top_p: Tensor  # [B]
+    min_p: Tensor  # [B]
+    repetition_penalty: Tensor  # [B]
+    presence_penalty: Tensor  # [B]
+    frequency_penalty: Tensor  # [B]
+    uniform: Tensor  # [B] float64 in [0, 1)
+    bias: Entries | None  # added to the logits; a pair may occur twice; -inf for banned tokens
+    counts: Entries | None  # how often the answer has a token; 0 for those of the prompt alone; a pair occurs once
+    allowed: Tensor | None  # [B, ceil(V / 32)] int32, the bit masks
+    num_logprobs: int | None  # the most that any row asks for
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu") -> "Sampling":
+        """Gathers the rows on the host, then copies them to the device. Token ids must be below `vocab_size`."""
+        options = [row.options for row in rows]
+        # One tensor for six options: most of the time here goes into making small tensors.
+        floats = [
+            [each.temperature for each in options],
+            [each.top_p for each in options],
+            [each.min_p for each in options],
+            [each.repetition_penalty for each in options],
+            [each.presence_penalty for each in options],
+            [each.frequency_penalty for each in options],
+        ]
+        temperature, top_p, min_p, repetition, presence, frequency = torch.tensor(floats, dtype=torch.float32, device=device)
+        return cls(
+            temperature=temperature,
+            top_k=torch.tensor([each.top_k for each in options], dtype=torch.int64, device=device),
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            uniform=torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device),
+            bias=_bias(rows, device),
+            counts=_counts(rows, device),
+            allowed=_allowed(rows, vocab_size, device),
+            num_logprobs=max((each.logprobs for each in options if each.logprobs is not None), default=None),
+        )
+
+
+def _bias(rows: Sequence[Row], device: torch.device | str) -> Entries | None:
+    entries = [(row, token, value) for row, each in enumerate(rows) for token, value in each.options.logit_bias]
+    entries += [(row, token, -math.inf) for row, each in enumerate(rows) for token in each.banned]
+    if not entries:
+        return None
+    row_of, ids, values = zip(*entries, strict=True)
+    return Entries(
+        torch.tensor(row_of, dtype=torch.int64, device=device),
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
+
+
+def _counts(rows: Sequence[Row], device: torch.device | str) -> Entries | None:
+    counted = [(row, each.counts) for row, each in enumerate(rows) if each.counts is not None]
+    if not counted:
+        return None
+    row_of = np.concatenate([np.full(len(counts.ids), row) for row, counts in counted])
+    ids = np.concatenate([counts.ids for _, counts in counted])
+    values = np.concatenate([counts.counts for _, counts in counted])
+    return Entries(*(torch.from_numpy(each).to(device) for each in (row_of, ids, values)))
+
+
+def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device | str) -> Tensor | None:
+    """The bit masks of all rows; None where every row may choose any token."""
+    if all(row.allowed is None and row.options.allowed is None for row in rows):
+        return None
+    masks = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
+    for mask, row in zip(masks, rows, strict=True):
+        if row.allowed is not None:
+            mask[: len(row.allowed)] &= row.allowed
+            mask[len(row.allowed) :] = 0
+        if row.options.allowed is not None:
+            bits = np.zeros(32 * len(mask), dtype=np.bool_)
+            bits[list(row.options.allowed)] = True
+            mask &= np.packbits(bits, bitorder="little").view("<i4")
+    return torch.from_numpy(masks).to(device)
+
+
+class Sampled(NamedTuple):
+    """The tokens that `sample` chose. Log-probabilities are those of the model, before any option changed a logit."""
+
+    token_ids: Tensor  # [B] int64
+    logprobs: Tensor  # [B] float32, of the chosen tokens
+    top_ids: Tensor  # [B, num_logprobs] int64, the likeliest first; of equal ones any
+    top_logprobs: Tensor  # [B, num_logprobs] float32
+    finite: Tensor  # [B] bool; False: a logit is NaN or infinite, or no token may be chosen. Only token 0 is then defined.
+
+
+def sample(logits: Tensor, sampling: Sampling) -> Sampled:
+    """Chooses a token for each row, in the order that `SamplingOptions` states.
+
+    Args:
+        logits: [B, V] float32; they stay as they are.
+    """
+    log_probs = logits.log_softmax(1)
+    finite = log_probs.amin(1).isfinite()  # NaN and +inf make a whole row NaN, -inf stays where it is
+    if not finite.all():
+        logits = logits.where(finite.unsqueeze(1), 0)
+        log_probs = logits.log_softmax(1)
+    adjusted = adjust(logits, sampling)
+    token_ids = _argmax(adjusted)
+    largest = adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    finite &= largest > -math.inf
+    columns = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.uniform)
+    for row, (temperature, top_k, top_p, min_p, number) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+        if temperature > 0 and finite[row]:
+            # Less the largest before the division, or a tiny temperature would make infinities.
+            probs = (adjusted[row] - largest[row]).div_(temperature).softmax(0)
+            ids, weights = keep(probs, top_k, top_p, min_p)
+            index = _draw(weights, number)
+            token_ids[row] = index if ids is None else ids[index]
+    token_ids.masked_fill_(~finite, 0)
+    top = log_probs.topk(sampling.num_logprobs or 0)
+    return Sampled(token_ids, log_probs.gather(1, token_ids.unsqueeze(1)).squeeze(1), top.indices, top.values, finite)
+
+
+def adjust(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The logits with masks, bias and penalties applied. [B, V]; `logits` itself where no row has any."""
+    bias, counts = sampling.bias, sampling.counts
+    if sampling.allowed is None and bias is None and counts is None:
+        return logits
+    logits = logits.clone()
+    if sampling.allowed is not None:
+        bits = sampling.allowed.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+        logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
+    if bias is not None:
+        logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)
+    if counts is not None:
+        rows, ids, times = counts
+        values, repetition = logits[rows, ids], sampling.repetition_penalty[rows]
+        values = torch.where(values < 0, values * repetition, values / repetition)
+        values -= sampling.frequency_penalty[rows] * times
+        values -= sampling.presence_penalty[rows] * (times > 0)
+        logits[rows, ids] = values
+    return logits
+
+
+def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor | None, Tensor]:
+    """The tokens of one row that min-p, then top-k, then top-p keep, and their weights.
+
+    min-p keeps what has at least `min_p` of the likeliest token's probability. top-p keeps the fewest of the likeliest tokens
+    that have `top_p` of the mass which min-p and top-k left. A token as likely as the last one kept is kept too, so more than
+    `top_k` may be. A token of probability 0 is never kept.
+
+    Args:
+        probs: [V] float32, its sum is 1.
+    Returns: the ids, ascending, and their probabilities [n]; None and `probs` where no option removes a token.
+    """
+    vocab_size = len(probs)
+    has_top_k, has_top_p = 0 < top_k < vocab_size, top_p < 1
+    if not has_top_k and not has_top_p and min_p <= 0:
+        return None, probs
+    least = max(float(min_p * probs.amax()), _LEAST)
+    count = top_k + 1 if has_top_k else _FIRST
+    while True:
+        values, ids = _largest(probs, min(count, vocab_size))
+        if has_top_k:
+            least = max(least, float(values[top_k - 1]))
+        num_kept = int((values >= least).sum())
+        complete = num_kept < len(values) or len(values) == vocab_size  # else tokens beyond `values` may be kept too
+        if has_top_p:
+            mass = values[:num_kept] if complete else probs * (probs >= least)
+            sums = values[:num_kept].cumsum(0, dtype=torch.float64)
+            last = int(torch.searchsorted(sums, top_p * float(mass.sum(dtype=torch.float64))))
+            if last < num_kept:
+                num_kept = int((values >= values[last]).sum())
+                complete = num_kept < len(values) or len(values) == vocab_size
+        if complete:
+            ids, order = ids[:num_kept].sort()
+            return ids, values[:num_kept][order]
+        count *= 32
+
+
+def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of [V], descending, and their indices. They lie in the `count` blocks with the largest maxima."""
+    if count * 4 * _BLOCK > len(values) or len(values) % _BLOCK:
+        top = values.topk(count)
+        return top.values, top.indices
+    blocks = values.view(-1, _BLOCK)
+    chosen = blocks.amax(1).topk(count, sorted=False).indices
+    top = blocks[chosen].flatten().topk(count)
+    return top.values, chosen[top.indices // _BLOCK] * _BLOCK + top.indices % _BLOCK
+
+
+def _argmax(values: Tensor) -> Tensor:
+    """The index of each row's largest value, the lowest of equal ones. [B, V] -> [B]"""
+    if values.shape[1] % _BLOCK:
+        return values.argmax(1)
+    blocks = values.view(len(values), -1, _BLOCK)
+    block = blocks.amax(2).argmax(1)
+    within = blocks[torch.arange(len(values), device=values.device), block].argmax(1)
+    return block * _BLOCK + within
+
+
+def _draw(weights: Tensor, uniform: float) -> int:
+    """An index, with a probability in proportion to its weight: where the running sum passes `uniform` of the total."""
+    if len(weights) % _BLOCK:
+        return _find(weights.double(), uniform)[0]
+    blocks = weights.view(-1, _BLOCK)
+    sums = blocks.sum(1, dtype=torch.float64)
+    block, rest = _find(sums, uniform)
+    return block * _BLOCK + _find(blocks[block].double(), rest)[0]
+
+
+def _find(weights: Tensor, share: float) -> tuple[int, float]:
+    """Where the running sum of float64 weights passes `share` of the total, and what share of that weight lies before.
+
+    Rounding may carry the sum to the very end. The last index with a weight above 0 is the answer then.
+    """
+    sums = weights.cumsum(0)
+    at = share * float(sums[-1])
+    index = int(torch.searchsorted(sums, at, right=True))
+    if index == len(sums):
+        index = int(torch.searchsorted(sums, float(sums[-1])))
+    before = float(sums[index - 1]) if index else 0.0
+    return index, (at - before) / float(weights[index])
