@@ -5,7 +5,7 @@ sample, so a row gets the same token in any batch. On a GPU each such row waits 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.draws import Row, TokenCounts
+from engine.draws import Row
 from engine.schedule.stream import Token
 
 # torch sums blocks of this width faster than one long row, and its argmax and topk of a long row are slower than of blocks.
 _BLOCK = 128
-# How many of the likeliest tokens top-p looks at first. It takes 8 times as many whenever they are not enough.
+# How many of the likeliest tokens min-p and top-p look at first. They take 32 times as many whenever they are not enough.
 _FIRST = 128
 _LEAST = 2.0**-149  # the smallest fp32 above 0
 
@@ -43,8 +43,8 @@ class Sampling:
     presence_penalty: Tensor  # [B]
     frequency_penalty: Tensor  # [B]
     uniform: Tensor  # [B] float64 in [0, 1)
-    bias: Entries  # added to the logits; a pair may occur twice; -inf for banned tokens
-    counts: Entries  # how often the answer has a token; 0 for those of the prompt alone; a pair occurs once
+    bias: Entries | None  # added to the logits; a pair may occur twice; -inf for banned tokens
+    counts: Entries | None  # how often the answer has a token; 0 for those of the prompt alone; a pair occurs once
     allowed: Tensor | None  # [B, ceil(V / 32)] int32, the bit masks
     num_logprobs: int | None  # the most that any row asks for
 
@@ -52,42 +52,53 @@ class Sampling:
     def of(cls, rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu") -> "Sampling":
         """Gathers the rows on the host, then copies them to the device. Token ids must be below `vocab_size`."""
         options = [row.options for row in rows]
-
-        def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=device)
-
-        bias = [
-            (row, token, value)
-            for row, each in enumerate(rows)
-            for token, value in (*each.options.logit_bias, *((token, -math.inf) for token in each.banned))
+        # One tensor for six options: most of the time here goes into making small tensors.
+        floats = [
+            [each.temperature for each in options],
+            [each.top_p for each in options],
+            [each.min_p for each in options],
+            [each.repetition_penalty for each in options],
+            [each.presence_penalty for each in options],
+            [each.frequency_penalty for each in options],
         ]
-        counts = [(row, each.counts) for row, each in enumerate(rows) if each.counts is not None]
-        asked = [each.logprobs for each in options if each.logprobs is not None]
+        temperature, top_p, min_p, repetition, presence, frequency = torch.tensor(floats, dtype=torch.float32, device=device)
         return cls(
-            temperature=column(each.temperature for each in options),
-            top_k=column((each.top_k for each in options), torch.int64),
-            top_p=column(each.top_p for each in options),
-            min_p=column(each.min_p for each in options),
-            repetition_penalty=column(each.repetition_penalty for each in options),
-            presence_penalty=column(each.presence_penalty for each in options),
-            frequency_penalty=column(each.frequency_penalty for each in options),
-            uniform=column((row.uniform for row in rows), torch.float64),
-            bias=Entries(
-                column((row for row, _, _ in bias), torch.int64),
-                column((token for _, token, _ in bias), torch.int64),
-                column(value for _, _, value in bias),
-            ),
-            counts=_count_entries(counts, device),
+            temperature=temperature,
+            top_k=torch.tensor([each.top_k for each in options], dtype=torch.int64, device=device),
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition,
+            presence_penalty=presence,
+            frequency_penalty=frequency,
+            uniform=torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device),
+            bias=_bias(rows, device),
+            counts=_counts(rows, device),
             allowed=_allowed(rows, vocab_size, device),
-            num_logprobs=max(asked, default=None),
+            num_logprobs=max((each.logprobs for each in options if each.logprobs is not None), default=None),
         )
 
 
-def _count_entries(counts: Sequence[tuple[int, TokenCounts]], device: torch.device | str) -> Entries:
-    rows = np.repeat(np.array([row for row, _ in counts], np.int64), [len(each.ids) for _, each in counts])
-    ids = np.concatenate([np.empty(0, np.int64), *(each.ids for _, each in counts)])
-    values = np.concatenate([np.empty(0, np.float32), *(each.counts for _, each in counts)])
-    return Entries(*(torch.from_numpy(each).to(device) for each in (rows, ids, values)))
+def _bias(rows: Sequence[Row], device: torch.device | str) -> Entries | None:
+    entries = [(row, token, value) for row, each in enumerate(rows) for token, value in each.options.logit_bias]
+    entries += [(row, token, -math.inf) for row, each in enumerate(rows) for token in each.banned]
+    if not entries:
+        return None
+    row_of, ids, values = zip(*entries, strict=True)
+    return Entries(
+        torch.tensor(row_of, dtype=torch.int64, device=device),
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )
+
+
+def _counts(rows: Sequence[Row], device: torch.device | str) -> Entries | None:
+    counted = [(row, each.counts) for row, each in enumerate(rows) if each.counts is not None]
+    if not counted:
+        return None
+    row_of = np.concatenate([np.full(len(counts.ids), row) for row, counts in counted])
+    ids = np.concatenate([counts.ids for _, counts in counted])
+    values = np.concatenate([counts.counts for _, counts in counted])
+    return Entries(*(torch.from_numpy(each).to(device) for each in (row_of, ids, values)))
 
 
 def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device | str) -> Tensor | None:
@@ -122,10 +133,11 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     Args:
         logits: [B, V] float32; they stay as they are.
     """
-    finite = logits.amax(1).isfinite() & logits.amin(1).isfinite()
+    log_probs = logits.log_softmax(1)
+    finite = log_probs.amin(1).isfinite()  # NaN and +inf make a whole row NaN, -inf stays where it is
     if not finite.all():
         logits = logits.where(finite.unsqueeze(1), 0)
-    log_probs = logits.log_softmax(1)
+        log_probs = logits.log_softmax(1)
     adjusted = adjust(logits, sampling)
     token_ids = _argmax(adjusted)
     largest = adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1)
@@ -161,18 +173,21 @@ def tokens_of(sampled: Sampled, rows: Sequence[Row]) -> list[Token | None]:
 def adjust(logits: Tensor, sampling: Sampling) -> Tensor:
     """The logits with masks, bias and penalties applied. [B, V]; `logits` itself where no row has any."""
     bias, counts = sampling.bias, sampling.counts
-    if sampling.allowed is None and not len(bias.ids) and not len(counts.ids):
+    if sampling.allowed is None and bias is None and counts is None:
         return logits
     logits = logits.clone()
     if sampling.allowed is not None:
         bits = sampling.allowed.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
         logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
-    logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)
-    values, repetition = logits[counts.rows, counts.ids], sampling.repetition_penalty[counts.rows]
-    values = torch.where(values < 0, values * repetition, values / repetition)
-    values -= sampling.frequency_penalty[counts.rows] * counts.values
-    values -= sampling.presence_penalty[counts.rows] * (counts.values > 0)
-    logits[counts.rows, counts.ids] = values
+    if bias is not None:
+        logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)
+    if counts is not None:
+        rows, ids, times = counts
+        values, repetition = logits[rows, ids], sampling.repetition_penalty[rows]
+        values = torch.where(values < 0, values * repetition, values / repetition)
+        values -= sampling.frequency_penalty[rows] * times
+        values -= sampling.presence_penalty[rows] * (times > 0)
+        logits[rows, ids] = values
     return logits
 
 
@@ -185,12 +200,12 @@ def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor 
 
     Args:
         probs: [V] float32, its sum is 1.
-    Returns: the ids, ascending, and their probabilities [n]; or None and [V], where tokens not kept have weight 0.
+    Returns: the ids, ascending, and their probabilities [n]; None and `probs` where no option removes a token.
     """
     vocab_size = len(probs)
     has_top_k, has_top_p = 0 < top_k < vocab_size, top_p < 1
-    if not has_top_k and not has_top_p:
-        return None, probs if min_p <= 0 else probs.where(probs >= min_p * probs.amax(), 0)
+    if not has_top_k and not has_top_p and min_p <= 0:
+        return None, probs
     least = max(float(min_p * probs.amax()), _LEAST)
     count = top_k + 1 if has_top_k else _FIRST
     while True:
@@ -200,7 +215,7 @@ def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor 
         num_kept = int((values >= least).sum())
         complete = num_kept < len(values) or len(values) == vocab_size  # else tokens beyond `values` may be kept too
         if has_top_p:
-            mass = values[:num_kept] if complete else probs.where(probs >= least, 0)
+            mass = values[:num_kept] if complete else probs * (probs >= least)
             sums = values[:num_kept].cumsum(0, dtype=torch.float64)
             last = int(torch.searchsorted(sums, top_p * float(mass.sum(dtype=torch.float64))))
             if last < num_kept:
@@ -209,7 +224,7 @@ def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor 
         if complete:
             ids, order = ids[:num_kept].sort()
             return ids, values[:num_kept][order]
-        count *= 8
+        count *= 32
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

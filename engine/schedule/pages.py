@@ -98,7 +98,7 @@ class Pages:
 
     def release(self, pages: Sequence[int]) -> None:
         """The caller holds the pages no more. Kept ones can be matched until they are given up, others are free."""
-        for page in reversed(pages):  # a page becomes unused before its parent, and so is given up before it
+        for page in reversed(pages):  # so that `take` meets a page before its parent
             assert self._num_holders[page], f"page {page} is released more often than held"
             self._num_holders[page] -= 1
             if self._num_holders[page]:

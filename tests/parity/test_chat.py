@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cluster.model_folder import read_model
+from cluster.model_spec import ModelSpec
 from engine import Engine, InvalidInput
 from engine.errors import ModelError
 from engine.model_id import EMBEDDED_GENERATOR
@@ -55,13 +57,12 @@ def test_a_chat_remembers_what_was_said(loads: list[dict[str, Any]], smollm2: En
     options = SamplingOptions(max_tokens=24, temperature=0.0, stop_ids=(2,))
     (expected,) = smollm2.generate([smollm2.prompts.encode_chat(messages)], options)
     assert second == smollm2.prompts.tokenizer.decode([token.id for token in expected.tokens])
-    assert expected.num_cached_tokens == 0 or expected.num_prompt_tokens > 128
 
 
 def test_generate_continues_a_text(loads: list[dict[str, Any]]) -> None:
     done = run("generate", "-p", "1, 2, 3, 4, 5, 6,", "-n", "9", "--temp", "0")
     assert done.stdout.startswith(" 7, 8, 9")
-    texts = {run("generate", "-n", "16", "--temp", "1", "--seed", str(seed)).stdout for seed in (1, 1, 2)}
+    texts = {run("generate", "-n", "8", "--temp", "1", "--seed", str(seed)).stdout for seed in (1, 1, 2)}
     assert len(texts) == 2
 
 
@@ -70,8 +71,8 @@ def test_a_model_of_vectors_does_not_chat_and_the_other_way_round(smollm2: Engin
         run("chat", "-m", "all-MiniLM-L6-v2", "-p", "x")
     with pytest.raises(InvalidInput, match="load it with a `pooling` to get vectors"):
         smollm2.embed(["x"])
-    with pytest.raises(ModelError, match="emberforge generate -m SmolLM2-135M-Instruct"):
-        run("plan", EMBEDDED_GENERATOR)
+    with pytest.raises(ModelError, match="SmolLM2-135M-Instruct generates text, and the server does not do that yet"):
+        read_model(ModelSpec(name="it", model=EMBEDDED_GENERATOR))
     embedder = Engine.load("all-MiniLM-L6-v2", device="cpu")
     with pytest.raises(InvalidInput, match="this model does not generate"):
         embedder.generate([[5]], SamplingOptions(max_tokens=1))
