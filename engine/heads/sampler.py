@@ -215,7 +215,9 @@ def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor 
         num_kept = int((values >= least).sum())
         complete = num_kept < len(values) or len(values) == vocab_size  # else tokens beyond `values` may be kept too
         if has_top_p:
-            mass = values[:num_kept] if complete else probs * (probs >= least)
+            mass = values[:num_kept]
+            if not complete:
+                mass = probs if least == _LEAST else probs * (probs >= least)
             sums = values[:num_kept].cumsum(0, dtype=torch.float64)
             last = int(torch.searchsorted(sums, top_p * float(mass.sum(dtype=torch.float64))))
             if last < num_kept:
