@@ -12,6 +12,7 @@ from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, I
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.options import SamplingOptions
 
 __all__ = [
     "BackendError",
@@ -21,6 +22,7 @@ __all__ = [
     "EngineStopped",
     "InvalidInput",
     "ModelError",
+    "SamplingOptions",
     "TokenizerError",
 ]
 

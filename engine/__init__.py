@@ -3,7 +3,7 @@
 from emberforge import Engine
 vectors = Engine.load("path/to/model").embed(["a text"])   # [1, embedding_size] float32
 
-`Engine` is imported when it is first used: it needs torch, which takes seconds, and most commands do not need it.
+Names that need torch or numpy are imported when they are first used: torch takes seconds, and most commands do not need it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, I
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.options import SamplingOptions
 
 __all__ = [
     "BackendError",
@@ -21,6 +22,7 @@ __all__ = [
     "EngineStopped",
     "InvalidInput",
     "ModelError",
+    "SamplingOptions",
     "TokenizerError",
 ]
 
@@ -30,4 +32,8 @@ def __getattr__(name: str) -> Any:
         from engine.engine import Engine
 
         return Engine
+    if name == "SamplingOptions":
+        from engine.options import SamplingOptions
+
+        return SamplingOptions
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
-from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
+from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions, check_sampling
 from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
@@ -204,7 +204,11 @@ class Engine:
             stream.future.cancel()  # gives the pages back if the caller has left
 
     def new_stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Stream:
-        """Raises: InvalidInput for ids that the model has no embedding of, and for a prompt beyond the model's context."""
+        """A stream for `EngineLoop.submit`. Its answer ends with the model's context at the latest.
+
+        Raises: InvalidInput for options out of range, ids without an embedding, and a prompt beyond the model's context.
+        """
+        check_sampling(options, self.config.vocab_size)
         ids = checked_ids(0, prompt, self.config.vocab_size).astype(np.int32)
         room = self.config.max_input_length - len(ids)
         if room < 1:

@@ -29,13 +29,10 @@ class BackendError(EmberError):
 
 
 class NotFinite(BackendError):
-    """The model gave an input a vector or a score that is NaN or infinite."""
+    """The model gave an input a vector, a score or logits that are NaN or infinite."""
 
-    def __init__(self) -> None:
-        super().__init__("the model gave a vector that is not finite")
-
-    def __reduce__(self) -> tuple[type["NotFinite"], tuple[()]]:
-        return NotFinite, ()
+    def __init__(self, text: str = "the model gave a vector that is not finite") -> None:
+        super().__init__(text)
 
 
 class OutOfMemory(BackendError):

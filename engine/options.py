@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any, Literal
 
 import numpy as np
@@ -78,6 +79,37 @@ class SamplingOptions:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+
+
+def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
+    """Raises: InvalidInput naming the option, its value, and the values that it may have."""
+    limits = {
+        "max_tokens": (1, inf),
+        "temperature": (0, inf),
+        "top_k": (0, inf),
+        "top_p": (0, 1),
+        "min_p": (0, 1),
+        "repetition_penalty": (0, inf),
+        "presence_penalty": (-inf, inf),
+        "frequency_penalty": (-inf, inf),
+        "min_tokens": (0, inf),
+        "logprobs": (0, vocab_size),
+    }
+    for name, (least, most) in limits.items():
+        value = getattr(options, name)
+        if value is not None and not (least <= value <= most and isfinite(value)):
+            allowed = f"{least} or more" if most == inf else f"a number from {least} to {most}"
+            raise InvalidInput(f"{name} is {value}, expected {'a finite number' if least == -inf else allowed}")
+    if not options.repetition_penalty:
+        raise InvalidInput("repetition_penalty is 0, expected a number above 0; 1 changes nothing")
+    for token, bias in options.logit_bias:
+        if not 0 <= token < vocab_size or not isfinite(bias):
+            raise InvalidInput(f"logit_bias gives token {token} {bias}, expected a token below {vocab_size} and a finite number")
+    may_not = [token for token in options.allowed or () if not 0 <= token < vocab_size]
+    if may_not:
+        raise InvalidInput(f"allowed has token {may_not[0]}, the vocabulary ends at {vocab_size - 1}")
+    if options.allowed is not None and set(options.allowed) <= (set(options.stop_ids) if options.min_tokens else set()):
+        raise InvalidInput("no token may be chosen: allowed has none besides stop_ids, which min_tokens forbids at first")
 
 
 def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling: str, lengths: Iterable[int]) -> None:

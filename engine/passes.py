@@ -203,7 +203,7 @@ class Passes:
         chosen = [part.request for part, piece in zip(step.parts, step.pieces, strict=True) if piece.row is not None]
         for stream, token in zip(chosen, output.tokens, strict=True):
             if token is None:
-                stream.fail(NotFinite())
+                stream.fail(NotFinite("the model gave logits that are not finite"))
             else:
                 stream.accept(token)
         with self.lock:

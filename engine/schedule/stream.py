@@ -93,8 +93,6 @@ class Stream(Waiting):
         if not len(self.prompt):
             return InvalidInput("the prompt has no tokens")
         most, page_size = self.pool.num_pages * self.pool.page_size, self.pool.page_size
-        if self.options.max_tokens < 1:
-            return InvalidInput(f"max_tokens is {self.options.max_tokens}, not 1 or more")
         if -(-(len(self.prompt) + self.options.max_tokens) // page_size) * page_size > most:
             return InvalidInput(
                 f"the prompt has {len(self.prompt)} tokens and max_tokens is {self.options.max_tokens}; the cache holds {most}"

@@ -12,7 +12,7 @@ import transformers
 
 from engine import Engine, InvalidInput
 from engine.errors import NotFinite
-from engine.options import SamplingOptions
+from engine.options import SamplingOptions, check_sampling
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Stream, Token
@@ -183,5 +183,24 @@ def test_what_nobody_can_generate_is_refused_with_the_numbers(generator: Callabl
         engine.generate([[5] * 250], GREEDY)
     with pytest.raises(InvalidInput, match="token id 300, the vocabulary ends at 299"):
         engine.generate([[300]], GREEDY)
-    with pytest.raises(InvalidInput, match="max_tokens is 0"):
-        engine.generate([[5]], SamplingOptions(max_tokens=0))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, expected 1 or more"),
+        ({"temperature": -1.0}, "temperature is -1.0, expected 0 or more"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 1.5}, "top_p is 1.5, expected a number from 0 to 1"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is inf, expected a finite number"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0, expected a number above 0"),
+        ({"logit_bias": ((300, 1.0),)}, "logit_bias gives token 300 1.0, expected a token below 300"),
+        ({"allowed": (3, 300)}, "allowed has token 300, the vocabulary ends at 299"),
+        ({"allowed": (3,), "stop_ids": (3, 4), "min_tokens": 1}, "no token may be chosen"),
+        ({"allowed": ()}, "no token may be chosen"),
+        ({"logprobs": 301}, "logprobs is 301, expected a number from 0 to 300"),
+    ],
+)
+def test_sampling_options_out_of_range_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        check_sampling(SamplingOptions(**{"max_tokens": 4} | wrong), 300)
