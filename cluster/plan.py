@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
+from engine.model_id import is_path
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
@@ -81,7 +81,7 @@ class Unplaced:
 
 def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's configuration from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
-    ours = entry.backend == "emberforge" and not Path(entry.model).expanduser().is_dir()
+    ours = entry.backend == "emberforge" and not is_path(entry.model)
     config = known_model(entry.model) if ours else None
     if config is None:
         _, config = read_model(entry)

@@ -10,7 +10,7 @@ from cluster.files import ClusterError
 from cluster.model_spec import ModelSpec
 from cluster.models_file import ModelEntry
 from cluster.plan import Plan, PlannedPool
-from engine.model_id import EMBEDDED_MODEL
+from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path
 
 
 def serve_config(plan: Plan) -> dict[str, Any]:
@@ -88,11 +88,12 @@ def _gateway_application(plan: Plan) -> dict[str, Any]:
 
 def spec_of(entry: ModelEntry) -> ModelSpec:
     """The spec that gateway and replicas get. They run in other working directories, so a folder is named by its whole path."""
-    folder = Path(entry.model).expanduser()
-    if folder.is_dir():
-        source = str(folder.resolve())
+    if is_path(entry.model):
+        source = str(Path(entry.model).expanduser().resolve())
+    elif entry.model in (EMBEDDED_MODEL, EMBEDDED_GENERATOR):
+        source = entry.model
     else:
-        source = entry.model if entry.model == EMBEDDED_MODEL else hub_id(entry.model) or entry.model
+        source = hub_id(entry.model) or entry.model
     return ModelSpec(name=entry.name, model=source, **entry.options)
 
 

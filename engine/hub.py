@@ -37,7 +37,7 @@ _FOLDER_VERSION = 1
 # of which torch reads the tensors alone.
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
               "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
-              "chat_template.jinja", "int8_ranges.json",
+              "chat_template.jinja", "generation_config.json", "int8_ranges.json",
               *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
 _HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
 _CODE_FILES = ["*.py"]  # only where somebody trusts them

@@ -6,6 +6,13 @@ from pathlib import Path
 EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 EMBEDDED_GENERATOR = "SmolLM2-135M-Instruct"
 
+
+def is_path(model: str) -> bool:
+    """Whether this names a folder or a GGUF file here."""
+    path = Path(model).expanduser()
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+
+
 # A Hub id cannot hold an @, and cannot begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
 

@@ -15,7 +15,7 @@ from cluster.error_forms import decides_form
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import Names, ServerSettings
 from engine.errors import EmberError
-from engine.model_id import EMBEDDED_MODEL, split_revision
+from engine.model_id import EMBEDDED_MODEL, is_path, split_revision
 
 ENV_PREFIX = "EMBERFORGE_"
 # Variables with our prefix that are no settings. Other code reads them, for every command.
@@ -104,7 +104,7 @@ def load_settings(
     except ValidationError as error:
         raise SettingsError(_explain(error, sources)) from None
     # Folders become absolute, because a replica has another working directory. The model keeps the name it was given.
-    folders = tuple(str(Path(model).resolve()) if Path(model).is_dir() else model for model in settings.models)
+    folders = tuple(str(Path(model).expanduser().resolve()) if is_path(model) else model for model in settings.models)
     names = settings.served_model_name if folders == settings.models else settings.names
     return settings.model_copy(update={"models": folders, "served_model_name": names})
 

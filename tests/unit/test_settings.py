@@ -102,10 +102,11 @@ def test_a_machine_is_shared_between_models() -> None:
 
 def test_a_folder_becomes_absolute_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
+    (tmp_path / "a.gguf").touch()
     monkeypatch.chdir(tmp_path)
-    settings = load_settings({"models": ["./mine", "org/other"]}, {})
-    assert settings.models == (str(tmp_path / "mine"), "org/other")
-    assert settings.names == ("./mine", "org/other")
+    settings = load_settings({"models": ["./mine", "a.gguf", "org/other"]}, {})
+    assert settings.models == (str(tmp_path / "mine"), str(tmp_path / "a.gguf"), "org/other")
+    assert settings.names == ("./mine", "a.gguf", "org/other")
 
 
 def test_settings_are_frozen() -> None:
