@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from engine.errors import InvalidInput, ModelError
 from engine.options import TokenIds
 from engine.text.chat import ChatTemplate
-from engine.text.detokenizer import Detokenizer
+from engine.text.detokenizer import Detokenizer, token_bytes_of
 
 
 class Prompts:
@@ -20,6 +20,7 @@ class Prompts:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.template = tokenizer, template
+        token_bytes_of(tokenizer)  # a decoder that is not supported stops the start
 
     @classmethod
     def load(cls, folder: Path) -> "Prompts":

@@ -9,6 +9,7 @@ import typer
 
 from engine.errors import InvalidInput
 from engine.model_id import EMBEDDED_GENERATOR
+from serve_app.cli.check import check as check_model
 from serve_app.cli.console import console, say
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ def generate(
     model: Model = EMBEDDED_GENERATOR,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue")] = "Hello, my name is",
     interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Open a chat")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the model's tokens with those of transformers, in fp32")
+    ] = False,
     n_predict: NumTokens = None,
     temp: Temperature = None,
     top_p: TopP = None,
@@ -48,6 +52,8 @@ def generate(
     verbose: Verbose = False,
 ) -> None:
     """Continue a text with a model, on this machine's CPU."""
+    if check:
+        return check_model(model, n_predict or 64)
     sampling = (n_predict, temp, top_p, top_k, repeat_penalty, presence_penalty, frequency_penalty, seed)
     writer = Writer.load(model, ctx_size, dtype, threads, verbose, *sampling)
     if interactive:

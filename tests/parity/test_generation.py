@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
-from engine import Engine, InvalidInput
+from engine import Engine, InvalidInput, ModelError
 from engine.errors import NotFinite
+from engine.heads.language import LanguageHead
 from engine.options import SamplingOptions, check_sampling
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Stream, Token
+from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
 LENGTHS = (3, 150, 127, 200)
@@ -173,6 +177,18 @@ def test_a_stream_that_is_not_finite_fails_alone(generator: Callable[[str], Path
         streams[1].future.result()
     assert engine.pages is not None
     assert engine.pages.num_free == engine.pages.num_pages
+
+
+def test_the_check_of_the_command_line_finds_a_difference(
+    generator: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(generator("llama_lm"))
+    run = partial(CliRunner().invoke, cli, ["generate", "--check", "-m", folder, "-n", "12"], catch_exceptions=False)
+    assert run().stderr.count("12 of 12 tokens, logprobs within ") == 5
+    forward = LanguageHead.__call__
+    monkeypatch.setattr(LanguageHead, "__call__", lambda head, hidden: forward(head, hidden.roll(1, 1)))
+    with pytest.raises(ModelError, match="the engine does not give what transformers gives"):
+        run()
 
 
 def test_what_nobody_can_generate_is_refused_with_the_numbers(generator: Callable[[str], Path]) -> None:

@@ -1,0 +1,70 @@
+"""`emberforge generate --check`: whether the engine gives a model's tokens as transformers does, both in fp32 on the CPU."""
+
+from dataclasses import dataclass
+
+from engine.errors import ModelError
+from serve_app.cli.console import console, say
+
+# Texts of several scripts, with digits and code: a tokenizer's and a model's usual work.
+_PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "1, 2, 3, 5, 8, 13,",
+    "Das Wetter in Zürich ist heute",
+    "水は摂氏100度で",
+)
+# fp32 sums in another order differ by so much at most, in units of a log-probability.
+_MOST_DIFFERENCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One answer against transformers, which reads it token by token."""
+
+    num_tokens: int
+    num_other: int  # tokens in whose place transformers has another that is likelier by more than rounding
+    difference: float  # the largest difference of a log-probability
+
+
+def check(model: str, num_tokens: int) -> None:
+    """Prints a line for each prompt. Raises: ModelError where a token or a log-probability differs by more than rounding."""
+    with console.status(f"comparing {model} with transformers"):
+        compared = compare(model, num_tokens)
+    for prompt, each in zip(_PROMPTS, compared, strict=True):
+        say(f"{each.num_tokens - each.num_other} of {each.num_tokens} tokens, logprobs within {each.difference:.1e}: {prompt!r}")
+    if any(each.num_other or each.difference > _MOST_DIFFERENCE for each in compared):
+        raise ModelError(f"{model}: the engine does not give what transformers gives; please report this")
+
+
+def compare(model: str, num_tokens: int) -> list[Compared]:
+    """Compares greedy answers to the prompts above."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError("--check compares with transformers: pip install 'emberforge[transformers]'") from error
+    import torch
+
+    from engine import Engine
+    from engine.hub import resolve_model
+    from engine.options import SamplingOptions
+
+    folder = resolve_model(model)
+    if (folder / "model.gguf").exists():
+        raise ModelError(f"{model} is a GGUF file, which transformers reads in another way; check the folder it was made of")
+    engine = Engine.load(folder, dtype="float32", device="cpu")
+    if engine.prompts is None:
+        raise ModelError(f"{model} gives vectors and no text")
+    prompts = [engine.prompts.encode(prompt) for prompt in _PROMPTS]
+    answers = engine.generate(prompts, SamplingOptions(max_tokens=num_tokens, temperature=0.0, logprobs=1))
+    del engine
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    compared = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = [*prompt.tolist(), *(token.id for token in answer.tokens)]
+        with torch.inference_mode():
+            logprobs = theirs(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(ids[len(prompt) :]).unsqueeze(1)).squeeze(1)
+        difference = (chosen - torch.tensor([token.logprob for token in answer.tokens])).abs().max()
+        others = logprobs.amax(1) > chosen + 2 * difference
+        compared.append(Compared(len(answer.tokens), int(others.sum()), float(difference)))
+    return compared
