@@ -47,8 +47,8 @@ def decides_form(name: str) -> bool:
     return form_of(f"/{name}/") != "tei" or form_of(f"/{name}") != "tei"
 
 
-def error_body(form: Form, status: int, error_type: str, message: str) -> dict[str, Any]:
-    """The JSON of an error.
+def error_body(form: Form, status: int, error_type: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """The JSON of an error. `param` is the field at fault.
 
     OpenAI's form contains TEI's fields beside OpenAI's envelope: the openai SDK reads one, scripts written for TEI the other.
     """
@@ -56,5 +56,5 @@ def error_body(form: Form, status: int, error_type: str, message: str) -> dict[s
         return {"message": message}
     if form == "openai":
         flat = {"message": message, "type": error_type, "code": status}
-        return {"error": flat | {"param": None}} | flat
+        return {"error": flat | {"param": param}} | flat
     return {"error": message, "error_type": error_type}

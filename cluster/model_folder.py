@@ -10,9 +10,11 @@ from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
 
 
-def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfig]:
+def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) -> tuple[Path, ModelConfig]:
     """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only if asked for.
 
+    Args:
+        generates: the caller serves models that generate, too. A gateway and its pools do not.
     Raises: ModelError.
     """
     folder = resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
@@ -24,10 +26,10 @@ def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfi
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )
-    if config.generation is not None:
+    if config.generation is not None and not generates:
         raise ModelError(
-            f"{spec.model} generates text, and the server does not do that yet: `emberforge generate -m {spec.model}` does; "
-            "to serve its vectors, say how to pool with --pooling"
+            f"{spec.model} generates text, and a gateway with pools does not serve such models yet; "
+            f"`emberforge serve {spec.model}` serves it without a gateway; for its vectors, give `pooling`"
         )
     return folder, shortened(config, spec.max_input_tokens)
 

@@ -53,7 +53,9 @@ class ServerSettings(BaseModel):
     max_client_batch_size: int = Field(2048, ge=1, description="Inputs in one request; more get 422")
     payload_limit: int = Field(8_000_000, ge=1, description="Bytes of a request body; more get 413")
     auto_truncate: bool = Field(True, description="Cut inputs over the model's limit, where the request does not say")
-    request_timeout_s: float = Field(60.0, gt=0, description="Seconds a request may take; then it is dropped with 504")
+    request_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds a request may take, or generated text until its first token; then 504"
+    )
     api_key: Annotated[str | None, BeforeValidator(_api_key)] = Field(
         None, description="A key that requests must then carry; kept as its SHA-256 [default: requests need none]"
     )

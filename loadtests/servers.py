@@ -232,7 +232,7 @@ def _uvicorn(port: int) -> None:
     import uvicorn
 
     from engine.loop import EngineLoop
-    from engine.options import EncodeOptions
+    from engine.options import EmbedOptions, EncodeOptions
     from engine.schedule.request import Request
     from serve_app.http.app import Api
     from serve_app.models import ModelInfo
@@ -248,7 +248,8 @@ def _uvicorn(port: int) -> None:
     async def collect(job: Request) -> None:
         loop.submit([job], polled=True)
 
-    health = Health(loop, engine.tokenizer.encode(["health"], EncodeOptions())[0])
+    canary = engine.tokenizer.encode(["health"], EncodeOptions())
+    health = Health(loop, lambda: Request(canary, EmbedOptions()))
     backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health, {})
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))

@@ -16,6 +16,24 @@ class ApiError(EmberError):
     status = 500
     error_type = "Backend"
     headers: dict[str, str] = {}
+    param: str | None = None  # the request's field at fault, where the form of the error has a place for it
+
+
+class BadRequest(ApiError):
+    """A request for text has a field that is wrong, or asks for what the server does not do. `param` names the field."""
+
+    status, error_type = 400, "BadRequestError"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class WrongModel(BadRequest):
+    """The model generates text where the route wants vectors, or the other way round."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model")
 
 
 class BadInstance(ApiError):

@@ -10,8 +10,10 @@ from time import time
 from typing import Any, Protocol
 
 from engine.loop import Embeddings
-from engine.model.config import ModelConfig, OutputName, Task
-from engine.options import EmbedOptions, TokenIds
+from engine.model.config import GenerationConfig, ModelConfig, OutputName, Task
+from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.schedule.stream import Stream
+from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.compute.quantize import Ranges, read_ranges
@@ -27,13 +29,14 @@ class ModelInfo:
     device: str
     pooling: str
     embedding_size: int
-    max_input_length: int
+    max_input_length: int  # of a model that generates: tokens of prompt and answer
     max_batch_tokens: int
     created: int
     task: Task = "embedding"
     labels: tuple[str, ...] = ()  # a classifier's or reranker's
     multi_label: bool = False  # several labels may hold at once
     outputs: tuple[OutputName, ...] = ("tokens",)  # an embedding model's results besides vectors
+    vocab_size: int = 0
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -50,12 +53,16 @@ class ModelInfo:
             labels=config.labels,
             multi_label=config.multi_label,
             outputs=config.outputs,
+            vocab_size=config.vocab_size,
             int8_ranges=read_ranges(folder, config),
             **known,
         )
 
     def openai_entry(self) -> dict[str, Any]:
-        return {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}
+        entry = {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}
+        if self.task == "generation":
+            return entry | {"root": self.model_id, "parent": None, "max_model_len": self.max_input_length, "permission": []}
+        return entry
 
 
 class ServedModel(Protocol):
@@ -71,6 +78,27 @@ class ServedModel(Protocol):
         """Raises: BackendError, EngineStopped; DeadlineOutOfReach, DeadlinePassed for `qos` that cannot be met.
 
         Cancelling the call drops all sequences that are not yet in a batch.
+        """
+        ...
+
+
+class GeneratingModel(ServedModel, Protocol):
+    """One model that generates text. `embed` is not called."""
+
+    @property
+    def prompts(self) -> Prompts: ...
+
+    @property
+    def generation(self) -> GenerationConfig: ...
+
+    def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
+        """Raises: InvalidInput for ids that are not in the vocabulary, and for a prompt that fills the context."""
+        ...
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        """Start to compute. `on_token` and `future` of each stream hear of its progress, in another thread.
+
+        Cancelling `future` ends the stream and frees its pages. Raises: EngineStopped.
         """
         ...
 

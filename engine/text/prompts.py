@@ -32,18 +32,31 @@ class Prompts:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
         return cls(tokenizer, ChatTemplate.load(folder))
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""
-        return self._ids(text, add_special_tokens=True)
+        return self._ids(text, add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> TokenIds:
-        """The ids of a conversation that the model is to answer. Raises: InvalidInput where there is no chat template."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any) -> TokenIds:
+        """The ids of a conversation that the model is to answer. `options` are those of `ChatTemplate.render`.
+
+        Raises: InvalidInput where there is no chat template, and for messages that the template cannot take.
+        """
         if self.template is None:
             raise InvalidInput("this model has no chat template, so it takes no messages; give it a text to continue")
-        return self._ids(self.template.render(messages), add_special_tokens=False)
+        return self._ids(self.template.render(messages, **options), add_special_tokens)
 
-    def detokenizer(self, prompt: TokenIds, stop: Sequence[str] = ()) -> Detokenizer:
-        return Detokenizer(self.tokenizer, prompt.tolist(), stop=stop)
+    def decode(self, prompt: TokenIds) -> str:
+        """The text of a prompt, special tokens included."""
+        text: str = self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+        return text
+
+    def detokenizer(self, prompt: TokenIds, stop: Sequence[str] = (), **options: Any) -> Detokenizer:
+        """The writer of an answer. `options` are those of `Detokenizer`."""
+        return Detokenizer(self.tokenizer, prompt.tolist(), stop=stop, **options)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds inside a text, special or not."""
+        return token_bytes_of(self.tokenizer)[token_id]
 
     def _ids(self, text: str, add_special_tokens: bool) -> TokenIds:
         return np.array(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

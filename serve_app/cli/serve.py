@@ -43,7 +43,7 @@ def serve(settings: Settings) -> None:
     configs = []
     for spec in settings.specs:
         console.print(f"model {spec.model}")
-        folder, config = read_model(spec, weights=True)
+        folder, config = read_model(spec, weights=True, generates=True)
         configs.append(config)
         console.print(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
@@ -159,6 +159,8 @@ def _ask_grpc(settings: Settings) -> None:
 
 
 def _gives(config: ModelConfig) -> str:
+    if config.task == "generation":
+        return "generates text"
     if config.task == "embedding":
         return f"{config.embedding_size} dimensions"
     return config.task if config.task == "reranker" else f"{config.task} of {len(config.labels)} labels"
@@ -166,6 +168,9 @@ def _gives(config: ModelConfig) -> str:
 
 def _example(config: ModelConfig, name: str) -> tuple[str, str]:
     """(path, body) of a request that a model of this kind answers."""
+    if config.task == "generation":
+        message = '{"role": "user", "content": "What is the capital of France?"}'
+        return "/v1/chat/completions", f'{{"model": "{name}", "messages": [{message}]}}'
     if config.task == "reranker":
         return "/rerank", '{"query": "What is a greeting?", "texts": ["Hello, world", "The sky is blue"]}'
     if config.task == "classifier":

@@ -13,7 +13,7 @@ from serve_app.admission.admission import Admission
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
-from serve_app.errors import DeadlineExceeded, Overloaded
+from serve_app.errors import ApiError, DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.tei_metrics import Task
@@ -68,13 +68,15 @@ class Service:
         try:
             async with asyncio.timeout(timeout_s):
                 return await work
-        except (TimeoutError, DeadlinePassed):
-            raise DeadlineExceeded(
-                f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later"
-            ) from None
-        except DeadlineOutOfReach as error:
+        except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
+            raise self.late(error, timeout_s) from None
+
+    def late(self, error: Exception, timeout_s: float) -> ApiError:
+        """What a client hears whose request was not done within `timeout_s`, or cannot be."""
+        if isinstance(error, DeadlineOutOfReach):
             self.metrics.rejected.inc()
-            raise Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}") from None
+            return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")
+        return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
 
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)`, on a thread if so many characters would hold up the event loop."""

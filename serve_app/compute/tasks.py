@@ -1,10 +1,18 @@
 """The tasks that each kind of model can do. Refusals have TEI's words where TEI has some."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from serve_app.compute.parameters import HybridOutput
-from serve_app.errors import WrongTask
-from serve_app.models import ModelInfo
+from serve_app.errors import WrongModel, WrongTask
+from serve_app.models import GeneratingModel, ModelInfo, ServedModel
+
+
+def generating(model: ServedModel) -> GeneratingModel:
+    """The model, if it generates text. Raises: WrongModel."""
+    if model.info.task != "generation":
+        raise WrongModel(f"model `{model.info.served_model_name}` does not generate text; GET /info says what it does")
+    return cast(GeneratingModel, model)
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:
@@ -38,7 +46,7 @@ def check_embed_hybrid(info: ModelInfo, wanted: Sequence[HybridOutput] | None) -
 
 def check_predict(info: ModelInfo) -> None:
     """Raises: WrongTask."""
-    if info.task == "embedding":
+    if info.task in ("embedding", "generation"):
         raise WrongTask("Model is not a classifier model")
 
 
@@ -61,5 +69,9 @@ def hybrid_outputs(info: ModelInfo) -> list[HybridOutput]:
 
 
 def _check_embeds(info: ModelInfo) -> None:
+    if info.task == "generation":
+        raise WrongModel(
+            f"model `{info.served_model_name}` generates text and gives no vectors; POST /v1/chat/completions or /v1/completions"
+        )
     if info.task != "embedding":
         raise WrongTask("Model is not an embedding model")

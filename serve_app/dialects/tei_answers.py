@@ -45,7 +45,7 @@ def schema_for(info: ModelInfo, fields: Mapping[str, Any]) -> type[TaskBody]:
     """The schema of a body that was sent to a path which all tasks share."""
     if "query" in fields and "texts" in fields:
         return RerankRequest
-    if info.task != "embedding":
+    if info.task in ("reranker", "classifier"):
         return RerankRequest if info.task == "reranker" and "inputs" not in fields else PredictRequest
     if isinstance(fields.get("inputs"), dict):
         return SimilarityRequest

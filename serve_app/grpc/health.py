@@ -51,7 +51,7 @@ class HealthServicer:
         info = self._service.backend.get(None).info
         able = {
             "tei.v1.Embed": info.task == "embedding",
-            "tei.v1.Predict": info.task != "embedding",
+            "tei.v1.Predict": info.task in ("reranker", "classifier"),
             "tei.v1.Rerank": can_rerank(info),
         }
         always = dict.fromkeys(_ALWAYS, _HEALTH.SERVING)

@@ -15,7 +15,7 @@ from engine.hub import split_revision
 from serve_app.admission.keys import Keys
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.service import TOKENIZING_THREADS, Service
-from serve_app.errors import EmptyBatch, Unauthorized
+from serve_app.errors import EmptyBatch, Unauthorized, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.calls import Context, counted_call
@@ -80,6 +80,10 @@ class TeiServicer(HealthServicer):
     async def Info(self, request: tei.InfoRequest, grpc_context: Context) -> tei.InfoResponse:
         with counted_call("/tei.v1.Info/Info", grpc_context, self._service.metrics):
             info, settings = self._caller(grpc_context).model.info, self._service.settings
+            if info.task == "generation":
+                raise WrongModel(
+                    f"model `{info.served_model_name}` generates text, which this protocol has no name for; use HTTP"
+                )
             model_id, revision = split_revision(info.model_id)
             return tei.InfoResponse(
                 version=VERSION,

@@ -4,6 +4,7 @@ from engine.errors import EmberError
 from serve_app.errors import ApiError, Unauthorized, WrongTask, describe
 
 _CODES = {
+    "BadRequestError": "INVALID_ARGUMENT",
     "Empty": "INVALID_ARGUMENT",
     "Validation": "INVALID_ARGUMENT",
     "Tokenizer": "FAILED_PRECONDITION",

@@ -94,5 +94,7 @@ def _closeness(dtype: str) -> dict[str, Any] | None:
 def _model_type(info: ModelInfo) -> dict[str, Any]:
     if info.task == "embedding":
         return {"embedding": {"pooling": info.pooling}}
+    if info.task == "generation":
+        return {"generation": {}}
     names = {str(index): label for index, label in enumerate(info.labels)}
     return {info.task: {"id2label": names, "label2id": {label: index for index, label in enumerate(info.labels)}}}

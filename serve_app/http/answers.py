@@ -1,5 +1,7 @@
 """JSON schemas of the responses, for the OpenAPI document."""
 
+from typing import Any
+
 FLOATS = {"type": "array", "items": {"type": "number"}}
 VECTORS = {"type": "array", "items": FLOATS}
 OPENAI_LIST = {
@@ -32,6 +34,48 @@ OPENAI_LIST = {
         },
     },
 }
+USAGE = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+    "properties": {
+        "prompt_tokens": {"type": "integer"},
+        "completion_tokens": {"type": "integer"},
+        "total_tokens": {"type": "integer"},
+        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},
+    },
+}
+
+
+def _generated(kind: str, **choice: Any) -> dict[str, Any]:
+    properties = {
+        "index": {"type": "integer"},
+        "logprobs": {"type": "object", "nullable": True},
+        "finish_reason": {"type": "string", "enum": ["stop", "length"]},
+        "stop_reason": {"type": "string", "nullable": True},
+    } | choice
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"type": "string", "enum": [kind]},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "choices": {"type": "array", "items": {"type": "object", "required": list(properties), "properties": properties}},
+            "usage": USAGE,
+        },
+    }
+
+
+COMPLETION = _generated("text_completion", text={"type": "string"})
+CHAT = _generated(
+    "chat.completion",
+    message={
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"type": "string", "enum": ["assistant"]}, "content": {"type": "string"}},
+    },
+)
 TOKENS = {
     "type": "array",
     "items": {

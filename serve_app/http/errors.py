@@ -17,14 +17,14 @@ COHERE_STATUS = {422: 400, 424: 500}
 def error_response(error: EmberError, form: Form) -> Response:
     """The response to a request that failed."""
     status, error_type, message = describe(error)
-    headers = error.headers if isinstance(error, ApiError) else {}
+    headers, param = (error.headers, error.param) if isinstance(error, ApiError) else ({}, None)
     if form == "cohere":
         status = 400 if isinstance(error, WrongTask) else COHERE_STATUS.get(status, status)
     elif form == "tei" and isinstance(error, Unauthorized):
         return Response(None, status, headers)
     elif form == "tei" and isinstance(error, BadBody):
         return Response(message, status, headers, media_type="text/plain; charset=utf-8")
-    return json_response(to_json(error_body(form, status, error_type, message)), headers, status)
+    return json_response(to_json(error_body(form, status, error_type, message, param)), headers, status)
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:

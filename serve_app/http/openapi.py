@@ -43,6 +43,7 @@ _STATUSES = {
     503: "The engine does not answer",
     504: "The request took longer than request_timeout_s or than its deadline",
 }
+_GENERATION_STATUS = "The JSON is broken, or the model cannot take a field, which `param` names"
 _COHERE_STATUSES = {400: "The model cannot take the body, an input or a field", 500: "The forward pass failed"}
 _COMPUTING = (424, 503, 504)
 # On TEI's routes, a body that the route cannot parse is answered in plain text, as TEI does.
@@ -95,6 +96,8 @@ def document(root_path: str) -> dict[str, Any]:
 
 def _operation(route: Route) -> dict[str, Any]:
     responses = {"200": _response("Success", route.answer, route.media_type)} | dict(_errors(route))
+    if route.streams:
+        responses["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {"summary": route.summary, "responses": responses}
     if route.bodies:
         refs = [{"$ref": _REF.format(model=body.__name__)} for body in route.bodies]
@@ -112,6 +115,8 @@ def _errors(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
         texts = {status: _STATUSES[status] for status, answered in statuses.items() if answered}
     else:
         texts = {status: text for status, text in _STATUSES.items() if route.computes or status not in _COMPUTING}
+    if route.streams:
+        texts = {status: text for status, text in texts.items() if status != 422} | {400: _GENERATION_STATUS}
     if route.form == "cohere":
         texts = {status: text for status, text in texts.items() if status not in COHERE_STATUS} | _COHERE_STATUSES
     for status, text in texts.items():
@@ -139,6 +144,8 @@ def _without_null(schema: Any) -> Any:
         return [_without_null(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    if (bound := schema.get("exclusiveMinimum", True)) is not True:
+        schema = schema | {"minimum": bound, "exclusiveMinimum": True}  # a flag in OpenAPI 3.0
     members = [member for member in schema.get("anyOf", []) if member != {"type": "null"}]
     rest = {key: _without_null(value) for key, value in schema.items() if key != "anyOf"}
     if "anyOf" not in schema:

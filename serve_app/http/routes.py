@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from cluster.error_forms import Form, form_of
 from serve_app.compute.service import Service
-from serve_app.dialects import cohere, openai, tei
+from serve_app.dialects import cohere, generation, openai, tei
 from serve_app.dialects.bodies import parse_body
 from serve_app.dialects.cohere import CohereEmbedRequest, CohereRerankRequest
+from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest, GenerationBody, parse_request
 from serve_app.dialects.handler import Handler, Headers, Reply
 from serve_app.dialects.openai import OpenAIEmbeddingsRequest
 from serve_app.dialects.tei_bodies import (
@@ -35,8 +36,10 @@ from serve_app.dialects.tei_bodies import (
 from serve_app.http import about, answers
 from serve_app.http.body import read_body
 from serve_app.http.encode import json_response, to_json
+from serve_app.http.events import EventStream
 
 T = TypeVar("T", bound=BaseModel)
+G = TypeVar("G", bound=GenerationBody)
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 Schema = dict[str, Any]
@@ -54,6 +57,7 @@ class Route:
     media_type: str = "application/json"  # of the response
     bodies: tuple[type[BaseModel], ...] = ()  # the route takes any of these
     computes: bool = False  # runs the model: takes QoS headers, and can fail as a computation does
+    streams: bool = False  # answers with events if the body says `stream`, and 400 to every bad field
     checks_health: bool = False  # answers 503 while the engine is down
     public: bool = False  # needs no API key
 
@@ -89,6 +93,21 @@ def _post_any(
     return Route("POST", path, _endpoint(parse, handler), summary, answer, bodies=bodies, computes=True)
 
 
+def _post_streaming(
+    path: str, handler: Callable[[Service, G, Headers], Awaitable[Reply]], schema: type[G], answer: Schema, summary: str
+) -> Route:
+    """A route that answers with one object, or with events."""
+
+    async def endpoint(service: Service, request: Request) -> Response:
+        body = parse_request(schema, await read_body(request, service.settings.payload_limit))
+        reply = await handler(service, body, request.headers.raw)
+        if body.stream:
+            return await EventStream.begin(service, form_of(path), reply.content)
+        return json_response(to_json(reply.content))
+
+    return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True)
+
+
 def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) -> Endpoint:
     """Read the body, validate it, compute, encode."""
 
@@ -116,6 +135,13 @@ ROUTES: tuple[Route, ...] = (
     _post("/embed", tei.task, EmbedRequest, answers.EMBEDDED, "Embeddings in TEI's form"),
     _post(
         "/v1/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "Embeddings in OpenAI's form"
+    ),
+    _post_streaming(
+        "/v1/chat/completions", generation.chat, ChatRequest, answers.CHAT, "The answer to a conversation, in OpenAI's form"
+    ),
+    _post_streaming(
+        "/v1/completions", generation.completions, CompletionRequest, answers.COMPLETION,
+        "The continuation of a text, in OpenAI's form",
     ),
     _post("/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "As /v1/embeddings"),
     _post(

@@ -45,6 +45,10 @@ class Metrics:
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
+        self.generated_tokens = self._counter("generated_tokens", "Tokens of answers that were generated").labels(model)
+        self.first_token_seconds = self._histogram(
+            "first_token_seconds", "From a request for text to the first token of an answer", _SECONDS
+        ).labels(model)
         self.tei = TeiMetrics()
         self._queued_inputs: Callable[[], int] | None = None
         self._model = model
@@ -58,6 +62,11 @@ class Metrics:
         self.queued_tokens.set_function(tokens)
         self.queued_requests.set_function(requests)
         self._queued_inputs = inputs
+
+    def watch_kv_cache(self, held: Callable[[], float], total: Callable[[], float]) -> None:
+        """Add gauges of the KV cache of this process's engine. They are read at each scrape."""
+        self._gauge("kv_pages_held", "Pages of the KV cache that streams hold").labels(self._model).set_function(held)
+        self._gauge("kv_pages", "Pages of the KV cache").labels(self._model).set_function(total)
 
     def watch_pool(
         self, model: str, pool: str, replicas: Callable[[], float], queued: Callable[[], float], rate: Callable[[], float]

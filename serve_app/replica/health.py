@@ -8,11 +8,11 @@ alone is healthy: every pass that ends starts the wait anew.
 import asyncio
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 from engine.errors import EngineStopped
-from engine.loop import Embeddings, EngineLoop
-from engine.options import EmbedOptions, TokenIds
-from engine.schedule.request import Request
+from engine.loop import EngineLoop
+from engine.schedule.request import Waiting
 from serve_app.errors import Unhealthy
 
 # A pass within this time is proof enough.
@@ -27,12 +27,10 @@ _WAIT_S = 1.0
 class Health:
     """The health of one engine loop. All calls come from one event loop."""
 
-    def __init__(self, loop: EngineLoop, canary: TokenIds, clock: Callable[[], float] = monotonic) -> None:
-        """Args:
-        canary: the tokens of a short input.
-        """
-        self._loop, self._tokens, self._clock = loop, canary, clock
-        self._canary: Request | None = None
+    def __init__(self, loop: EngineLoop, new_canary: Callable[[], Waiting], clock: Callable[[], float] = monotonic) -> None:
+        """`new_canary` makes a short request."""
+        self._loop, self._new_canary, self._clock = loop, new_canary, clock
+        self._canary: Waiting | None = None
         self._sent_at = 0.0
 
     async def check(self) -> None:
@@ -57,8 +55,8 @@ class Health:
         elif self._clock() - max(self._sent_at, self._loop.computed_at) > DEADLINE_S + _SLOWEST * self._loop.running_s:
             raise Unhealthy("unhealthy")  # the canary stays in the queue: there is never a second one, and the engine may recover
 
-    def _send(self) -> Request:
-        canary = Request([self._tokens], EmbedOptions())
+    def _send(self) -> Waiting:
+        canary = self._new_canary()
         self._canary, self._sent_at = canary, self._clock()
         try:
             self._loop.submit([canary])
@@ -67,7 +65,7 @@ class Health:
         return canary
 
 
-def _read_error(waiting: "asyncio.Future[Embeddings]") -> None:
+def _read_error(waiting: "asyncio.Future[Any]") -> None:
     """Reads an error that comes after its last waiter has left. asyncio would log the unread error."""
     if not waiting.cancelled():
         waiting.exception()

@@ -5,12 +5,16 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from engine.engine import Engine
 from engine.loop import Embeddings, EngineLoop
-from engine.options import EmbedOptions, TokenIds
+from engine.model.config import GenerationConfig
+from engine.options import EmbedOptions, SamplingOptions, TokenIds
 from engine.schedule.request import Request
+from engine.schedule.stream import Stream
+from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
-from serve_app.errors import UnknownModel
+from serve_app.errors import UnknownModel, WrongModel
 from serve_app.models import ModelInfo, ServedModel
 from serve_app.replica.health import Health
 
@@ -32,6 +36,26 @@ class LocalModel:
             return await self._loop.answer(request)
         finally:
             request.future.cancel()  # does nothing to a request that has ended; one whose caller has left leaves the queue
+
+
+class LocalGenerator:
+    """The model of this replica, if it generates text."""
+
+    def __init__(self, info: ModelInfo, engine: Engine, loop: EngineLoop) -> None:
+        assert engine.prompts is not None and engine.config.generation is not None, "the model generates"  # noqa: PT018
+        self.info, self.tokenizer = info, engine.tokenizer
+        self.prompts: Prompts = engine.prompts
+        self.generation: GenerationConfig = engine.config.generation
+        self._engine, self._loop = engine, loop
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        raise WrongModel(f"model `{self.info.served_model_name}` generates text and gives no vectors")
+
+    def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
+        return self._engine.new_stream(prompt, options)
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        self._loop.submit(streams)
 
 
 class LocalModels:

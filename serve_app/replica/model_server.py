@@ -5,7 +5,7 @@ A replica is one Ray actor with one engine.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import ray
 from ray import serve
@@ -16,8 +16,8 @@ from cluster.settings import ServerSettings
 from engine.engine import Engine
 from engine.hub import resolve_model
 from engine.loop import EngineLoop
-from engine.options import EncodeOptions
-from engine.schedule.request import Request
+from engine.options import EmbedOptions, EncodeOptions, SamplingOptions
+from engine.schedule.request import Request, Waiting
 from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
@@ -25,7 +25,7 @@ from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
 from serve_app.replica.cache import CachedModel
 from serve_app.replica.health import Health
-from serve_app.replica.local import LocalModel, LocalModels
+from serve_app.replica.local import LocalGenerator, LocalModel, LocalModels
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +56,18 @@ class EngineServer:
             served_model_name=spec.name,
             dtype=self._engine.dtype_name,
             device=str(self._engine.device),
-            max_input_length=self._engine.tokenizer.max_input_length,
+            max_input_length=_context(self._engine),
             max_batch_tokens=self._engine.max_batch_tokens,
         )
-        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._loop, self._collect)
-        if settings.cache_bytes:
-            self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
-        self._health = Health(self._loop, self._engine.tokenizer.encode(["health"], EncodeOptions())[0])
+        self._model: ServedModel
+        if (pages := self._engine.pages) is not None:
+            self._model = LocalGenerator(info, self._engine, self._loop)
+            self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
+        else:
+            self._model = LocalModel(info, self._engine.tokenizer, self._loop, self._collect)
+            if settings.cache_bytes:
+                self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
+        self._health = Health(self._loop, canary_of(self._engine))
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Benchmarks and tests replace this method, and no other."""
@@ -98,6 +103,20 @@ class ModelServer(EngineServer, TeiServicer):
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app
+
+
+def canary_of(engine: Engine) -> Callable[[], Waiting]:
+    """Makes short requests that prove that the engine computes."""
+    ids = engine.tokenizer.encode(["health"], EncodeOptions())[0]
+    if engine.config.generation is None:
+        return lambda: Request([ids], EmbedOptions())
+    return lambda: engine.new_stream(ids, SamplingOptions(max_tokens=1, temperature=0.0))
+
+
+def _context(engine: Engine) -> int:
+    """Tokens of the longest input. A model that generates keeps the tokens of prompt and answer in its cache."""
+    longest = engine.tokenizer.max_input_length
+    return longest if engine.pages is None else min(longest, engine.pages.num_pages * engine.pages.page_size)
 
 
 def _assigned_cpus() -> int:

@@ -48,7 +48,7 @@ class Replica:
         self.engine = Engine()
         self.loop = EngineLoop(self.engine, max_batch_tokens=8)
         self.ahead = 0.0
-        self.health = Health(self.loop, CANARY, lambda: time.monotonic() + self.ahead)
+        self.health = Health(self.loop, lambda: Request([CANARY], EmbedOptions()), lambda: time.monotonic() + self.ahead)
 
     def healthy(self, times: int = 1) -> bool:
         async def check() -> list[BaseException | None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+from fake_generator import FakeGenerator
 from fake_models import FakeBackend, FakeModel
 from hypothesis import HealthCheck, settings
 from schemathesis.python import asgi
@@ -22,15 +23,22 @@ from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
 # The kind of model that answers a route; BGE-M3 the others.
-KINDS = {"/predict": "classifier", "/embed_sparse": "splade"} | dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "reranker")
+GENERATION = ("/v1/chat/completions", "/v1/completions")
+KINDS = (
+    dict.fromkeys(GENERATION, "generation")
+    | {"/predict": "classifier", "/embed_sparse": "splade"}
+    | dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "reranker")
+)
 
 
 @pytest.fixture(scope="module")
-def sessions(minilm: Path) -> Iterator[dict[str, Any]]:
+def sessions(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """By kind of model a server of it."""
     tokenizer = Tokenizer.load(minilm, load_model_config(minilm))
     with ExitStack() as stack:
-        models = {kind: FakeBackend(FakeModel(tokenizer, kind)) for kind in {*KINDS.values(), "m3"}}
+        kinds = {*KINDS.values(), "m3"} - {"generation"}
+        models = {kind: FakeBackend(FakeModel(tokenizer, kind)) for kind in kinds}
+        models["generation"] = FakeBackend(FakeGenerator(tmp_path_factory.mktemp("fake"), "text"))
         apps = {kind: Api(model, Settings(), Metrics("fake")).app for kind, model in models.items()}
         yield {kind: stack.enter_context(asgi.get_client(app)) for kind, app in apps.items()}
 

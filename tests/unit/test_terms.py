@@ -115,7 +115,8 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         model: ServedModel = LocalModel(INFO, tokenizer, loop, collect)
         if chosen.cache_bytes:
             model = CachedModel(model, chosen.cache_bytes, metrics)
-        loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, Health(loop, CANARY), {}), chosen, metrics).app))
+        health = Health(loop, lambda: Request([CANARY], EmbedOptions()))
+        loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, health, {}), chosen, metrics).app))
         return loops[-1]
 
     yield make

@@ -1,0 +1,198 @@
+"""Generated text: prompts become streams of the engine, and the streams' tokens become text. Knows nothing of HTTP."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from time import perf_counter
+from typing import NamedTuple
+
+from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, TokenizerError
+from engine.options import SamplingOptions, TokenIds
+from engine.schedule.stream import Answer, FinishReason, Stream, Token
+from engine.text.detokenizer import Detokenizer
+from engine.text.prompts import Prompts
+from serve_app.admission.qos import Qos
+from serve_app.compute.service import Service
+from serve_app.errors import BadRequest, BatchTooLarge
+from serve_app.models import GeneratingModel
+
+# To make a stream takes as long as to tokenise so many characters.
+_CHARS_OF_AN_ANSWER = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one request wants generated: `n` answers to each prompt.
+
+    `encode` gives the token ids of the prompts, and may raise InvalidInput. `sampling.max_tokens` is cut to what the context
+    leaves. With a seed, choice i of a prompt has the seed `sampling.seed` + i.
+    """
+
+    num_prompts: int
+    num_chars: int
+    encode: Callable[[Prompts], list[TokenIds]]
+    sampling: SamplingOptions
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token adds to an answer. The last delta of an answer has the reason of its end, and may have no token."""
+
+    index: int  # of the answer: prompt * n + choice
+    text: str  # may be empty: a later token may complete a character, or a stop string
+    token: Token | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None  # the stop string that ended the answer
+
+
+class Usage(NamedTuple):
+    """Tokens of a request so far. A prompt counts once, however many answers it gets."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompts
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer on its way."""
+
+    stream: Stream
+    writer: Detokenizer
+    num_tokens: int = 0
+    has_ended: bool = False
+
+
+class Generation:
+    """The answers of one request. `deltas` computes them.
+
+    The engine does not wait for a slow reader. Tokens that are not read yet are kept: at most `max_tokens` of each answer.
+    """
+
+    def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
+        self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Token | Future[Answer] | TimeoutError]] = asyncio.Queue()
+        self._answers: list[_Answer] = []
+
+    @property
+    def usage(self) -> Usage:
+        firsts = [answer.stream for answer in self._answers[:: self._wanted.n]]
+        return Usage(
+            sum(len(stream.prompt) for stream in firsts),
+            sum(answer.num_tokens for answer in self._answers),
+            sum(stream.num_cached_tokens for stream in firsts),
+        )
+
+    @property
+    def prompts(self) -> list[TokenIds]:
+        """The token ids of the prompts, from the first delta on."""
+        return [answer.stream.prompt for answer in self._answers[:: self._wanted.n]]
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """The deltas of all answers, as they come. To close the generator frees the pages of answers that have not ended.
+
+        A request without a deadline gets its first delta within the server's timeout, and may then take as long as it takes.
+
+        Raises: BadRequest for prompts or options that the model cannot take; Overloaded; DeadlineExceeded; BackendError;
+            EngineStopped.
+        """
+        service, wanted, qos = self._service, self._wanted, self._qos
+        start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
+        timer = self._loop.call_later(timeout_s, self._events.put_nowait, (0, TimeoutError()))
+        try:
+            with service.admission.admit(wanted.num_prompts * wanted.n):
+                work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
+                self._answers = await service.off_loop(work, self._prepare, start)
+                service.metrics.tokenize_seconds.observe(perf_counter() - start)
+                self._model.submit([answer.stream for answer in self._answers])
+                num_open, is_first = len(self._answers), True
+                while num_open:
+                    delta = self._delta(*await self._events.get())
+                    if delta is None:
+                        continue
+                    if is_first:
+                        is_first = False
+                        service.metrics.first_token_seconds.observe(perf_counter() - start)
+                        if qos.deadline_s is None:
+                            timer.cancel()
+                    num_open -= delta.finish_reason is not None
+                    yield delta
+        except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
+            raise service.late(error, timeout_s) from None
+        except (InvalidInput, TokenizerError, BatchTooLarge) as error:
+            raise BadRequest(str(error)) from None
+        finally:
+            timer.cancel()
+            for answer in self._answers:
+                answer.stream.future.cancel()  # does nothing to a stream that has ended
+            service.metrics.generated_tokens.inc(self.usage.completion_tokens)
+
+    def _prepare(self, start: float) -> list[_Answer]:
+        """The answers, not yet submitted. Runs on a thread if the prompts are long."""
+        deadline = inf if self._qos.deadline_s is None else start + self._qos.deadline_s
+        answers: list[_Answer] = []
+        for prompt in self._wanted.encode(self._model.prompts):
+            sampling = self._sampling(len(prompt))
+            for choice in range(self._wanted.n):
+                seed = None if sampling.seed is None else sampling.seed + choice
+                stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
+                stream.priority, stream.deadline = self._qos.priority, deadline
+                stream.on_token = partial(self._post, len(answers))
+                stream.future.add_done_callback(partial(self._post, len(answers)))
+                writer = self._model.prompts.detokenizer(
+                    prompt,
+                    self._wanted.stop,
+                    skip_special_tokens=self._wanted.skip_special_tokens,
+                    include_stop=self._wanted.include_stop,
+                )
+                answers.append(_Answer(stream, writer))
+        return answers
+
+    def _sampling(self, num_tokens: int) -> SamplingOptions:
+        """The options for a prompt of so many tokens."""
+        context = self._model.info.max_input_length
+        if not num_tokens:
+            raise BadRequest("the prompt has no tokens; send a longer one", "prompt")
+        if num_tokens >= context:
+            raise BadRequest(
+                f"This model's maximum context length is {context} tokens. However, your prompt contains {num_tokens} input "
+                "tokens, which leaves none for the answer; send a shorter prompt",
+                "input_tokens",
+            )
+        most = min(self._wanted.sampling.max_tokens, context - num_tokens)
+        return replace(self._wanted.sampling, max_tokens=most)
+
+    def _post(self, index: int, event: Token | Future[Answer]) -> None:
+        """Hand an event to the event loop. The engine's threads call this."""
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+    def _delta(self, index: int, event: Token | Future[Answer] | TimeoutError) -> Delta | None:
+        """What an event adds; None for events after an answer's end. Raises: the error that ended a stream."""
+        if isinstance(event, TimeoutError):
+            raise event
+        answer = self._answers[index]
+        if answer.has_ended:
+            return None
+        if isinstance(event, Token):
+            answer.num_tokens += 1
+            text = answer.writer.push(event.id)
+            if answer.writer.stopped is None:
+                return Delta(index, text, event)
+            answer.has_ended = True
+            answer.stream.future.cancel()
+            return Delta(index, text, event, "stop", answer.writer.stopped)
+        answer.has_ended = True
+        reason = event.result().finish_reason
+        text = answer.writer.finish()  # may complete a stop string
+        stopped = answer.writer.stopped
+        return Delta(index, text, None, reason if stopped is None else "stop", stopped)

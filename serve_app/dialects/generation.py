@@ -1,0 +1,34 @@
+"""OpenAI's chat completions and completions."""
+
+from math import inf
+
+from serve_app.admission.qos import Qos, read_qos
+from serve_app.compute.generation import Generation
+from serve_app.compute.service import Service
+from serve_app.compute.tasks import generating
+from serve_app.dialects.generation_answers import ChatAnswers, CompletionAnswers
+from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest
+from serve_app.dialects.handler import Headers, Reply
+from serve_app.errors import BadHeader, BadRequest
+
+
+async def chat(service: Service, body: ChatRequest, headers: Headers) -> Reply:
+    model = generating(service.backend.get(body.model))
+    generation = Generation(service, model, body.wanted(model.info, model.generation), _qos(headers))
+    answers = ChatAnswers(body, model.info.served_model_name, model.prompts, generation)
+    return Reply(answers.chunks() if body.stream else await answers.whole())
+
+
+async def completions(service: Service, body: CompletionRequest, headers: Headers) -> Reply:
+    model = generating(service.backend.get(body.model))
+    generation = Generation(service, model, body.wanted(model.info, model.generation), _qos(headers))
+    answers = CompletionAnswers(body, model.info.served_model_name, model.prompts, generation)
+    return Reply(answers.chunks() if body.stream else await answers.whole())
+
+
+def _qos(headers: Headers) -> Qos:
+    """The request's QoS. A deadline may be later than the server's timeout, which ends with the first token."""
+    try:
+        return read_qos(headers, inf)
+    except BadHeader as error:
+        raise BadRequest(str(error)) from None

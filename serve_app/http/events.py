@@ -1,0 +1,65 @@
+"""Server-sent events: a response whose parts are sent as they come."""
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cluster.error_forms import Form, error_body
+from engine.errors import EmberError
+from serve_app.compute.service import Service
+from serve_app.errors import ApiError, describe
+from serve_app.http.encode import to_json
+
+log = logging.getLogger(__name__)
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
+
+
+class EventStream(StreamingResponse):
+    """One event for each object, then `[DONE]`. An error becomes an event of its own, because the status was sent before."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, form: Form, first: Any, rest: AsyncGenerator[Any]) -> None:
+        super().__init__(self._events(first), headers=_HEADERS)
+        self._service, self._form, self._rest = service, form, rest
+        self._was_sent = False
+
+    @classmethod
+    async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[Any]) -> "EventStream":
+        """Waits for the first object. What goes wrong before it is raised, and gets its HTTP status."""
+        return cls(service, form, await anext(contents), contents)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._rest.aclose()  # ends the work for a client that has left
+            if not self._was_sent:
+                self._service.metrics.cancelled.inc()
+
+    async def _events(self, first: Any) -> AsyncGenerator[bytes]:
+        yield _event(first)
+        try:
+            async for content in self._rest:
+                yield _event(content)
+        except EmberError as error:
+            self._service.metrics.tei.failed(error)
+            yield self._error(error)
+        except Exception:
+            log.exception("a stream failed")
+            yield self._error(EmberError("internal error; the server's log has the details"))
+        self._was_sent = True
+        yield b"data: [DONE]\n\n"
+
+    def _error(self, error: EmberError) -> bytes:
+        status, error_type, message = describe(error)
+        param = error.param if isinstance(error, ApiError) else None
+        return _event({"error": error_body(self._form, status, error_type, message, param)["error"]})
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + to_json(content) + b"\n\n"

@@ -1,0 +1,157 @@
+"""SmolLM2 over real HTTP, as the openai SDK asks for its text."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from ray import serve
+
+from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
+from serve_app.app import ModelArgs, bind
+from serve_app.settings import Settings
+
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+COUNT = "1, 2, 3, 4, 5, 6,"
+PREFIX = "/smollm2"
+
+
+@pytest.fixture(scope="module")
+def http(address: str) -> Iterator[httpx.Client]:
+    settings = Settings(models=(EMBEDDED_GENERATOR,), num_threads=2, dtype="float32", max_client_batch_size=16)
+    app = bind(ModelArgs(model=EMBEDDED_GENERATOR, settings=settings), ray_actor_options={"num_cpus": 0.1})
+    serve.run(app, name="smollm2", route_prefix=PREFIX)
+    with httpx.Client(base_url=address + PREFIX, timeout=60) as client:
+        wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of it a moment later
+        yield client
+    serve.delete("smollm2", _blocking=False)
+
+
+@pytest.fixture(scope="module")
+def sdk(http: httpx.Client) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{http.base_url}v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    lines = [line for line in http.get("metrics").text.splitlines() if line.startswith(f"emberforge_{name}{{")]
+    assert lines, name
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.02)
+
+
+def chat(sdk: openai.OpenAI, **fields: Any) -> Any:
+    return sdk.chat.completions.create(**({"model": EMBEDDED_GENERATOR, "messages": FRANCE, "temperature": 0} | fields))
+
+
+def complete(sdk: openai.OpenAI, **fields: Any) -> Any:
+    return sdk.completions.create(**({"model": EMBEDDED_GENERATOR, "prompt": COUNT, "temperature": 0} | fields))
+
+
+def test_a_chat_is_answered_whole_and_in_chunks(sdk: openai.OpenAI) -> None:
+    whole = chat(sdk)
+    choice = whole.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("The capital of France is Paris.", "stop")
+    chunks = list(chat(sdk, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", "")
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 7
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+
+
+def test_a_text_is_continued(sdk: openai.OpenAI) -> None:
+    answer = complete(sdk, max_tokens=9, prompt=[COUNT, "The capital of Italy is"])
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].text.startswith(" 7, 8, 9")
+    assert "Rome" in answer.choices[1].text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 18
+
+
+def test_a_stop_string_ends_the_answer(sdk: openai.OpenAI) -> None:
+    stopped = complete(sdk, max_tokens=30, stop=[" 9", "x"]).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (" 7, 8,", "stop", " 9")
+
+
+def test_a_seed_gives_the_same_answers_again(sdk: openai.OpenAI) -> None:
+    asked = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 8, "prompt": "Once"}
+    first, again, other = complete(sdk, **asked), complete(sdk, **asked), complete(sdk, **asked | {"seed": 6})
+    texts = [[choice.text for choice in answer.choices] for answer in (first, again, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) == 3
+
+
+def test_logprobs(sdk: openai.OpenAI) -> None:
+    content = chat(sdk, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert b"".join(bytes(each.bytes) for each in content).decode() == "The capital of France is Paris."
+    for each in content:
+        assert each.logprob == max(top.logprob for top in each.top_logprobs)
+        assert len(each.top_logprobs) == 2
+    told = complete(sdk, max_tokens=3, logprobs=1).choices[0].logprobs
+    assert told.token_logprobs == [max(top.values()) for top in told.top_logprobs]
+    assert "".join(told.tokens) == complete(sdk, max_tokens=3).choices[0].text
+    assert told.text_offset == [0, len(told.tokens[0]), len(told.tokens[0] + told.tokens[1])]
+
+
+def test_a_bias_forces_a_token(sdk: openai.OpenAI) -> None:
+    answer = complete(sdk, max_tokens=3, logit_bias={"28": 100}, extra_body={"ignore_eos": True}).choices[0]
+    assert len(set(answer.text)) == 1
+
+
+def test_a_prompt_seen_before_is_found_in_the_cache(sdk: openai.OpenAI) -> None:
+    prompt = "A long story about a cat. " * 40
+    first, again = complete(sdk, prompt=prompt, max_tokens=1).usage, complete(sdk, prompt=prompt, max_tokens=1).usage
+    assert first.prompt_tokens == again.prompt_tokens > 256
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert again.prompt_tokens_details.cached_tokens == 256
+
+
+def test_a_client_that_leaves_gives_its_pages_back(http: httpx.Client) -> None:
+    asked = {"prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    cancelled = metric(http, "cancelled_requests_total")
+    with http.stream("POST", "v1/completions", json=asked) as answer:
+        next(answer.iter_lines())
+        assert metric(http, "kv_pages_held") > 0
+    wait_for(lambda: metric(http, "kv_pages_held") == 0)
+    wait_for(lambda: metric(http, "requests_in_flight") == 0)
+    assert metric(http, "cancelled_requests_total") == cancelled + 1
+
+
+def test_errors_have_their_status_with_and_without_stream(http: httpx.Client, sdk: openai.OpenAI) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(sdk, messages=[{"role": "user", "content": "long " * 9000}], stream=stream)
+        assert "maximum context length is 8192 tokens" in caught.value.message
+        assert caught.value.param == "input_tokens"
+    with pytest.raises(openai.BadRequestError, match="tools") as caught:
+        chat(sdk, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (caught.value.param, caught.value.type) == ("tools", "BadRequestError")
+    with pytest.raises(openai.BadRequestError, match="generates text and gives no vectors"):
+        sdk.embeddings.create(model=EMBEDDED_GENERATOR, input="x")
+    assert http.post("embed", json={"inputs": "x"}).status_code == 400
+
+
+def test_the_model_is_listed(http: httpx.Client, sdk: openai.OpenAI) -> None:
+    (listed,) = sdk.models.list()
+    assert (listed.id, listed.max_model_len) == (EMBEDDED_GENERATOR, 8192)
+    assert http.get("info").json()["model_type"] == {"generation": {}}
+    assert http.get("health").status_code == 200
+
+
+def test_a_model_of_vectors_does_not_chat(client: httpx.Client) -> None:
+    with (
+        openai.OpenAI(base_url=f"{client.base_url}v1", api_key="unused", max_retries=0) as other,
+        pytest.raises(openai.BadRequestError, match=f"`{EMBEDDED_MODEL}` does not generate text"),
+    ):
+        chat(other)

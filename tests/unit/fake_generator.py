@@ -1,0 +1,114 @@
+"""A model that generates what a test has written down: a byte a token, from a thread, as an engine does."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.errors import InvalidInput
+from engine.model.config import GenerationConfig
+from engine.options import SamplingOptions, TokenIds
+from engine.schedule.stream import Stream, Token
+from engine.text.chat import ChatTemplate
+from engine.text.prompts import Prompts
+from serve_app.models import ModelInfo
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+CONTEXT = 200
+EOS = 256
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; 256 ends an answer."""
+    alphabet = bytes_to_chars()
+    tokenizer = Tokenizer(models.BPE({char: byte for byte, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+def bytes_to_chars() -> list[str]:
+    """The character that stands for each byte in byte-level BPE."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(0x100)]
+
+
+class FakeGenerator:
+    """Each stream gets the bytes of the next of `answers`, then the end. An exception in place of an answer ends the stream.
+
+    `fail_after` tokens, each stream gets `error`. `held` streams get tokens without end. `stall`: 20 of them, and then
+    none until they are cancelled.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *answers: str,
+        error: Exception | None = None,
+        fail_after: int = 0,
+        held: bool = False,
+        stall: bool = False,
+    ) -> None:
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        self.tokenizer = None
+        self.info = replace(
+            ModelInfo("fake", "fake", "float32", "cpu", "mean", 16, CONTEXT, 1000, 0), task="generation", vocab_size=257
+        )
+        self.prompts = Prompts(byte_tokenizer(), ChatTemplate.load(folder))
+        self.generation = GenerationConfig(tied=True, eos_ids=(EOS,), temperature=0.5)
+        self.streams: list[Stream] = []
+        self._answers, self._error, self._fail_after, self._held = answers, error, fail_after, held or stall
+        self._stall = stall
+        self.thread: threading.Thread | None = None
+
+    def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
+        if int(max(prompt)) > EOS:
+            raise InvalidInput(f"input 0 has token id {int(max(prompt))}, the vocabulary ends at {EOS}")
+        return Stream(np.asarray(prompt, dtype=np.int32), options, options.seed or 0)
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        self.streams += streams
+        self.thread = threading.Thread(target=self._compute, args=(list(streams),), daemon=True)
+        self.thread.start()
+
+    def _compute(self, streams: list[Stream]) -> None:
+        scripts = [answer.encode() for answer in self._answers]
+        step = 0
+        while any(not stream.future.done() for stream in streams):
+            for index, stream in enumerate(streams):
+                stream.first_scheduled_at = time.perf_counter()
+                if self._error is not None and step >= self._fail_after:
+                    stream.fail(self._error)
+                    continue
+                script = scripts[index % len(scripts)]
+                if self._stall and step >= 20:
+                    time.sleep(0.001)
+                elif self._held:
+                    stream.accept(Token(script[step % len(script)]))
+                    time.sleep(0.001)
+                else:
+                    stream.accept(_token(script[step] if step < len(script) else EOS, stream.options.logprobs))
+            step += 1
+
+
+def _token(token_id: int, logprobs: int | None) -> Token:
+    """The chosen token has -0.5, the k-th other one -k."""
+    if logprobs is None:
+        return Token(token_id)
+    top = [(token_id, -0.5), *((1 + k, -float(k)) for k in range(1, logprobs))]
+    return Token(token_id, -0.5, tuple(top[:logprobs]))
+
+
+def events(text: str) -> list[Any]:
+    """What each event of a response holds, without the framing."""
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    return [line.removeprefix("data: ") for line in lines]

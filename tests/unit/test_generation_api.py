@@ -1,0 +1,495 @@
+"""Chat completions and completions over a model that generates what the test has written down."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_generator import CONTEXT, EOS, FakeGenerator, events
+from fake_models import FakeBackend, FakeModel
+
+from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
+from engine.model.folder import load_model_config
+from engine.text.tokenizer import Tokenizer
+from serve_app.http import openapi
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
+from serve_app.settings import Settings
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
+PROMPT = "<user>Hi<a>"
+
+
+def minimal(path: str) -> dict[str, Any]:
+    return HELLO if path == CHAT else {"prompt": "Hi"}
+
+
+def post(
+    served: Any, path: str, headers: dict[str, str] | None = None, *, raw: bytes | None = None, **fields: Any
+) -> httpx.Response:
+    """The response to a request with the path's smallest body and these fields."""
+    app = Api(FakeBackend(served), Settings(max_client_batch_size=8, **LIMITS), Metrics("fake")).app
+
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://fake") as client:
+            content = raw if raw is not None else json.dumps(minimal(path) | fields).encode()
+            return await client.post(path, content=content, headers={"content-type": "application/json"} | (headers or {}))
+
+    answer = asyncio.run(scenario())
+    for stream in getattr(served, "streams", ()):
+        assert stream.future.done()  # no stream is left to the engine
+    return answer
+
+
+LIMITS: dict[str, Any] = {"payload_limit": 10_000, "request_timeout_s": 20.0}
+
+
+def text_of(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [each["message"]["content"] if "message" in each else each["text"] for each in answer.json()["choices"]]
+
+
+# Whole answers
+
+
+def test_a_chat(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "Grüße")
+    answer = post(model, CHAT, model="fake").json()
+    assert answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "fake")
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Grüße", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    assert bytes(model.streams[0].prompt.tolist()).decode() == PROMPT
+    assert answer["usage"] == {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": 7,
+        "total_tokens": len(PROMPT) + 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_a_completion_of_several_prompts(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "one", "two", "three", "four")
+    answer = post(model, COMPLETIONS, prompt=["a", "bc"], n=2, seed=7, echo=True)
+    assert text_of(answer) == ["aone", "atwo", "bcthree", "bcfour"]
+    assert [each["index"] for each in answer.json()["choices"]] == [0, 1, 2, 3]
+    assert answer.json()["usage"]["prompt_tokens"] == 3  # each prompt once
+    assert [stream.options.seed for stream in model.streams] == [7, 8, 7, 8]
+
+
+def test_token_ids_are_a_prompt(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    assert text_of(post(model, COMPLETIONS, prompt=[72, 105], echo=True)) == ["Hix"]
+    assert text_of(post(model, COMPLETIONS, prompt=[[72], [105]])) == ["x", "x"]
+
+
+def test_what_the_request_leaves_out_is_the_model_s(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    post(model, CHAT)
+    post(model, COMPLETIONS)
+    post(model, COMPLETIONS, max_tokens=None)
+    post(model, CHAT, max_tokens=65535, max_completion_tokens=100_000)
+    options = [stream.options for stream in model.streams]
+    assert [each.max_tokens for each in options] == [CONTEXT - len(PROMPT), 16, CONTEXT - 2, CONTEXT - len(PROMPT)]
+    assert {(each.temperature, each.top_p, each.top_k, each.stop_ids, each.logprobs) for each in options} == {
+        (0.5, 1.0, 0, (EOS,), None)
+    }
+
+
+def test_every_option_arrives(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    fields = {
+        "temperature": 1, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 1,
+        "frequency_penalty": -1, "logit_bias": {"5": 1, "6": -1000}, "allowed_token_ids": [5, 120], "seed": -3,
+        "max_tokens": 9, "min_tokens": 2, "stop_token_ids": [7], "ignore_eos": True, "user": "somebody", "nobody_knows": 1,
+        "stop": None, "tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": None,
+    }  # fmt: skip
+    headers = {"x-priority": "batch", "x-request-deadline-ms": "100000"}
+    assert post(model, CHAT, headers, **fields).status_code == 200
+    (stream,) = model.streams
+    options = stream.options
+    assert (options.temperature, options.top_p, options.top_k, options.min_p) == (1, 0.5, 0, 0.1)
+    assert (options.repetition_penalty, options.presence_penalty, options.frequency_penalty) == (1.5, 1, -1)
+    assert (options.logit_bias, options.allowed, options.seed) == (((5, 1), (6, -100)), (5, 120), -3)
+    assert (options.max_tokens, options.min_tokens, options.stop_ids) == (9, 2, (7,))
+    assert stream.priority == "batch"
+    assert stream.deadline - stream.submitted_at == pytest.approx(100, abs=10)
+
+
+def test_the_template_s_options_arrive(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    model_prompt = lambda: bytes(model.streams[-1].prompt.tolist()).decode()  # noqa: E731
+    post(model, CHAT, add_generation_prompt=False)
+    assert model_prompt() == "<user>Hi"
+    post(model, CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "part"}]}])
+    assert model_prompt() == "<user>part<a>"
+    answered = [*HELLO["messages"], {"role": "assistant", "content": "He"}]
+    post(model, CHAT, messages=answered, add_generation_prompt=False, continue_final_message=True)
+    assert model_prompt() == "<user>Hi<assistant>He"
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "12"), (True, "12ab")])
+def test_a_stop_string_ends_the_answer(tmp_path: Path, include: bool, expected: str) -> None:
+    model = FakeGenerator(tmp_path, "12ab34", held=True)
+    answer = post(model, COMPLETIONS, stop=["x", "ab"], include_stop_str_in_output=include)
+    assert text_of(answer) == [expected]
+    (choice,) = answer.json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "ab")
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert model.streams[0].future.cancelled()
+
+
+def test_the_length_ends_the_answer(tmp_path: Path) -> None:
+    answer = post(FakeGenerator(tmp_path, "123456"), COMPLETIONS, max_tokens=3)
+    assert (text_of(answer), answer.json()["choices"][0]["finish_reason"]) == (["123"], "length")
+
+
+def test_logprobs_of_a_chat(tmp_path: Path) -> None:
+    answer = post(FakeGenerator(tmp_path, "é"), CHAT, logprobs=True, top_logprobs=2).json()
+    told = answer["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in told] == [[0xC3], [0xA9]]
+    assert told[0]["token"] == "\ufffd"
+    assert [(each["logprob"], [top["logprob"] for top in each["top_logprobs"]]) for each in told] == [(-0.5, [-0.5, -1.0])] * 2
+    without_top = post(FakeGenerator(tmp_path, "a"), CHAT, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert [(each["token"], each["top_logprobs"]) for each in without_top] == [("a", [])]
+
+
+def test_logprobs_of_a_completion(tmp_path: Path) -> None:
+    told = post(FakeGenerator(tmp_path, "ab"), COMPLETIONS, logprobs=2).json()["choices"][0]["logprobs"]
+    assert told == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5, "\x02": -1.0}, {"b": -0.5, "\x02": -1.0}],
+        "text_offset": [0, 1],
+    }
+    none_but_the_chosen = post(FakeGenerator(tmp_path, "a"), COMPLETIONS, logprobs=0).json()["choices"][0]["logprobs"]
+    assert none_but_the_chosen["top_logprobs"] == [{"a": -0.5}]
+
+
+# Streams
+
+
+def test_the_events_of_a_chat_in_order(tmp_path: Path) -> None:
+    answer = post(FakeGenerator(tmp_path, "aé"), CHAT, stream=True, stream_options={"include_usage": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *chunks, done = events(answer.text)
+    assert done == "[DONE]"
+    parsed = [json.loads(each) for each in chunks]
+    assert len({(each["id"], each["created"], each["model"], each["object"]) for each in parsed}) == 1
+    assert parsed[0]["object"] == "chat.completion.chunk"
+    choices = [each["choices"][0] for each in parsed[:-1]]
+    assert [(each["delta"], each["finish_reason"]) for each in choices] == [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": "a"}, None),
+        ({"content": "é"}, None),
+        ({}, "stop"),
+    ]
+    assert choices[-1]["stop_reason"] is None
+    assert ["usage" in each for each in parsed] == [False] * 4 + [True]
+    assert parsed[-1]["choices"] == []
+    assert parsed[-1]["usage"]["completion_tokens"] == 3
+
+
+def test_the_events_of_a_completion_in_order(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "ab", "c")
+    answer = post(
+        model, COMPLETIONS, stream=True, n=2, echo=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    )
+    *chunks, done = events(answer.text)
+    assert done == "[DONE]"
+    parsed = [json.loads(each) for each in chunks]
+    by_index: dict[int, list[Any]] = {0: [], 1: []}
+    for each in parsed[:-1]:
+        (choice,) = each["choices"]
+        by_index[choice["index"]].append((choice["text"], choice["finish_reason"]))
+    assert by_index == {
+        0: [("Hi", None), ("a", None), ("b", None), ("", "stop")],
+        1: [("Hi", None), ("c", None), ("", "stop")],
+    }
+    counts = [each["usage"]["completion_tokens"] for each in parsed]
+    assert counts == sorted(counts)
+    assert counts[-1] == 3
+
+
+def test_every_chunk_has_its_tokens_logprobs(tmp_path: Path) -> None:
+    """Also the first byte of a character, whose text comes with the second one."""
+    *chunks, _ = events(post(FakeGenerator(tmp_path, "éa"), COMPLETIONS, stream=True, logprobs=1).text)
+    told = [choice["logprobs"] for each in chunks for choice in json.loads(each)["choices"]]
+    assert [None if each is None else each["text_offset"] for each in told] == [[0], [1], [2], None]
+
+
+def test_a_stop_string_over_several_tokens_is_never_sent(tmp_path: Path) -> None:
+    *chunks, _ = events(post(FakeGenerator(tmp_path, "12ab34", held=True), COMPLETIONS, stream=True, stop="ab").text)
+    choices = [json.loads(each)["choices"][0] for each in chunks]
+    assert "".join(each["text"] for each in choices) == "12"
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "ab")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type", "message"),
+    [
+        (BackendError("the device fell over"), 424, "Backend", "Backend error: the device fell over"),
+        (EngineStopped("over"), 503, "Unhealthy", "unhealthy"),
+        (RuntimeError("a bug"), 500, "Backend", "internal error; the server's log has the details"),
+    ],
+)
+def test_an_error_mid_stream_is_an_event(tmp_path: Path, error: Exception, status: int, type: str, message: str) -> None:
+    answer = post(FakeGenerator(tmp_path, "abcd", error=error, fail_after=2), CHAT, stream=True)
+    assert answer.status_code == 200
+    *chunks, last, done = events(answer.text)
+    assert done == "[DONE]"
+    assert "".join(json.loads(each)["choices"][0]["delta"]["content"] for each in chunks) == "ab"
+    assert json.loads(last) == {"error": {"message": message, "type": type, "code": status, "param": None}}
+
+
+def test_a_client_that_leaves_ends_the_streams(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x", stall=True)
+    metrics = Metrics("fake")
+    app = Api(FakeBackend(model), Settings(), metrics).app
+    body = json.dumps({"prompt": "Hi", "stream": True, "n": 3, "max_tokens": None}).encode()
+
+    async def leave() -> None:
+        """Read a few events, then disconnect."""
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        has_read = asyncio.Event()
+        sent = 0
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await has_read.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_message: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if sent == 5:
+                has_read.set()
+            await asyncio.sleep(0)
+
+        scope = {
+            "type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "root_path": "", "scheme": "http", "http_version": "1.1",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }  # fmt: skip
+        await asyncio.wait_for(app(scope, receive, send), 10)
+
+    asyncio.run(leave())
+    assert len(model.streams) == 3
+    assert all(stream.future.cancelled() for stream in model.streams)
+    assert 'emberforge_requests_in_flight{model="fake"} 0.0' in metrics.exposition().decode()
+    assert 'emberforge_cancelled_requests_total{model="fake"} 1.0' in metrics.exposition().decode()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_request_that_is_cancelled_ends_its_streams(tmp_path: Path, path: str) -> None:
+    """Without `stream`: Ray Serve cancels the request of a client that has left."""
+    model = FakeGenerator(tmp_path, "x", stall=True)
+    metrics = Metrics("fake")
+    app = Api(FakeBackend(model), Settings(), metrics).app
+
+    async def cancel() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://fake") as client:
+            request = asyncio.create_task(client.post(path, json=minimal(path) | {"max_tokens": None}))
+            while not (model.streams and model.streams[0].answer):
+                await asyncio.sleep(0.001)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+
+    asyncio.run(cancel())
+    assert model.streams[0].future.cancelled()
+    assert 'emberforge_requests_in_flight{model="fake"} 0.0' in metrics.exposition().decode()
+    assert 'emberforge_cancelled_requests_total{model="fake"} 1.0' in metrics.exposition().decode()
+
+
+def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tmp_path: Path) -> None:
+    """The engine ends long before the reader, who then still gets every token."""
+    model = FakeGenerator(tmp_path, "abcdefgh")
+    app = Api(FakeBackend(model), Settings(), Metrics("fake")).app
+    sent: list[bytes] = []
+
+    async def read() -> None:
+        async def send(message: Any) -> None:
+            if model.streams:
+                await asyncio.to_thread(model.streams[0].future.result, 10)
+            sent.append(message.get("body", b""))
+
+        body = json.dumps({"prompt": "Hi", "stream": True}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        scope = {
+            "type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "root_path": "", "scheme": "http", "http_version": "1.1",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+        }  # fmt: skip
+        await asyncio.wait_for(app(scope, receive, send), 10)
+
+    asyncio.run(read())
+    *chunks, done = events(b"".join(sent).decode())
+    assert done == "[DONE]"
+    assert "".join(json.loads(each)["choices"][0]["text"] for each in chunks) == "abcdefgh"
+
+
+# Errors
+
+BOTH = (CHAT, COMPLETIONS)
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
+    (BOTH, {"temperature": 2.5}, "temperature", "less than or equal to 2"),
+    (BOTH, {"temperature": "hot"}, "temperature", "valid number"),
+    (BOTH, {"top_p": 0}, "top_p", "greater than 0"),
+    (BOTH, {"presence_penalty": -3}, "presence_penalty", "greater than or equal to -2"),
+    (BOTH, {"frequency_penalty": 3}, "frequency_penalty", "less than or equal to 2"),
+    (BOTH, {"n": 0}, "n", "greater than or equal to 1"),
+    (BOTH, {"seed": 2**63}, "seed", "less than or equal to"),
+    (BOTH, {"stop": ""}, "stop", "from 1 to 1000 characters"),
+    (BOTH, {"stop": list("abcde")}, "stop", "the limit is 4"),
+    (BOTH, {"stop": [1]}, "stop", "a string or a list of strings"),
+    (BOTH, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    (BOTH, {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "at most `max_tokens`, 3"),
+    (BOTH, {"min_tokens": 1, "stop": "a"}, "min_tokens", "together with `stop`"),
+    (BOTH, {"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
+    (BOTH, {"logit_bias": {"1": "b"}}, "logit_bias", "not a number"),
+    (BOTH, {"logit_bias": {"257": 1}}, "logit_bias", "the vocabulary ends at 256"),
+    (BOTH, {"allowed_token_ids": [999]}, "allowed_token_ids", "the vocabulary ends at 256"),
+    (BOTH, {"stop_token_ids": [257]}, "stop_token_ids", "the vocabulary ends at 256"),
+    (BOTH, {"stream_options": {"include_usage": True}}, "stream_options", "for requests with `stream`"),
+    (BOTH, {"tools": [{"type": "function"}]}, "tools", "`tools` is not supported"),
+    (BOTH, {"tool_choice": "required"}, "tool_choice", "not supported"),
+    (BOTH, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (BOTH, {"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
+    (BOTH, {"guided_json": {}}, "guided_json", "not supported"),
+    (BOTH, {"bad_words": ["x"]}, "bad_words", "not supported"),
+    (BOTH, {"priority": 1}, "priority", "send the header `x-priority`"),
+    (BOTH, {"n": 9}, "", "batch size 9 > maximum allowed batch size 8"),
+    ((CHAT,), {"chat_template": "x"}, "chat_template", "the model's own template is used"),
+    ((CHAT,), {"messages": []}, "messages", "at least 1 item"),
+    ((CHAT,), {"messages": [{"content": "x"}]}, "", "message 0 must be an object with a string `role`"),
+    ((CHAT,), {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "", "only parts of type 'text'"),
+    ((CHAT,), {"messages": None}, "messages", "valid array"),
+    ((CHAT,), {"top_logprobs": 2}, "top_logprobs", "`logprobs`: true"),
+    ((CHAT,), {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ((CHAT,), {"continue_final_message": True}, "", "exclude each other"),
+    ((CHAT,), {"echo": True}, "echo", "not supported"),
+    ((CHAT,), {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "input_tokens", "maximum context length is 200 tokens"),
+    ((COMPLETIONS,), {"prompt": "x" * CONTEXT}, "input_tokens", "your prompt contains 200 input tokens"),
+    ((COMPLETIONS,), {"prompt": ""}, "prompt", "the prompt has no tokens"),
+    ((COMPLETIONS,), {"prompt": []}, "prompt", "the prompt has no tokens"),
+    ((COMPLETIONS,), {"prompt": [999]}, "", "token id 999, the vocabulary ends at 256"),
+    ((COMPLETIONS,), {"prompt": {"a": 1}}, "prompt", "expected a string"),
+    ((COMPLETIONS,), {"prompt": ["x"] * 9}, "", "batch size 9"),
+    ((COMPLETIONS,), {"logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ((COMPLETIONS,), {"logprobs": 1, "echo": True}, "echo", "leave out `echo` or `logprobs`"),
+    ((COMPLETIONS,), {"suffix": "x"}, "suffix", "not supported"),
+    ((COMPLETIONS,), {"best_of": 2}, "best_of", "not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "text"),
+    [
+        pytest.param(path, fields, param, text, id=f"{path} {json.dumps(fields)[:60]}")
+        for paths, fields, param, text in REFUSED
+        for path in paths
+    ],
+)
+def test_a_bad_field_is_refused_by_name(
+    tmp_path: Path, path: str, fields: dict[str, Any], param: str, text: str, stream: bool
+) -> None:
+    """With the status 400, also where the answer would be a stream."""
+    model = FakeGenerator(tmp_path, "x")
+    if stream and "stream_options" in fields:
+        return
+    answer = post(model, path, **fields, **({"stream": True} if stream else {}))
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param or None)
+    assert text in error["message"]
+    assert len(error["message"]) < 700
+    assert not model.streams
+
+
+STATUSES: list[tuple[int, str, Callable[[Path], Any], dict[str, Any]]] = [
+    (400, "BadRequestError", lambda folder: FakeGenerator(folder, "x"), {"raw": b'{"messages'}),
+    (400, "BadRequestError", lambda folder: FakeGenerator(folder, "x"), {"headers": {"x-priority": "now"}}),
+    (404, "NotFound", lambda folder: FakeGenerator(folder, "x"), {"model": "missing"}),
+    (413, "Validation", lambda folder: FakeGenerator(folder, "x"), {"raw": b" " * 10_001}),
+    (415, "Validation", lambda folder: FakeGenerator(folder, "x"), {"headers": {"content-type": "text/plain"}}),
+    (424, "Backend", lambda folder: FakeGenerator(folder, "x", error=BackendError("it fell over")), {}),
+    (429, "Overloaded", lambda folder: FakeGenerator(folder, "x", error=DeadlineOutOfReach(9.0, 1.0)), {}),
+    (503, "Unhealthy", lambda folder: FakeGenerator(folder, "x", error=EngineStopped("over")), {}),
+    (504, "Timeout", lambda folder: FakeGenerator(folder, "x", stall=True),
+     {"max_tokens": None, "headers": {"x-request-deadline-ms": "20"}}),
+    (500, "Backend", lambda folder: FakeGenerator(folder, "x", error=RuntimeError("a bug")), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(("status", "type", "make", "sent"), STATUSES)
+def test_every_status(
+    tmp_path: Path, path: str, status: int, type: str, make: Callable[[Path], Any], sent: dict[str, Any]
+) -> None:
+    answer = post(make(tmp_path), path, **sent)
+    assert answer.status_code == status, answer.text
+    assert (answer.json()["error"]["type"], answer.json()["error"]["code"]) == (type, status)
+    if status == 429:
+        assert answer.headers["retry-after"] == "8"
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_the_document_has_these_statuses(path: str) -> None:
+    documented = {int(status) for status in openapi.document("")["paths"][path]["post"]["responses"]}
+    assert documented == {200, 401} | {status for status, *_ in STATUSES} - {500}
+
+
+def test_a_deadline_ends_a_stream_with_an_event(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x", stall=True)
+    answer = post(model, COMPLETIONS, {"x-request-deadline-ms": "150"}, stream=True, max_tokens=None)
+    *_, last, done = events(answer.text)
+    assert (json.loads(last)["error"]["code"], done) == (504, "[DONE]")
+
+
+def test_the_server_s_timeout_ends_with_the_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONTEXT tokens of 1 ms take longer than the timeout, and the first one does not."""
+    monkeypatch.setitem(LIMITS, "request_timeout_s", 0.1)
+    answer = post(FakeGenerator(tmp_path, "x", held=True), COMPLETIONS, max_tokens=None)
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_a_model_of_vectors_is_refused_by_name(minilm: Path, path: str) -> None:
+    model = FakeModel(Tokenizer.load(minilm, load_model_config(minilm)), "embedding")
+    answer = post(model, path)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "model `fake` does not generate text" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "x"}),
+        ("/embed", {"inputs": "x"}),
+        ("/", {"inputs": "x"}),
+        ("/embed_sparse", {"inputs": "x"}),
+        ("/v1/embed", {"texts": ["x"]}),
+    ],
+)
+def test_a_model_that_generates_gives_no_vectors(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    answer = post(FakeGenerator(tmp_path, "x"), path, raw=json.dumps(body).encode())
+    assert answer.status_code == 400, answer.text
+    assert "model `fake` generates text and gives no vectors" in answer.text
