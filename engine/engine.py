@@ -121,7 +121,10 @@ class Engine:
 
     def _warm_up_streams(self, max_batch_tokens: int | None) -> None:
         if not isinstance(self.runner, CpuRunner):
-            raise ModelError("generation runs on a CPU only so far; give --device cpu")
+            raise ModelError(
+                'generation runs on a CPU only so far: load the model with device="cpu", or hide the GPU from the server with '
+                "CUDA_VISIBLE_DEVICES="
+            )
         self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
         try:
             self.generate([[0]], SamplingOptions(max_tokens=2, temperature=0.0))

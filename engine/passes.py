@@ -141,6 +141,8 @@ class Passes:
         step: Step | None = None
         try:
             step = Step.of(slices)
+            if not step.num_seqs:  # streams whose callers have left since
+                return None
             with self.lock:
                 self.scheduler.started(step.num_tokens, step.started_at)
             pieces = [step.pieces] if step.pieces else []

@@ -28,13 +28,15 @@ class Step:
         for part in slices:
             if part.request.first_scheduled_at is None:
                 part.request.first_scheduled_at = now
-        parts = [part for part in slices if isinstance(part.request, Stream)]
-        if parts:
-            slices = [part for part in slices if not isinstance(part.request, Stream)]
+        parts, pieces = [], []
+        for part in slices:
+            if isinstance(part.request, Stream) and (piece := part.request.piece(part)) is not None:
+                parts.append(part)
+                pieces.append(piece)
+        slices = [part for part in slices if not isinstance(part.request, Stream)]
         sequences, options, rows = _without_duplicates(
             [part.token_ids for part in slices], [part.request.options for part in slices]
         )
-        pieces = [part.request.piece(part) for part in parts]
         num_tokens = sum(map(len, sequences)) + sum(len(piece.token_ids) for piece in pieces)
         return cls(pieces, parts, slices, sequences, options, rows, num_tokens, now)
 

@@ -7,6 +7,7 @@ the token budget is scheduled as late as the device allows, so that requests tha
 import sys
 from collections import deque
 from contextlib import AbstractContextManager
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -78,25 +79,20 @@ class Scheduler:
 
     def add(self, request: Waiting) -> None:
         """Queue a request or a stream. What nobody can compute, or not in time, hears so at once."""
-        if isinstance(request, Stream):
-            self._adopt(request)
+        if isinstance(request, Stream) and self.streams is not None:
+            request.pool = self.streams.pages
         if (refusal := request.refusal()) is not None:
             request.fail(refusal)
         elif request.deadline == inf or self._is_in_reach(request):
             self.queue.add(request)
+            # The queue's own callback comes first: a stream that has left the queue gets no pages any more.
+            if isinstance(request, Stream) and self.streams is not None:
+                request.future.add_done_callback(partial(self._forget, self.streams, request))
 
-    def _adopt(self, stream: Stream) -> None:
-        """Give a stream the cache. Its pages come back when the stream ends, in whatever thread that is."""
-        if self.streams is None:
-            return
-        streams = self.streams
-        stream.pool = streams.pages
-
-        def forget(_: object) -> None:
-            with self._lock:
-                streams.forget(stream)
-
-        stream.future.add_done_callback(forget)
+    def _forget(self, streams: Streams, stream: Stream, _: object) -> None:
+        """Take the pages back from a stream that has ended, in whatever thread that is."""
+        with self._lock:
+            streams.forget(stream)
 
     def _is_in_reach(self, request: Waiting) -> bool:
         """Whether the request can be done in time at the measured rate; if not, the request hears so.

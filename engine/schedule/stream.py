@@ -128,12 +128,16 @@ class Stream(Waiting):
         self.num_computed = min(start + room, self.length)
         return Slice(self, 0, start, self.num_computed)
 
-    def piece(self, part: Slice) -> Piece:
+    def piece(self, part: Slice) -> Piece | None:
+        """What a pass computes of one slice. None where the stream has ended since it was scheduled: its pages are gone."""
+        pages = tuple(self.pages)
+        if self.pool is None or len(pages) * self.pool.page_size < part.stop:
+            return None
         row = None
         if part.stop == self.length:
             banned = self.options.stop_ids if len(self.answer) < self.options.min_tokens else ()
             row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned)
-        return Piece(part.token_ids, part.start, tuple(self.pages), row)
+        return Piece(part.token_ids, part.start, pages, row)
 
     def accept(self, token: Token) -> None:
         """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""

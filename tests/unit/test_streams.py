@@ -125,6 +125,29 @@ def test_a_stream_that_is_left_gives_its_pages_back_at_once(asked: list[list[int
     assert device.pages.num_free == 40
 
 
+def test_a_stream_that_is_left_between_schedule_and_launch_harms_nobody() -> None:
+    device = Device(20)
+    passes = Passes(device, 100)
+    left, stays = stream([1] * 6), stream([2] * 6)
+    for each in (left, stays):
+        passes.scheduler.add(each)
+    slices = passes.schedule()
+    left.future.cancel()
+    (launched,) = passes.launch(slices)
+    assert device.passes == [[6]]
+    passes.deliver(launched)
+    passes.run([])
+    assert ids(stays.future.result(0)) == answer_of([2] * 6, 8)
+    alone = stream([3])
+    passes.scheduler.add(alone)
+    slices = passes.schedule()
+    alone.future.cancel()
+    assert list(passes.launch(slices)) == []
+    device.pages.check_integrity()
+    assert device.pages.num_free == 20
+    assert passes.scheduler.is_idle
+
+
 def test_tokens_of_streams_come_before_prompts_and_prompts_are_taken_in_chunks() -> None:
     device = Device(100)
     first, second = stream([1] * 3, 20), stream([2] * 30, 3)
