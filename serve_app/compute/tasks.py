@@ -71,7 +71,8 @@ def hybrid_outputs(info: ModelInfo) -> list[HybridOutput]:
 def _check_embeds(info: ModelInfo) -> None:
     if info.task == "generation":
         raise WrongModel(
-            f"model `{info.served_model_name}` generates text and gives no vectors; POST /v1/chat/completions or /v1/completions"
+            f"model `{info.served_model_name}` generates text and gives no vectors: POST /v1/chat/completions or "
+            "/v1/completions; to get vectors, serve it with --pooling"
         )
     if info.task != "embedding":
         raise WrongTask("Model is not an embedding model")
