@@ -71,7 +71,9 @@ def load_model_config(
         if head is not None:
             config = _with_head(folder, keys, config, head)
         elif _generates(folder, keys, pooling):
-            config = replace(config, pooling="last_token", generation=read_generation(folder, keys))
+            path = folder / "generation_config.json"
+            generation = read_generation(keys, Keys(path, _read_json(path) or {}))
+            config = replace(config, pooling="last_token", generation=generation)
         else:
             config = _read_embedder(folder, keys, config, pooling)
     else:

@@ -1,7 +1,5 @@
 """What a folder says of generation: generation_config.json, and the keys of the head in config.json."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
@@ -12,15 +10,9 @@ from engine.model.keys import Keys
 _TIED = ("Gemma3ForCausalLM",)
 
 
-def read_generation(folder: Path, keys: Keys) -> GenerationConfig:
-    """Raises: ModelError for a file that cannot be read, or a value that is none."""
+def read_generation(keys: Keys, said: Keys) -> GenerationConfig:
+    """The head's keys of config.json, and the keys of generation_config.json. Raises: ModelError naming a key's wrong value."""
     keys.refuse("final_logit_softcapping", (None,), "logits are not capped")
-    path = folder / "generation_config.json"
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    said = Keys(path, values)
     return GenerationConfig(
         tied=bool(keys.get("tie_word_embeddings", keys.architecture in _TIED)),
         eos_ids=_eos_ids(said if said.get("eos_token_id") is not None else keys),

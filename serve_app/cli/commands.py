@@ -15,7 +15,7 @@ from engine.errors import EmberError
 from serve_app.cli import tei
 from serve_app.cli.cluster import cluster_status, plan, start_node, stop_node
 from serve_app.cli.console import console
-from serve_app.cli.generate import chat, generate
+from serve_app.cli.generate import chat, generate, with_options
 from serve_app.cli.keys import add_key, list_keys, remove_key
 from serve_app.cli.machine import doctor, kernels
 from serve_app.cli.options import with_settings
@@ -41,8 +41,8 @@ cli.command()(
 )
 cli.command()(with_settings(doctor))
 cli.command()(kernels)
-cli.command()(generate)
-cli.command()(chat)
+cli.command()(with_options(generate))
+cli.command()(with_options(chat))
 cli.command()(plan)
 
 node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)

@@ -1,11 +1,13 @@
 """`emberforge generate` and `emberforge chat`: a model answers in the terminal, with no server."""
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
+from typer import Option
 
 from engine.errors import InvalidInput
 from engine.model_id import EMBEDDED_GENERATOR
@@ -14,72 +16,70 @@ from serve_app.cli.console import console, say
 
 if TYPE_CHECKING:
     from engine import Engine
-    from engine.options import TokenIds
+    from engine.model.config import GenerationConfig
+    from engine.options import SamplingOptions, TokenIds
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Folder, GGUF file, Hub id, or the embedded model")]
-NumTokens = Annotated[int | None, typer.Option("--n-predict", "-n", help="Tokens of an answer at most [default: 256]")]
-Temperature = Annotated[float | None, typer.Option("--temp", help="0 takes the likeliest token [default: the model's, or 0.7]")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this mass [default: the model's, or 0.9]")]
-TopK = Annotated[int | None, typer.Option(help="Keep so many of the likeliest tokens; 0: all [default: the model's, or 40]")]
-Repetition = Annotated[float | None, typer.Option("--repeat-penalty", help="[default: the model's, or 1]")]
-Presence = Annotated[float, typer.Option(help="Taken from the logit of each token that the answer has")]
-Frequency = Annotated[float, typer.Option(help="The same, for each time that the answer has the token")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer [default: a new one each time]")]
-Context = Annotated[int | None, typer.Option("--ctx-size", "-c", help="Tokens of prompt and answer [default: the model's]")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16 [default: what the CPU computes natively]")]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads [default: one for each core]")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how fast it was")]
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options that `generate` and `chat` share. None takes what the model's authors say, else the default of the help."""
+
+    model: Annotated[str, Option("--model", "-m", help="Folder, GGUF file, Hub id, or the embedded model")] = EMBEDDED_GENERATOR
+    n_predict: Annotated[int | None, Option("--n-predict", "-n", help="Tokens of an answer at most [default: 256]")] = None
+    temp: Annotated[float | None, Option(help="0 takes the likeliest token [default: the model's, or 0.7]")] = None
+    top_p: Annotated[float | None, Option(help="Keep the likeliest tokens of this mass [default: the model's, or 0.9]")] = None
+    top_k: Annotated[int | None, Option(help="Keep this number of tokens; 0: all [default: the model's, or 40]")] = None
+    repeat_penalty: Annotated[float | None, Option(help="[default: the model's, or 1]")] = None
+    presence_penalty: Annotated[float, Option(help="Subtracted from the logit of each token in the answer")] = 0.0
+    frequency_penalty: Annotated[float, Option(help="Subtracted once for each time that the token is in the answer")] = 0.0
+    seed: Annotated[int | None, Option(help="The same seed gives the same answer [default: a new one each time]")] = None
+    ctx_size: Annotated[int | None, Option("--ctx-size", "-c", help="Tokens of prompt and answer [default: the model's]")] = None
+    dtype: Annotated[str, Option(help="float32 or bfloat16 [default: what the CPU computes natively]")] = "auto"
+    threads: Annotated[int | None, Option("--threads", "-t", help="CPU threads [default: one for each core]")] = None
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Say how fast it was")] = False
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer that takes the shared options beside the command's own. It calls `command(options, ...)`."""
+    shared = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=each.type, default=each.default)
+        for each in fields(Options)
+    ]
+    own = list(inspect.signature(command).parameters.values())[1:]
+
+    def run(**values: Any) -> None:
+        options = Options(**{each.name: values.pop(each.name) for each in shared})
+        command(options, **values)
+
+    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
 
 
 def generate(
-    model: Model = EMBEDDED_GENERATOR,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue")] = "Hello, my name is",
-    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Open a chat")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Compare the model's tokens with those of transformers, in fp32")
-    ] = False,
-    n_predict: NumTokens = None,
-    temp: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    repeat_penalty: Repetition = None,
-    presence_penalty: Presence = 0.0,
-    frequency_penalty: Frequency = 0.0,
-    seed: Seed = None,
-    ctx_size: Context = None,
-    dtype: Dtype = "auto",
-    threads: Threads = None,
-    verbose: Verbose = False,
+    options: Options,
+    *,
+    prompt: Annotated[str, Option("--prompt", "-p", help="The text to continue")] = "Hello, my name is",
+    interactive: Annotated[bool, Option("--interactive", "-i", help="Open a chat")] = False,
+    check: Annotated[bool, Option("--check", help="Compare the model's tokens with those of transformers, in fp32")] = False,
 ) -> None:
     """Continue a text with a model, on this machine's CPU."""
     if check:
-        return check_model(model, n_predict or 64)
-    sampling = (n_predict, temp, top_p, top_k, repeat_penalty, presence_penalty, frequency_penalty, seed)
-    writer = Writer.load(model, ctx_size, dtype, threads, verbose, *sampling)
+        return check_model(options.model, options.n_predict or 64)
+    writer = Writer.load(options)
     if interactive:
         return _chat(writer)
     writer.write(writer.prompts.encode(prompt))
 
 
 def chat(
-    model: Model = EMBEDDED_GENERATOR,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Ask this, and end after the answer")] = None,
-    n_predict: NumTokens = None,
-    temp: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    repeat_penalty: Repetition = None,
-    presence_penalty: Presence = 0.0,
-    frequency_penalty: Frequency = 0.0,
-    seed: Seed = None,
-    ctx_size: Context = None,
-    dtype: Dtype = "auto",
-    threads: Threads = None,
-    verbose: Verbose = False,
+    options: Options,
+    *,
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="Ask this, and end after the answer")] = None,
 ) -> None:
     """Talk with a model in the terminal, on this machine's CPU. An empty line, `quit` or Ctrl-D ends the chat."""
-    sampling = (n_predict, temp, top_p, top_k, repeat_penalty, presence_penalty, frequency_penalty, seed)
-    writer = Writer.load(model, ctx_size, dtype, threads, verbose, *sampling)
+    writer = Writer.load(options)
     if prompt is None:
         return _chat(writer)
     writer.write(writer.prompts.encode_chat([_said("user", prompt)]))
@@ -117,29 +117,31 @@ def _lines() -> Iterator[str]:
 class Writer:
     """A loaded model that writes answers to stdout."""
 
-    def __init__(self, engine: "Engine", options: Any, verbose: bool) -> None:
+    def __init__(self, engine: "Engine", sampling: "SamplingOptions", verbose: bool) -> None:
         assert engine.prompts is not None, "the model generates"
         self.prompts = engine.prompts
-        self._engine, self._options, self._verbose = engine, options, verbose
+        self._engine, self._sampling, self._verbose = engine, sampling, verbose
 
     @classmethod
-    def load(cls, model: str, context: int | None, dtype: str, threads: int | None, verbose: bool, *sampling: Any) -> "Writer":
-        with console.status(f"loading {model}"):
+    def load(cls, options: Options) -> "Writer":
+        with console.status(f"loading {options.model}"):
             from engine import Engine, ModelError
 
-            start = perf_counter()
-            engine = Engine.load(model, device="cpu", dtype=dtype, max_input_tokens=context, num_threads=threads)  # type: ignore[arg-type]
+            start, dtype = perf_counter(), cast(Any, options.dtype)
+            engine = Engine.load(
+                options.model, device="cpu", dtype=dtype, max_input_tokens=options.ctx_size, num_threads=options.threads
+            )
         if engine.config.generation is None:
-            raise ModelError(f"{model} gives vectors and no text; `emberforge serve {model}` serves it")
-        if verbose:
+            raise ModelError(f"{options.model} gives vectors and no text; `emberforge serve {options.model}` serves it")
+        if options.verbose:
             say(f"loaded in {perf_counter() - start:.1f} s, {engine.dtype_name}")
-        return cls(engine, _options(engine, *sampling), verbose)
+        return cls(engine, _sampling(options, engine.config.generation), options.verbose)
 
     def write(self, prompt: "TokenIds") -> str:
         """Writes the answer as it comes. Returns: the answer."""
         text = self.prompts.detokenizer(prompt)
         answer, times = "", [perf_counter()]
-        for token in self._engine.stream(prompt, self._options):
+        for token in self._engine.stream(prompt, self._sampling):
             times.append(perf_counter())
             answer += _written(text.push(token.id))
         answer += _written(text.finish())
@@ -156,35 +158,22 @@ def _written(text: str) -> str:
     return text
 
 
-def _options(
-    engine: "Engine",
-    n_predict: int | None,
-    temp: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    repeat_penalty: float | None,
-    presence_penalty: float,
-    frequency_penalty: float,
-    seed: int | None,
-) -> Any:
+def _sampling(options: Options, said: "GenerationConfig") -> "SamplingOptions":
     """What the command line says, else what the model's authors say, else a usual value."""
     from engine.options import SamplingOptions
-
-    said = engine.config.generation
-    assert said is not None, "the model generates"
 
     def first(*values: Any) -> Any:
         return next(value for value in values if value is not None)
 
     return SamplingOptions(
-        max_tokens=first(n_predict, said.max_new_tokens, 256),
-        temperature=first(temp, said.temperature, 0.7),
-        top_p=first(top_p, said.top_p, 0.9),
-        top_k=first(top_k, said.top_k, 40),
+        max_tokens=first(options.n_predict, said.max_new_tokens, 256),
+        temperature=first(options.temp, said.temperature, 0.7),
+        top_p=first(options.top_p, said.top_p, 0.9),
+        top_k=first(options.top_k, said.top_k, 40),
         min_p=first(said.min_p, 0.0),
-        repetition_penalty=first(repeat_penalty, said.repetition_penalty, 1.0),
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
+        repetition_penalty=first(options.repeat_penalty, said.repetition_penalty, 1.0),
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=options.seed,
         stop_ids=said.eos_ids,
     )

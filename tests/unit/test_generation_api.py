@@ -22,6 +22,11 @@ from serve_app.settings import Settings
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = "<user>Hi<a>"
+SCOPE: dict[str, Any] = {
+    "type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"",
+    "headers": [(b"content-type", b"application/json")], "root_path": "", "scheme": "http", "http_version": "1.1",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+}  # fmt: skip
 
 
 def minimal(path: str) -> dict[str, Any]:
@@ -278,12 +283,7 @@ def test_a_client_that_leaves_ends_the_streams(tmp_path: Path) -> None:
                 has_read.set()
             await asyncio.sleep(0)
 
-        scope = {
-            "type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "root_path": "", "scheme": "http", "http_version": "1.1",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-        }  # fmt: skip
-        await asyncio.wait_for(app(scope, receive, send), 10)
+        await asyncio.wait_for(app(dict(SCOPE), receive, send), 10)
 
     asyncio.run(leave())
     assert len(model.streams) == 3
@@ -332,12 +332,7 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tmp_path: Path) -> None
         async def receive() -> Any:
             return messages.pop() if messages else await asyncio.Event().wait()
 
-        scope = {
-            "type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"",
-            "headers": [(b"content-type", b"application/json")], "root_path": "", "scheme": "http", "http_version": "1.1",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-        }  # fmt: skip
-        await asyncio.wait_for(app(scope, receive, send), 10)
+        await asyncio.wait_for(app(dict(SCOPE), receive, send), 10)
 
     asyncio.run(read())
     *chunks, done = events(b"".join(sent).decode())
