@@ -88,7 +88,7 @@ class Engine:
             default_prompt: the same, as a text.
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
-            cache_tokens: the size of the cache of a model that generates, for all streams together; None takes what is free.
+            cache_tokens: tokens that the cache of a model that generates holds, for all streams. None chooses by the free memory.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
@@ -231,7 +231,7 @@ class Engine:
         Args:
             options: one per sequence; None asks for whole, normalised vectors.
             outputs: what any of the sequences asks for besides its vector, sorted; every sequence gets it.
-            pieces: of streams, for a model that generates.
+            pieces: what to compute of streams; only for a model that generates.
         Raises: OutOfMemory when the pass does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput
             for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
         """

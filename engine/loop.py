@@ -63,7 +63,7 @@ class EngineLoop:
         self._launching = threading.Lock()  # held by the thread that launches
         self._delivering = threading.Lock()  # held by the thread that delivers: two passes may have parts of one request
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
-        self._polled: Launched | None = None  # the pass whose end a caller polls for; no other thread knows of this pass
+        self._polled: Launched | None = None  # a caller polls for the end of this pass; no other thread has the pass
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._deliverer = threading.Thread(target=self._deliver_all, name="engine-results", daemon=True)
         sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))

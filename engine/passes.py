@@ -36,7 +36,7 @@ class Runner(Protocol):
 
     @property
     def pages(self) -> Pages | None:
-        """Of the cache of a model that generates. Without them nobody gives `launch` pieces."""
+        """The pages of the cache if the model generates, else None. Without pages `launch` gets no pieces."""
         ...
 
     def launch(

@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.model.config import ModelConfig
 
 PAGE_SIZE = 128  # tokens: the block of keys that the attention kernels walk
-# Where nobody says how large the cache is to be: so many whole contexts, in at most this share of the memory that is free.
+# The default size of the cache is 16 whole contexts. It takes at most a quarter of the free memory.
 _CONTEXTS = 16
 _FREE_SHARE = 4
 

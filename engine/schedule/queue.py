@@ -184,7 +184,7 @@ class _Priority:
         return (tokens, seqs), True
 
     def _count(self, request: Waiting, num_tokens: int) -> None:
-        """So many tokens of the request wait no longer."""
+        """Subtract tokens of the request that wait no longer."""
         request.waiting_tokens -= num_tokens
         self.num_tokens -= num_tokens
 

@@ -41,7 +41,7 @@ class Waiting(ABC):
 
     @abstractmethod
     def refusal(self) -> InvalidInput | None:
-        """Why nobody can compute this."""
+        """The error for a request that can never be computed; None for any other."""
 
     @abstractmethod
     def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
@@ -49,7 +49,10 @@ class Waiting(ABC):
 
     @abstractmethod
     def prepare(self, may_take_pages: bool) -> int | None:
-        """Get ready for the first slice. Returns: tokens that need not be computed; None where there are no pages for this."""
+        """Take the pages of a stream before its first slice.
+
+        Returns: the number of tokens that the cache already has; None if no pages are free.
+        """
 
     @abstractmethod
     def next_slice(self, room: int, alone: bool) -> "Slice | None":
