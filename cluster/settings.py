@@ -46,7 +46,10 @@ class ServerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = Field("0.0.0.0", description="Address to listen on")  # noqa: S104 - a server in a container needs it
+    host: str = Field(  # `emberforge serve` takes 127.0.0.1 where neither an address nor a key is given
+        "0.0.0.0",  # noqa: S104
+        description="Address to listen on; `serve` without a key takes 127.0.0.1 unless told",
+    )
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     grpc_port: int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
     max_concurrent_requests: int = Field(512, ge=1, description="Requests in flight per replica; more get 429")

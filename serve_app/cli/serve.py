@@ -34,6 +34,8 @@ def serve(settings: Settings) -> None:
     from cluster.model_folder import read_model
 
     _end_on_signal()
+    _check_environment()
+    settings = _for_this_machine(settings)
     _check_port(settings.host, settings.port, "--port")
     if settings.grpc_port is not None:
         _check_port(settings.host, settings.grpc_port, "--grpc-port")
@@ -100,14 +102,31 @@ def _end_on_signal() -> None:
         signal.signal(number, end)
 
 
+def _check_environment() -> None:
+    """Raises: SettingsError for a Ray without a token: whoever reaches its ports could run code here."""
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise SettingsError(f"RAY_AUTH_MODE is {mode!r}, and a Ray without a token obeys anyone who reaches it: unset it")
+
+
+def _for_this_machine(settings: Settings) -> Settings:
+    """The settings with the address 127.0.0.1, if neither an address nor a key is given. A container is closed anyway."""
+    told = "host" in settings.model_fields_set or settings.api_key or settings.api_keys_file
+    if told or os.environ.get("EMBERFORGE_IMAGE"):
+        return settings
+    console.print("listening on 127.0.0.1 alone, because requests need no key; --host 0.0.0.0 opens the server to the network")
+    return settings.model_copy(update={"host": "127.0.0.1"})
+
+
 def _check_port(host: str, port: int, flag: str) -> None:
     """Raises: SettingsError for a port in use. HAProxy would fail a minute later, without naming the port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from error
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from error
 
 
 def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
@@ -134,7 +153,9 @@ def _wait_until_ready(settings: Settings) -> None:
 
     import grpc
 
-    asks: list[Callable[[], Any]] = [lambda: urllib.request.urlopen(f"{_address(settings)}/health", timeout=2).close()]  # noqa: S310 - our own address
+    # Without the environment's proxies: they cannot reach this machine's own address.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    asks: list[Callable[[], Any]] = [lambda: opener.open(f"{_address(settings)}/health", timeout=2).close()]
     if settings.grpc_port is not None:
         asks.append(lambda: _ask_grpc(settings))
     deadline = monotonic() + _READY_TIMEOUT_S
@@ -154,7 +175,7 @@ def _ask_grpc(settings: Settings) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     host = _address(settings).removeprefix("http://").rpartition(":")[0]
-    with grpc.insecure_channel(f"{host}:{settings.grpc_port}") as channel:
+    with grpc.insecure_channel(f"{host}:{settings.grpc_port}", [("grpc.enable_http_proxy", 0)]) as channel:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
 
 
@@ -196,5 +217,5 @@ def _announce(settings: Settings, config: ModelConfig) -> None:
 
 
 def _address(settings: Settings) -> str:
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
-    return f"http://{host}:{settings.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"

@@ -11,8 +11,8 @@ from typing import Any
 
 from serve_app.settings import Settings, SettingsError
 
-# TEI's default port.
-_DEFAULT_PORT = 3000
+# TEI's default address and port.
+_DEFAULT_HOST, _DEFAULT_PORT = "0.0.0.0", 3000  # noqa: S104
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
     _name_model(given, named, flags, env if as_tei else {})
     if as_tei:
         given.variables.setdefault("port", ("TEI's default port", str(_DEFAULT_PORT)))
+        given.variables.setdefault("host", ("TEI's default address", _DEFAULT_HOST))
         read = [option.env for option in OPTIONS if _counts(option, env)]
         if read:
             given.notes.append(f"from the environment, as TEI: {', '.join(read)}")

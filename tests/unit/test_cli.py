@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.cli.serve import _last_words
+from serve_app.cli.serve import _address, _check_environment, _check_port, _for_this_machine, _last_words
+from serve_app.settings import Settings, SettingsError
 
 SERVE = "The deployment failed to start 3 times in a row. See controller logs for details. Error:\n"
 TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", line 1, in load\n    raise ModelError(text)\n'
@@ -93,3 +95,52 @@ except AttributeError as error:
 """
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], env=environ, check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "in_image", "host"),
+    [
+        ({}, False, "127.0.0.1"),
+        ({}, True, "0.0.0.0"),
+        ({"host": "0.0.0.0"}, False, "0.0.0.0"),
+        ({"host": "192.0.2.1"}, False, "192.0.2.1"),
+        ({"api_key": "secret"}, False, "0.0.0.0"),
+    ],
+)
+def test_a_server_without_a_key_is_for_this_machine(
+    given: dict[str, Any], in_image: bool, host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if in_image:
+        monkeypatch.setenv("EMBERFORGE_IMAGE", "1")
+    assert _for_this_machine(Settings(**given)).host == host
+    assert ("--host 0.0.0.0 opens" in capsys.readouterr().err) == (host == "127.0.0.1")
+
+
+def test_a_ray_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(SettingsError, match="RAY_AUTH_MODE is 'disabled'"):
+        _check_environment()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    _check_environment()
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("10.0.0.1", "http://10.0.0.1:8000"),
+    ],
+)
+def test_the_servers_own_address_is_a_url(host: str, address: str) -> None:
+    assert _address(Settings(host=host)) == address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_in_use_is_named(host: str) -> None:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"cannot listen on {host}:{port} .*; choose another with --port"):
+            _check_port(host, port, "--port")
+    _check_port(host, port, "--port")
