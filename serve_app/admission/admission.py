@@ -1,12 +1,16 @@
-"""Admission: how many inputs one request may have, and how many requests may be in flight."""
+"""Admission: how many inputs one request may have, and how many requests and bytes may be in flight."""
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.settings import ServerSettings
+from serve_app.admission.bytes_in_flight import BytesInFlight, Hold
 from serve_app.errors import BatchTooLarge, Overloaded
 from serve_app.observe.metrics import Metrics
+
+# Bytes of bodies and answers in flight, at least. Four of the largest bodies fit in any case.
+_BYTES_IN_FLIGHT = 256 << 20
 
 
 class Admission:
@@ -15,8 +19,28 @@ class Admission:
     def __init__(self, settings: ServerSettings, metrics: Metrics, backlog_s: Callable[[], float]) -> None:
         """`backlog_s` gives the seconds of queued work, for `retry-after`."""
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
-        self._in_flight = 0
+        self._in_flight = self._num_reading = 0
+        self._bytes = BytesInFlight(max(_BYTES_IN_FLIGHT, 4 * settings.payload_limit))
         self._stream_slots = asyncio.Semaphore(settings.max_concurrent_requests)
+
+    def hold(self) -> Hold:
+        """The bytes of a request that begins."""
+        return Hold(self._bytes)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold a place for a request whose body is on its way. Raises: Overloaded.
+
+        These are half of the places, so that clients that send slowly leave the others to the rest.
+        """
+        if self._num_reading >= max(1, self._settings.max_concurrent_requests // 2):
+            self._metrics.rejected.inc()
+            raise Overloaded(self._backlog_s())
+        self._num_reading += 1
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
 
     @contextmanager
     def admit(self, num_inputs: int) -> Iterator[None]:

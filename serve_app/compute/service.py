@@ -1,8 +1,9 @@
 """The steps that HTTP's routes and gRPC's methods share: tokenise, compute within the timeout, count."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from cluster.settings import ServerSettings
@@ -61,6 +62,19 @@ class Service:
         result = await self.within_timeout(state.qos, tokenize_and_embed())
         self.count_results(state, [result], task)
         return result
+
+    @asynccontextmanager
+    async def whole_request(self, headers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[None]:
+        """The time of a request, from its first line to its answer: its deadline, or the server's timeout.
+
+        Raises: BadHeader; DeadlineExceeded.
+        """
+        timeout_s = read_qos(headers, self.settings.request_timeout_s).deadline_s or self.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError as error:
+            raise self.late(error, timeout_s) from None
 
     async def within_timeout(self, qos: Qos, work: Awaitable[T]) -> T:
         """Await `work` until the request's deadline, or the server's timeout. Raises: DeadlineExceeded, Overloaded."""

@@ -16,7 +16,7 @@ from serve_app.compute.tasks import check_embed, check_rerank
 from serve_app.dialects.bodies import Count, ModelBody, Ranking
 from serve_app.dialects.fields import Dimensions, TextList
 from serve_app.dialects.handler import Headers, Reply
-from serve_app.dialects.vectors import base64_rows, quantized
+from serve_app.dialects.vectors import encoded_rows, quantized
 from serve_app.errors import EmptyBatch
 
 Version = Literal["1", "2"]
@@ -99,7 +99,7 @@ async def embed(service: Service, body: CohereEmbedRequest, headers: Headers, *,
         result = await compute_vectors(service, state, model, texts, body.encode_options(), options, list(dtypes.values()))
     vectors = {name: quantized(result, dtype, model) for name, dtype in dtypes.items()}
     by_type: dict[CohereType, Any] = {
-        name: base64_rows(each) if name == "base64" else list(each) for name, each in vectors.items()
+        name: encoded_rows(each, "base64" if name == "base64" else "float") for name, each in vectors.items()
     }
     # Version 1 without types has the vectors alone.
     alone = version == "1" and not body.embedding_types

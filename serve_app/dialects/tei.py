@@ -1,5 +1,6 @@
 """TEI's routes, and routes of ours in TEI's form."""
 
+import asyncio
 from typing import Any
 
 from serve_app.admission.request_state import RequestState
@@ -10,9 +11,14 @@ from serve_app.dialects.cohere import CohereRerankRequest
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.tei_answers import answer, check_task, inputs_of, schema_for
 from serve_app.dialects.tei_bodies import DecodeRequest, EmbedRequest, RerankRequest, TaskBody, TokenizeRequest, VertexRequest
-from serve_app.errors import BadInstance, EmptyBatch
+from serve_app.errors import BadBody, BadInstance, EmptyBatch
 from serve_app.gather import gather
 from serve_app.models import ServedModel
+
+# The answer to /tokenize takes some 70 times the memory of its text.
+_MOST_TOKENIZED_CHARS = 500_000
+# Instances of /vertex that are computed at a time. To begin one takes about 0.2 ms.
+_INSTANCES = 64
 
 
 async def task(service: Service, body: TaskBody, headers: Headers) -> Reply:
@@ -45,8 +51,13 @@ def parse_rerank(_service: Service, content: bytes) -> RerankRequest | CohereRer
 
 
 async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Reply:
-    """Vertex AI's wrapper: its instances are bodies of other routes. They run concurrently; the first failure is the answer."""
-    instances = [_instance(service, index, each) for index, each in enumerate(body.instances)]
+    """Vertex AI's wrapper: its instances are bodies of other routes. `_INSTANCES` run concurrently; the first failure is the
+    answer."""
+    instances: list[TaskBody] = []
+    for index, each in enumerate(body.instances):
+        instances.append(_instance(service, index, each))
+        if index % _INSTANCES == 0:
+            await asyncio.sleep(0)  # other requests may go on
     inputs = [inputs_of(each) for each in instances]
     models = [_able_model(service, each) for each in instances]
     with service.admission.admit(sum(map(len, inputs))):
@@ -55,8 +66,10 @@ async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Rep
         num_chars = sum(state.num_chars for state in states)
         for state in states:
             state.chars_to_tokenize = num_chars  # many small instances together would hold up the event loop
-        work = [answer(service, *each) for each in zip(states, models, instances, strict=True)]
-        predictions = await gather(work)
+        work = list(zip(states, models, instances, strict=True))
+        predictions: list[Any] = []
+        for first in range(0, len(work), _INSTANCES):
+            predictions += await gather(answer(service, *each) for each in work[first : first + _INSTANCES])
     return Reply({"predictions": predictions})
 
 
@@ -64,9 +77,11 @@ async def tokenize(service: Service, body: TokenizeRequest, _headers: Headers) -
     if not body.inputs:
         raise EmptyBatch("`inputs` cannot be empty")
     tokenizer = service.backend.get(body.model).tokenizer
+    num_chars = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
+    if num_chars > _MOST_TOKENIZED_CHARS:
+        raise BadBody(f"the inputs have {num_chars} characters, the limit is {_MOST_TOKENIZED_CHARS}; send them in parts", 413)
     with service.admission.admit(len(body.inputs)):
         args = body.inputs, body.add_special_tokens, body.encode_options(service.settings.auto_truncate)
-        num_chars = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
         return Reply(await service.off_loop(num_chars, tokenizer.tokens, *args))
 
 

@@ -23,10 +23,18 @@ def quantized(result: Embeddings, dtype: OutputDtype, model: ServedModel) -> Vec
 
 def encoded_rows(vectors: Vectors, encoding_format: Literal["float", "base64"] | None) -> Sequence[Any]:
     """Each vector as an array, or in base64."""
-    return base64_rows(vectors) if encoding_format == "base64" else list(vectors)
+    return list(map(Base64, vectors)) if encoding_format == "base64" else list(vectors)
 
 
-def base64_rows(vectors: Vectors) -> list[str]:
-    """Base64 of each vector's bytes, little-endian."""
-    rows = vectors.astype(vectors.dtype.newbyteorder("<"), copy=False)
-    return [binascii.b2a_base64(row, newline=False).decode("ascii") for row in rows]
+class Base64:
+    """A vector that the response has in base64. The text is made when the response is encoded, which may be in parts."""
+
+    __slots__ = ("vector",)
+
+    def __init__(self, vector: NDArray[Any]) -> None:
+        self.vector = vector
+
+    def text(self) -> str:
+        """Base64 of the vector's bytes, little-endian."""
+        ordered = self.vector.astype(self.vector.dtype.newbyteorder("<"), copy=False)
+        return binascii.b2a_base64(ordered, newline=False).decode("ascii")

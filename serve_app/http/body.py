@@ -1,24 +1,64 @@
-"""Reading request bodies."""
+"""Reading request bodies, within limits of time, bytes and number of values."""
+
+import asyncio
 
 from starlette.requests import Request
 
+from serve_app.admission.bytes_in_flight import Hold
+from serve_app.compute.service import Service
 from serve_app.errors import BadBody
+from serve_app.http.json_shape import Shape, shape_of
+
+# A client that sends nothing for this time is given up.
+_PAUSE_S = 10.0
+# A body of up to this size is parsed quickly, whatever is in it.
+_SMALL_BYTES = 1 << 16
+# What a larger body may have at most, besides an object for each input. With more, parsing alone would take over 20 ms.
+_MOST_VALUES, _OTHER_OBJECTS, _MOST_DEPTH = 100_000, 1024, 64
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises: BadBody for another content type (415) or more than `limit` bytes (413), as early as possible."""
-    headers = request.headers
+async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
+    """The body. `hold` gets its bytes.
+
+    Raises: BadBody for another content type (415), more bytes or values than the limits (413), or a pause (408), as early as
+        possible; Overloaded if the bodies and answers in flight take too much memory.
+    """
+    headers, limit = request.headers, service.settings.payload_limit
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise BadBody("Expected request with `Content-Type: application/json`", 415)
     length = headers.get("content-length", "")
-    chunks, size = [], int(length) if length.isdigit() else 0
-    if size <= limit:
-        size = 0
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            if (size := size + len(chunk)) > limit:
+    if length.isdigit() and int(length) > limit:
+        raise _too_long(limit)
+    body = bytearray()
+    chunks = request.stream()
+    with service.admission.reading():
+        while True:
+            try:
+                async with asyncio.timeout(_PAUSE_S):
+                    chunk = await anext(chunks, None)
+            except TimeoutError:
+                raise BadBody(f"the body paused for {_PAUSE_S:g} s; send the request again", 408) from None
+            if chunk is None:
                 break
-    if size > limit:
-        raise BadBody(f"Failed to buffer the request body: length limit exceeded ({limit} bytes; set --payload-limit)", 413)
-    return b"".join(chunks)
+            if len(body) + len(chunk) > limit:
+                raise _too_long(limit)
+            hold.add(len(chunk))
+            body += chunk
+    content = bytes(body)
+    if len(content) > _SMALL_BYTES:
+        _check(await asyncio.to_thread(shape_of, content), service.settings.max_client_batch_size)
+    return content
+
+
+def _too_long(limit: int) -> BadBody:
+    return BadBody(f"Failed to buffer the request body: length limit exceeded ({limit} bytes; set --payload-limit)", 413)
+
+
+def _check(shape: Shape, most_inputs: int) -> None:
+    """Raises: BadBody naming the count that is too high."""
+    most = Shape(most_inputs + _OTHER_OBJECTS, _MOST_VALUES, _MOST_DEPTH)
+    names = ("objects", "values (texts, numbers, lists)", "levels")
+    for name, count, limit in zip(names, shape, most, strict=True):
+        if count > limit:
+            raise BadBody(f"the body has {count} {name}, the limit is {limit}; send it in parts", 413)

@@ -1,17 +1,126 @@
-"""JSON responses, encoded straight from numpy arrays: Python floats are never made."""
+"""JSON responses, encoded straight from numpy arrays: Python floats are never made.
 
-from collections.abc import Mapping
+A large response is encoded and sent in parts, so that no other request waits long for the event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import orjson
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from serve_app.admission.bytes_in_flight import Hold
+from serve_app.dialects.vectors import Base64
+
+# Bytes of a part. To encode 1 MB takes about 6 ms.
+_PART_BYTES = 1 << 20
+_NUMBER_BYTES, _VALUE_BYTES = 12, 64  # of a float in an array, and of any value with its name, roughly
 
 
 def to_json(content: Any) -> bytes:
-    """JSON of plain data and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    """JSON of plain data, `Base64` and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, Base64):
+        return value.text()
+    raise TypeError(f"{type(value).__name__} has no JSON")
 
 
 def json_response(content: bytes, headers: Mapping[str, str] | None = None, status: int = 200) -> Response:
     """A response with this JSON."""
     return Response(content, status, headers, media_type="application/json")
+
+
+def json_answer(content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
+    """A response with the JSON of `content`. `hold` gets the response's bytes, and is released when the response was sent.
+
+    Raises: Overloaded if the bodies and answers in flight take too much memory.
+    """
+    size = json_size(content)
+    hold.add(size)
+    if size <= _PART_BYTES:
+        return _Whole(to_json(content), headers, hold)
+    return _InParts(json_parts(content), headers, hold)
+
+
+def json_size(content: Any) -> int:
+    """About how many bytes the JSON takes."""
+    if isinstance(content, np.ndarray):
+        return _NUMBER_BYTES * content.size
+    if isinstance(content, Base64):
+        return content.vector.nbytes * 4 // 3
+    if isinstance(content, str):
+        return len(content) + _VALUE_BYTES
+    if isinstance(content, dict):
+        content = content.values()
+    elif not isinstance(content, list | tuple):
+        return _VALUE_BYTES
+    return _VALUE_BYTES + sum(map(json_size, content))
+
+
+def json_parts(content: Any) -> Iterator[bytes]:
+    """The JSON in parts of about `_PART_BYTES`. A single string or number is not cut."""
+    if json_size(content) <= _PART_BYTES or not isinstance(content, dict | list | tuple | np.ndarray) or not len(content):
+        yield to_json(content)
+    elif isinstance(content, dict):
+        for index, (key, value) in enumerate(content.items()):
+            yield (b"," if index else b"{") + to_json(key) + b":"
+            yield from json_parts(value)
+        yield b"}"
+    else:
+        begin, size, separator = 0, 0, b"["
+        for index, element in enumerate(content):
+            own = json_size(element)
+            if size and size + own > _PART_BYTES:
+                yield separator + to_json(content[begin:index])[1:-1]
+                begin, size, separator = index, 0, b","
+            if own > _PART_BYTES:
+                yield separator
+                yield from json_parts(element)
+                begin, separator = index + 1, b","
+            else:
+                size += own
+        if size:
+            yield separator + to_json(content[begin:])[1:-1]
+        yield b"]"
+
+
+class _Whole(Response):
+    """A response in one part."""
+
+    def __init__(self, content: bytes, headers: Mapping[str, str] | None, hold: Hold) -> None:
+        super().__init__(content, 200, headers, media_type="application/json")
+        self._hold = hold
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._hold.release()
+
+
+class _InParts(StreamingResponse):
+    """A response that is encoded while it is sent."""
+
+    def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str] | None, hold: Hold) -> None:
+        first = next(parts)  # what cannot be encoded fails here, before the status is sent
+        super().__init__(_in_turns(chain((first,), parts)), 200, headers, media_type="application/json")
+        self._hold = hold
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._hold.release()
+
+
+async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)  # other requests may go on

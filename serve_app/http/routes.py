@@ -4,7 +4,8 @@
 `cluster/error_forms.py`, where HAProxy finds it too.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.error_forms import Form, form_of
+from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
 from serve_app.dialects import cohere, generation, openai, tei
 from serve_app.dialects.bodies import parse_body
@@ -35,7 +37,7 @@ from serve_app.dialects.tei_bodies import (
 )
 from serve_app.http import about, answers
 from serve_app.http.body import read_body
-from serve_app.http.encode import json_response, to_json
+from serve_app.http.encode import json_answer
 from serve_app.http.events import EventStream
 
 T = TypeVar("T", bound=BaseModel)
@@ -99,11 +101,13 @@ def _post_streaming(
     """A route that answers with one object, or with events."""
 
     async def endpoint(service: Service, request: Request) -> Response:
-        body = parse_request(schema, await read_body(request, service.settings.payload_limit))
-        reply = await handler(service, body, request.headers.raw)
-        if body.stream:
-            return await EventStream.begin(service, form_of(path), reply.content)
-        return json_response(to_json(reply.content))
+        with _holding(service) as hold:
+            body = parse_request(schema, await read_body(request, service, hold))
+            reply = await handler(service, body, request.headers.raw)
+            if body.stream:
+                hold.release()
+                return await EventStream.begin(service, form_of(path), reply.content)
+            return json_answer(reply.content, None, hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True)
 
@@ -112,12 +116,25 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
     """Read the body, validate it, compute, encode."""
 
     async def endpoint(service: Service, request: Request) -> Response:
-        body = parse(service, await read_body(request, service.settings.payload_limit))
-        reply = await handler(service, body, request.headers.raw)
-        content = to_json(reply.content)
-        return json_response(content, None if reply.state is None else reply.state.headers())
+        headers = request.headers.raw
+        with _holding(service) as hold:
+            async with service.whole_request(headers):
+                body = parse(service, await read_body(request, service, hold))
+                reply = await handler(service, body, headers)
+            return json_answer(reply.content, None if reply.state is None else reply.state.headers(), hold)
 
     return endpoint
+
+
+@contextmanager
+def _holding(service: Service) -> Iterator[Hold]:
+    """The bytes of a request. A request that fails releases them; else its response does."""
+    hold = service.admission.hold()
+    try:
+        yield hold
+    except BaseException:
+        hold.release()
+        raise
 
 
 _get = partial(Route, "GET")

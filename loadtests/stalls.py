@@ -1,0 +1,164 @@
+"""How long a request made to be slow holds up the server's event loop, and the memory that the process takes meanwhile.
+
+Each request goes to the API in this process, over a model that computes nothing. A task that ticks every millisecond measures the
+longest time between two ticks.
+
+python -m loadtests.stalls
+"""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import psutil
+
+from cluster.model_folder import read_model
+from cluster.model_spec import ModelSpec
+from cluster.settings import ServerSettings
+from engine.loop import Embeddings
+from engine.model_id import EMBEDDED_MODEL
+from engine.options import EmbedOptions, TokenIds
+from engine.text.tokenizer import Tokenizer
+from loadtests.report import write
+from serve_app.admission.qos import Qos
+from serve_app.garbage import collect_seldom
+from serve_app.http.app import Api
+from serve_app.models import ModelInfo, ServedModel
+from serve_app.observe.metrics import Metrics
+
+WIDTH = 4096
+_TICK_S = 0.001
+
+
+class Nothing:
+    """A model whose vectors are all the same."""
+
+    def __init__(self, task: Any = "embedding") -> None:
+        folder, config = read_model(ModelSpec(name=EMBEDDED_MODEL, model=EMBEDDED_MODEL))
+        outputs = ("tokens",) if task == "embedding" else ()
+        labels = ("LABEL_0",) if task == "reranker" else ()
+        self.tokenizer = Tokenizer.load(folder, replace(config, labels=labels))
+        self.info = ModelInfo("x", "x", "float32", "cpu", "mean", WIDTH, 256, 16384, 0, task, labels, outputs=outputs)
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        return await asyncio.to_thread(self._embed, sequences, options)
+
+    def _embed(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Embeddings:
+        vectors = np.full((len(sequences), len(self.info.labels) or WIDTH), 0.12345678, dtype=np.float32)
+        ragged = {name: [np.full((len(ids), WIDTH), 0.1, dtype=np.float32) for ids in sequences] for name in options.outputs}
+        return Embeddings(vectors if options.pooled else None, ragged, 0.0, 0.0)
+
+    def get(self, name: str | None) -> ServedModel:
+        return self
+
+    def models(self) -> list[dict[str, Any]]:
+        return []
+
+    async def check_health(self) -> None: ...
+
+    def backlog_s(self) -> float:
+        return 0.0
+
+
+def requests() -> Iterator[tuple[str, str, Any, bytes]]:
+    """(what, path, task, body)"""
+    text = "the quick brown fox jumps over the lazy dog. "
+    bodies: list[tuple[str, str, Any, Any]] = [
+        ("one short text", "/v1/embeddings", "embedding", {"input": text}),
+        ("2,048 texts, an answer of 90 MB", "/v1/embeddings", "embedding", {"input": [text] * 2048}),
+        ("the same, TEI's form", "/embed", "embedding", {"inputs": [text] * 2048}),
+        ("the same, base64", "/v1/embeddings", "embedding", {"input": [text] * 2048, "encoding_format": "base64"}),
+        ("token vectors of 64 texts", "/embed_all", "embedding", {"inputs": [text * 30] * 64}),
+        ("600,000 documents", "/v1/rerank", "reranker", {"query": "a", "documents": [{"text": "a"}] * 550_000}),
+        ("2,048 documents as objects", "/v1/rerank", "reranker", {"query": "a", "documents": [{"text": "a"}] * 2048}),
+        ("500,000 instances", "/vertex", "embedding", {"instances": [{"inputs": "a"}] * 400_000}),
+        ("2,048 instances", "/vertex", "embedding", {"instances": [{"inputs": "a"}] * 2048}),
+        ("2 MB of ids", "/embed", "embedding", {"inputs": [[1] * 700_000]}),
+        ("95,000 ids", "/embed", "embedding", {"inputs": [[1] * 95_000]}),
+        ("8 MB of one text", "/embed", "embedding", {"inputs": text * 170_000}),
+        ("8 MB to tokenize", "/tokenize", "embedding", {"inputs": text * 170_000}),
+        ("400 kB to tokenize", "/tokenize", "embedding", {"inputs": text * 9000}),
+    ]
+    for what, path, task, body in bodies:
+        yield what, path, task, json.dumps(body).encode()
+    yield "2 million levels", "/embed", "embedding", b'{"inputs":' + b"[" * 2_000_000
+    yield "8 MB of quotes", "/embed", "embedding", b'{"inputs":"' + b'\\"' * 3_900_000 + b'"}'
+
+
+async def measured(path: str, task: Any, body: bytes) -> tuple[int, float, float]:
+    """Status, the longest time between two ticks in ms, and the request's time in ms."""
+    worst, last = 0.0, perf_counter()
+
+    async def tick() -> None:
+        nonlocal worst, last
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = perf_counter()
+            worst, last = max(worst, now - last - _TICK_S), now
+
+    status = 0
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    async def receive() -> Any:
+        nonlocal sent
+        if sent:
+            await asyncio.sleep(3600)
+        sent = True
+        return {"type": "http.request", "body": body}
+
+    sent, app = False, Api(Nothing(task), ServerSettings(), Metrics("stalls")).app
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
+    ticking = asyncio.create_task(tick())
+    await asyncio.sleep(0.05)
+    worst, start = 0.0, perf_counter()
+    await app(scope | {"http_version": "1.1", "scheme": "http"}, receive, send)
+    took = perf_counter() - start
+    await asyncio.sleep(0)
+    ticking.cancel()
+    return status, 1e3 * worst, 1e3 * took
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """The most bytes of this process, as the list's one number."""
+    me, peak, stop = psutil.Process(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            peak[0] = max(peak[0], me.memory_info().rss)
+            sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield peak
+    stop.set()
+    thread.join()
+
+
+def main() -> None:
+    collect_seldom()  # as a server does
+    rows: list[dict[str, Any]] = []
+    for what, path, task, body in requests():
+        before = psutil.Process().memory_info().rss
+        with peak_memory() as peak:
+            runs = [asyncio.run(measured(path, task, body)) for _ in range(3)]
+        status, stall, took = sorted(runs, key=lambda run: run[1])[1]
+        row = {"request": what, "path": path, "bytes": len(body), "status": status, "longest stall ms": stall, "in all ms": took}
+        rows.append(row | {"memory MB": (peak[0] - before) / 1e6})
+        print(rows[-1], flush=True)
+    notes = ["Each request three times, the median by its stall. The model computes nothing; its vectors have 4,096 numbers."]
+    write("stalls", "python -m loadtests.stalls", {"one request at a time": rows}, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Bodies that are made to be slow or large, and answers that are sent in parts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.requests import Request
+
+from cluster.settings import ServerSettings
+from serve_app.admission.admission import Admission
+from serve_app.admission.bytes_in_flight import BytesInFlight, Hold
+from serve_app.compute.service import Service
+from serve_app.dialects.vectors import Base64
+from serve_app.errors import BadBody, Overloaded
+from serve_app.http import body as bodies
+from serve_app.http import encode
+from serve_app.http.json_shape import Shape, shape_of
+from serve_app.observe.metrics import Metrics
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\,{}[]: é'),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='k"\\,{}[]'), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def _counted(content: Any) -> Shape:
+    """The shape, from the parsed content."""
+    if not isinstance(content, list | dict):
+        return Shape(0, 0, 0)
+    inner = [_counted(each) for each in (content.values() if isinstance(content, dict) else content)]
+    return Shape(
+        isinstance(content, dict) + sum(each.objects for each in inner),
+        1 + max(0, len(inner) - 1) + sum(each.values for each in inner),
+        1 + max((each.depth for each in inner), default=0),
+    )
+
+
+@given(_JSON, st.sampled_from([None, 2]), st.booleans())
+def test_the_shape_is_counted_without_parsing(content: Any, indent: int | None, ascii_only: bool) -> None:
+    text = json.dumps(content, indent=indent, ensure_ascii=ascii_only)
+    assert shape_of(text.encode()) == _counted(content)
+
+
+@given(st.binary(max_size=200))
+def test_the_shape_of_anything_is_counted(text: bytes) -> None:
+    assert min(shape_of(text)) >= 0
+
+
+class _Backend:
+    def backlog_s(self) -> float:
+        return 0.0
+
+
+def _service(**settings: Any) -> Service:
+    return Service(_Backend(), ServerSettings(**settings), Metrics("bodies"))  # type: ignore[arg-type]
+
+
+def _request(*chunks: bytes, pause_s: float = 0.0) -> Request:
+    waiting = list(chunks)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(pause_s)
+        return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
+
+    return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+
+
+def _read(service: Service, request: Request) -> bytes:
+    return asyncio.run(bodies.read_body(request, service, service.admission.hold()))
+
+
+def test_a_body_comes_in_any_chunks() -> None:
+    assert _read(_service(), _request(b'{"inputs":', b'"a"', b"}")) == b'{"inputs":"a"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([{"text": "a"}] * 5000, "the body has 5000 objects, the limit is 3072"),
+        ([[1] * 120_000], r"the body has 120001 values \(texts, numbers, lists\), the limit is 100000"),
+    ],
+)
+def test_a_body_with_too_much_in_it_is_refused_before_it_is_parsed(content: Any, words: str) -> None:
+    with pytest.raises(BadBody, match=words) as caught:
+        _read(_service(), _request(json.dumps(content).encode()))
+    assert caught.value.status == 413
+
+
+def test_a_body_too_deep_is_refused() -> None:
+    with pytest.raises(BadBody, match="the body has 70000 levels, the limit is 64"):
+        _read(_service(), _request(b"[" * 70_000))
+
+
+def test_large_texts_are_no_reason_to_refuse() -> None:
+    content = json.dumps({"inputs": ['{"a": [1, 2, "b\\\\"]}, ' * 1000] * 64}).encode()
+    assert _read(_service(), _request(content)) == content
+
+
+def test_a_body_that_pauses_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_PAUSE_S", 0.01)
+    with pytest.raises(BadBody, match="paused") as caught:
+        _read(_service(), _request(b"{", b"}", pause_s=5))
+    assert caught.value.status == 408
+
+
+def test_slow_bodies_have_half_of_the_places() -> None:
+    service = _service(max_concurrent_requests=4)
+
+    async def read_many() -> list[Any]:
+        slow = [_request(b"{", b"}", pause_s=0.05) for _ in range(3)]
+        work = [bodies.read_body(each, service, service.admission.hold()) for each in slow]
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    first, second, third = asyncio.run(read_many())
+    assert (first, second) == (b"{}", b"{}")
+    assert isinstance(third, Overloaded)
+    assert _read(service, _request(b"{}")) == b"{}"  # the places are free again
+
+
+def test_the_bytes_in_flight_have_a_budget() -> None:
+    budget = BytesInFlight(100)
+    first, second = Hold(budget), Hold(budget)
+    first.add(60)
+    with pytest.raises(Overloaded, match="too much memory"):
+        second.add(50)
+    second.add(40)
+    first.release()
+    first.release()
+    assert budget.now == 40
+    second.release()
+    alone = Hold(budget)
+    alone.add(1000)  # nobody else waits for the memory
+    with pytest.raises(Overloaded):
+        second.add(1)
+
+
+def test_a_body_and_its_answer_leave_the_budget() -> None:
+    settings = ServerSettings()
+    admission = Admission(settings, Metrics("budget"), lambda: 0.0)
+    hold = admission.hold()
+    response = encode.json_answer(np.zeros((4, 4), np.float32), None, hold)
+    assert admission._bytes.now > 0
+
+    async def send(_: Any) -> None: ...
+
+    async def receive() -> Any: ...
+
+    asyncio.run(response({"type": "http"}, receive, send))
+    assert admission._bytes.now == 0
+
+
+_VECTORS = np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        _VECTORS,
+        {"object": "list", "data": [{"index": i, "embedding": row} for i, row in enumerate(_VECTORS)], "usage": {"n": 1}},
+        [[_VECTORS[:3], _VECTORS[3:4]], [], [_VECTORS]],
+        {"texts": ["é" * 5000] * 3, "none": None, "empty": {}, "deep": {"rows": list(_VECTORS)}},
+        [Base64(row) for row in _VECTORS],
+        [],
+        "x" * 9000,
+    ],
+)
+def test_an_answer_in_parts_is_the_answer(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = encode.to_json(content)
+    monkeypatch.setattr(encode, "_PART_BYTES", 2000)
+    parts = list(encode.json_parts(content))
+    assert b"".join(parts) == whole
+    if not isinstance(content, str) and len(content):
+        assert len(parts) > 3
+        assert max(map(len, parts)) < 16_000
+
+
+def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_PART_BYTES", 2000)
+    events: list[str] = []
+
+    async def other() -> None:
+        while True:
+            events.append("other")
+            await asyncio.sleep(0)
+
+    async def send(message: Any) -> None:
+        events.append("part" if message.get("body") else "frame")
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        task = asyncio.create_task(other())
+        hold = Hold(BytesInFlight(1 << 30))
+        await encode.json_answer(_VECTORS, None, hold)({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        task.cancel()
+
+    asyncio.run(run())
+    parts = [index for index, event in enumerate(events) if event == "part"]
+    assert len(parts) > 10
+    assert all("other" in events[left:right] for left, right in pairwise(parts[1:]))
+
+
+def test_a_request_has_one_deadline_for_all_of_it() -> None:
+    """Body, tokenising, passes: each alone is in time."""
+    service = _service(request_timeout_s=0.05)
+
+    async def steps() -> AsyncIterator[int]:
+        for step in range(5):
+            await asyncio.sleep(0.02)
+            yield step
+
+    async def run() -> int:
+        count = 0
+        async with service.whole_request([]):
+            async for _ in steps():
+                count += 1
+        return count
+
+    with pytest.raises(Exception, match=r"was not finished within 0\.05 s"):
+        asyncio.run(run())
