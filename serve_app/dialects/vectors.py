@@ -37,4 +37,4 @@ class Base64:
     def text(self) -> str:
         """Base64 of the vector's bytes, little-endian."""
         ordered = self.vector.astype(self.vector.dtype.newbyteorder("<"), copy=False)
-        return binascii.b2a_base64(ordered, newline=False).decode("ascii")
+        return binascii.b2a_base64(ordered.data, newline=False).decode("ascii")

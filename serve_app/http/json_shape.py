@@ -24,7 +24,8 @@ def shape_of(text: bytes) -> Shape:
     def places(byte: int) -> NDArray[np.intp]:
         """Where the byte is, outside of strings."""
         found = np.flatnonzero(data == byte)
-        return found[np.searchsorted(quotes, found) % 2 == 0]
+        is_outside: NDArray[np.bool_] = np.searchsorted(quotes, found) % 2 == 0
+        return found[is_outside]
 
     objects, arrays = places(_OPEN_BRACE), places(_OPEN_BRACKET)
     opened = np.sort(np.concatenate((objects, arrays)))
