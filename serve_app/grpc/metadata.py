@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 # The name that `cluster/haproxy.py` gives `grpc-timeout`: Serve does not pass `grpc-timeout` on.
 _TIMEOUT = "x-grpc-timeout"
 _MS = {"H": 3_600_000.0, "M": 60_000.0, "S": 1000.0, "m": 1.0, "u": 1e-3, "n": 1e-6}
+_MOST_DIGITS = 8  # of `TimeoutValue`
 
 
 def headers(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[tuple[bytes, bytes]]:
@@ -19,5 +20,5 @@ def headers(metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[tuple[bytes
 def _deadline(timeout: str) -> Iterator[tuple[bytes, bytes]]:
     """The header for a value like `250m`. A malformed value is ignored. Source: gRPC over HTTP/2, `TimeoutValue`."""
     number, unit = timeout[:-1], timeout[-1:]
-    if unit in _MS and number.isascii() and number.isdigit() and int(number):
+    if unit in _MS and len(number) <= _MOST_DIGITS and number.isascii() and number.isdigit() and int(number):
         yield b"x-request-deadline-ms", f"{int(number) * _MS[unit]:.6f}".encode()

@@ -15,7 +15,7 @@ from engine.hub import split_revision
 from serve_app.admission.keys import Keys
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.service import TOKENIZING_THREADS, Service
-from serve_app.errors import EmptyBatch, Unauthorized, WrongModel
+from serve_app.errors import BatchTooLarge, EmptyBatch, Unauthorized, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.calls import Context, counted_call
@@ -29,6 +29,7 @@ from serve_app.version import VERSION
 _WINDOW = 1024
 
 Response = TypeVar("Response", bound=Message)
+T = TypeVar("T")
 # Answers one message. The state is None for a method that computes nothing.
 Answer = Callable[[Service, Any, Caller], Coroutine[Any, Any, tuple[Response, RequestState | None]]]
 Unary = Callable[["TeiServicer", Any, Context], Coroutine[Any, Any, Response]]
@@ -66,6 +67,16 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
                     yield response
 
     return call
+
+
+async def _at_most(limit: int, answers: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The answers. Raises: BatchTooLarge at the first one beyond `limit`: the response has to hold all of them."""
+    count = 0
+    async for each in answers:
+        count += 1
+        if count > limit:
+            raise BatchTooLarge(f"the stream has more than {limit} texts, the maximum allowed batch size")
+        yield each
 
 
 class TeiServicer(HealthServicer):
@@ -128,7 +139,7 @@ class TeiServicer(HealthServicer):
 
             work = in_order(request, answer, self._service.admission.wait_for_stream_slot, _WINDOW)
             async with aclosing(work) as answers:
-                ranked = [each async for each in answers]
+                ranked = [each async for each in _at_most(self._service.settings.max_client_batch_size, answers)]
             if not ranked:
                 raise EmptyBatch("`texts` cannot be empty")
             for index, (rank, _) in enumerate(ranked):

@@ -407,7 +407,7 @@ def test_a_calls_deadline_is_a_header(timeout: str, ms: float) -> None:
     assert (name, float(value)) == (b"x-request-deadline-ms", ms)
 
 
-@pytest.mark.parametrize("timeout", ["", "S", "1", "-1S", "1x", "0m", "1.5S", "\u0661S"])
+@pytest.mark.parametrize("timeout", ["", "S", "1", "-1S", "1x", "0m", "1.5S", "\u0661S", "123456789S", "9" * 5000 + "S"])
 def test_what_is_no_deadline_is_none(timeout: str) -> None:
     assert list(headers([("x-grpc-timeout", timeout)])) == []
 
@@ -615,7 +615,7 @@ def test_ranks_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
         asked.append((query, texts, raw_scores))
         return np.array([len(text) for text in texts], dtype=np.float32)
 
-    server = make()
+    server = make(max_client_batch_size=3)
     server.model.info = replace(server.model.info, task="reranker", labels=("yes",))
     monkeypatch.setattr(scoring, "rerank", rerank)
 
@@ -633,9 +633,11 @@ def test_ranks_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
         assert [(each.index, each.text) for each in answer.ranks] == [(2, "dd"), (0, "bb"), (1, "a")]
         assert answer.metadata.compute_chars == 8
         assert await refused(server.rerank.RerankStream(iter([]))) == (Code.INVALID_ARGUMENT, "`texts` cannot be empty")
+        _, details = await refused(server.rerank.RerankStream(iter([*messages, messages[0]])))
+        assert details == "the stream has more than 3 texts, the maximum allowed batch size"
 
     server.run(scenario)
-    assert asked[2:] == [("q", ["bb"], True), ("r", ["a"], True), ("q", ["dd"], True)]
+    assert asked[2:5] == [("q", ["bb"], True), ("r", ["a"], True), ("q", ["dd"], True)]
 
 
 def test_sparse_values_go_out_as_they_come(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
