@@ -26,6 +26,7 @@ from engine.model.weights import Checkpoint
 from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
+from engine.text.chat import ChatTemplate
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
@@ -111,7 +112,8 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
     network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
-    return Loaded(tokenizer, network, packer, None if config.generation is None else Prompts.load(folder))
+    prompts = None if config.generation is None else Prompts(tokenizer.shared, ChatTemplate.load(folder))
+    return Loaded(tokenizer, network, packer, prompts)
 
 
 def _load_outputs(
