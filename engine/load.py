@@ -1,5 +1,6 @@
 """A model folder -> what an `Engine` is made of: configuration, tokenizer, weights, heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,11 +88,17 @@ def _prepare(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Load tokenizer, weights and heads. Raises: ModelError with the file and the way out."""
+def load(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[float], None] | None = None,
+) -> Loaded:
+    """Load tokenizer, weights and heads. `on_progress` is the Checkpoint's. Raises: ModelError with the file and the way out."""
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
-    with Checkpoint(folder, device, dtype) as checkpoint:
+    with Checkpoint(folder, device, dtype, on_progress) as checkpoint:
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
         model = family(config, checkpoint)

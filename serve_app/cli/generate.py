@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from rich.markup import escape
+from rich.progress import Progress
 from typer import Option
 
 from engine.errors import InvalidInput
@@ -163,12 +164,18 @@ class Writer:
         for flag, value in {"-n": options.n_predict, "--ctx-size": options.ctx_size, "--threads": options.threads}.items():
             if value is not None and value < 1:
                 raise InvalidInput(f"{flag} is {value}, expected 1 or more")
-        with console.status(f"loading {options.model}"):
+        start, dtype, device = perf_counter(), cast(Any, options.dtype), _device(options.devices)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(f"loading {options.model}", total=1.0)
             from engine import Engine, ModelError
 
-            start, dtype, device = perf_counter(), cast(Any, options.dtype), _device(options.devices)
             engine = Engine.load(
-                options.model, device=device, dtype=dtype, max_input_tokens=options.ctx_size, num_threads=options.threads
+                options.model,
+                device=device,
+                dtype=dtype,
+                max_input_tokens=options.ctx_size,
+                num_threads=options.threads,
+                on_progress=lambda share: progress.update(task, completed=share),
             )
         if engine.config.generation is None:
             raise ModelError(f"{options.model} gives vectors and no text; `emberforge serve {options.model}` serves it")

@@ -27,6 +27,7 @@ def loads(smollm2: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     asked: list[dict[str, Any]] = []
 
     def load(model: str, **options: Any) -> Engine:
+        options.pop("on_progress")(1.0)
         asked.append({"model": model, **options})
         return smollm2
 
