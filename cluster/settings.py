@@ -59,6 +59,9 @@ class ServerSettings(BaseModel):
     request_timeout_s: float = Field(
         60.0, gt=0, description="Seconds a request may take, or generated text until its first token; then 504"
     )
+    send_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds that a client may leave a stream of events unread; then its connection is closed"
+    )
     api_key: Annotated[str | None, BeforeValidator(_api_key)] = Field(
         None, description="A key that requests must then carry; kept as its SHA-256 [default: requests need none]"
     )

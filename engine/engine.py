@@ -3,7 +3,7 @@
 import logging
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -75,6 +75,7 @@ class Engine:
         num_threads: int | None = None,
         backend: Backend = "emberforge",
         trust_remote_code: bool = False,
+        on_progress: Callable[[float], None] | None = None,
     ) -> "Engine":
         """Load a model folder, a Hub id, or the embedded model, and run it: once on a CPU; on a GPU until the best token
         budget is known and the memory of the largest batch is set aside.
@@ -92,6 +93,7 @@ class Engine:
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
+            on_progress: hears while the weights are read which share of the tensors is there.
         Raises: ModelError with the file and the way out.
         """
         if num_threads is not None:
@@ -101,7 +103,7 @@ class Engine:
         )
         chosen, where = choose(config, dtype, device)
         with reserve.reservation(where), torch.inference_mode():
-            engine = cls(config, load_parts(folder, config, chosen, where), chosen, where, cache_tokens)
+            engine = cls(config, load_parts(folder, config, chosen, where, on_progress), chosen, where, cache_tokens)
             engine._warm_up(max_batch_tokens)
         return engine
 

@@ -1,5 +1,6 @@
 """A model folder -> what an `Engine` is made of: configuration, tokenizer, weights, heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from engine.model.weights import Checkpoint
 from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
+from engine.text.chat import ChatTemplate
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
@@ -86,11 +88,17 @@ def _prepare(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Load tokenizer, weights and heads. Raises: ModelError with the file and the way out."""
+def load(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[float], None] | None = None,
+) -> Loaded:
+    """Load tokenizer, weights and heads. `on_progress` is the Checkpoint's. Raises: ModelError with the file and the way out."""
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
-    with Checkpoint(folder, device, dtype) as checkpoint:
+    with Checkpoint(folder, device, dtype, on_progress) as checkpoint:
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
         model = family(config, checkpoint)
@@ -111,7 +119,8 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
     network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
-    return Loaded(tokenizer, network, packer, None if config.generation is None else Prompts.load(folder))
+    prompts = None if config.generation is None else Prompts(tokenizer.shared, ChatTemplate.load(folder))
+    return Loaded(tokenizer, network, packer, prompts)
 
 
 def _load_outputs(

@@ -1,7 +1,7 @@
 """What a caller may ask of the engine. Imports neither torch nor tokenizers, so every process can name these types."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import InvalidInput
-from engine.model.config import ONE_TOKEN, OutputName
+from engine.model.config import ONE_TOKEN, GenerationConfig, OutputName
 
 TokenIds = NDArray[np.int32]
 TextOrIds = str | list[int]
@@ -60,6 +60,7 @@ class SamplingOptions:
     The order is vLLM's: raw log-probabilities, then `allowed` tokens, `logit_bias`, penalties, temperature, `min_p`, `top_k`,
     `top_p`, and the draw. `temperature` 0 takes the likeliest token. `top_k` 0, `top_p` 1 and `min_p` 0 keep all tokens.
     `repetition_penalty` counts tokens of the prompt and of the answer; the other two penalties count those of the answer.
+    `no_repeat_ngram` n bans each token that would repeat n tokens of prompt and answer in the same order; 0 bans none.
     The same `seed` and prompt give the same tokens, whatever else runs; None draws a seed.
     `stop_ids` end the answer, and are not part of it, from `min_tokens` tokens on. `logprobs` asks for the log-probability of
     each token and for so many of the likeliest ones; None asks for neither.
@@ -79,6 +80,26 @@ class SamplingOptions:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    no_repeat_ngram: int = 0
+
+    def chosen(self, said: GenerationConfig, **given: Any) -> "SamplingOptions":
+        """These options, except where the model's authors say another value, or the caller does. None says nothing.
+
+        Args:
+            said: of the model's authors.
+            given: of the caller, by the options' names. They win over what the authors say.
+        """
+        theirs = {
+            "max_tokens": said.max_new_tokens,
+            "temperature": said.temperature,
+            "top_k": said.top_k,
+            "top_p": said.top_p,
+            "min_p": said.min_p,
+            "repetition_penalty": said.repetition_penalty,
+            "stop_ids": said.eos_ids,
+        }
+        values = theirs | {name: value for name, value in given.items() if value is not None}
+        return replace(self, **{name: value for name, value in values.items() if value is not None})
 
 
 def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
@@ -93,6 +114,7 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
         "presence_penalty": (-inf, inf),
         "frequency_penalty": (-inf, inf),
         "min_tokens": (0, inf),
+        "no_repeat_ngram": (0, inf),
         "logprobs": (0, vocab_size),
     }
     for name, (least, most) in limits.items():

@@ -8,7 +8,7 @@ other tensor that no model took stops the load, because the vectors may be wrong
 import fnmatch
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -80,8 +80,15 @@ class ShapeCounter:
 class Checkpoint:
     """The tensors of one model folder, single file or sharded. Use as a context manager."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype`: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`.
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """`dtype`: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`. `on_progress` hears after
+        each tensor which share of the tensors is read.
 
         Raises: ModelError when there is no file of weights, or one that cannot be read.
         """
@@ -97,6 +104,7 @@ class Checkpoint:
             self._file_of |= {_today(name): (file, name) for name in file.names}
             self._untaken[file] = len(file.names)
         self._prefix = ""
+        self._on_progress = on_progress
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -192,6 +200,8 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: tensor {full} is stored as {tensor.dtype}; quantised weights are not supported")
         if full not in self._taken:
             self._taken.add(full)
+            if self._on_progress is not None:
+                self._on_progress(len(self._taken) / len(self._file_of))
             self._untaken[file] -= 1
             if not self._untaken[file]:  # a mapping's pages count as this process's memory until it is closed
                 file.close()

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from engine.draws import Row, TokenCounts, uniform
+from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput
 from engine.options import SamplingOptions, TokenIds
 from engine.schedule.pages import Pages
@@ -136,6 +136,8 @@ class Stream(Waiting):
         row = None
         if part.stop == self.length:
             banned = self.options.stop_ids if len(self.answer) < self.options.min_tokens else ()
+            if self.options.no_repeat_ngram:
+                banned = (*banned, *banned_by_ngrams(self.ids, self.options.no_repeat_ngram))
             row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned)
         return Piece(part.token_ids, part.start, pages, row)
 

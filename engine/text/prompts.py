@@ -1,13 +1,12 @@
 """Texts and messages -> the token ids of a prompt, and the tokens of an answer -> text."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
 
-from engine.errors import InvalidInput, ModelError
+from engine.errors import InvalidInput
 from engine.options import TokenIds
 from engine.text.chat import ChatTemplate
 from engine.text.detokenizer import Detokenizer, token_bytes_of
@@ -17,20 +16,11 @@ class Prompts:
     """The tokenizer of a model that generates. Safe to call from several threads."""
 
     def __init__(self, tokenizer: HFTokenizer, template: ChatTemplate | None) -> None:
+        """Raises: ModelError for a tokenizer whose decoder is not supported."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.template = tokenizer, template
         token_bytes_of(tokenizer)  # a decoder that is not supported stops the start
-
-    @classmethod
-    def load(cls, folder: Path) -> "Prompts":
-        """Raises: ModelError for a folder without a readable tokenizer.json, or with a broken chat template."""
-        path = folder / "tokenizer.json"
-        try:
-            tokenizer = HFTokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"{path} cannot be loaded: {error}") from error
-        return cls(tokenizer, ChatTemplate.load(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""

@@ -77,12 +77,18 @@ class Tokenizer:
             raise ModelError(f"{folder} has no tokenizer.json (only fast tokenizers are supported)")
         try:
             tokenizer = HFTokenizer.from_file(str(path))
-            _add_end_of_text(tokenizer, folder)
+            if config.generation is None:  # else the answer would begin after the end of the text
+                _add_end_of_text(tokenizer, folder)
             return cls(tokenizer, config)
         except ModelError:
             raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} cannot be loaded: {error}") from error
+
+    @property
+    def shared(self) -> HFTokenizer:
+        """The library's tokenizer, for others to encode with. Nobody changes it."""
+        return self._tokenizer
 
     @property
     def num_special(self) -> int:

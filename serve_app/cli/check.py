@@ -1,6 +1,8 @@
 """`emberforge generate --check`: whether the engine gives a model's tokens as transformers does, both in fp32 on the CPU."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from engine.errors import ModelError
 from serve_app.cli.console import console, say
@@ -31,7 +33,8 @@ def check(model: str, num_tokens: int) -> None:
     with console.status(f"comparing {model} with transformers"):
         compared = compare(model, num_tokens)
     for prompt, each in zip(_PROMPTS, compared, strict=True):
-        say(f"{each.num_tokens - each.num_other} of {each.num_tokens} tokens, logprobs within {each.difference:.1e}: {prompt!r}")
+        same = f"{each.num_tokens - each.num_other} of {each.num_tokens} tokens are those of transformers"
+        say(f"{same}, log-probabilities differ by at most {each.difference:.1e}: {prompt!r}")
     if any(each.num_other or each.difference > _MOST_DIFFERENCE for each in compared):
         raise ModelError(f"{model}: the engine does not give what transformers gives; please report this")
 
@@ -49,15 +52,16 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
     from engine.options import SamplingOptions
 
     folder = resolve_model(model)
-    if (folder / "model.gguf").exists():
-        raise ModelError(f"{model} is a GGUF file, which transformers reads in another way; check the folder it was made of")
     engine = Engine.load(folder, dtype="float32", device="cpu")
     if engine.prompts is None:
         raise ModelError(f"{model} gives vectors and no text")
     prompts = [engine.prompts.encode(prompt) for prompt in _PROMPTS]
     answers = engine.generate(prompts, SamplingOptions(max_tokens=num_tokens, temperature=0.0, logprobs=1))
     del engine
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if (folder / "model.gguf").exists():
+        theirs = _of_gguf(folder)
+    else:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     compared = []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = [*prompt.tolist(), *(token.id for token in answer.tokens)]
@@ -68,3 +72,21 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
         others = logprobs.amax(1) > chosen + 2 * difference
         compared.append(Compared(len(answer.tokens), int(others.sum()), float(difference)))
     return compared
+
+
+def _of_gguf(folder: Path) -> Any:
+    """transformers' network with the weights that we read from a GGUF file: its own reader needs further packages."""
+    import torch
+    import transformers
+
+    from engine.model.weights import Checkpoint
+
+    make: Any = transformers.AutoModelForCausalLM
+    network = make.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
+        weights = {name: tensor.float() for name, tensor in checkpoint.take_all().items()}
+        missing, unknown = network.load_state_dict(weights, strict=False)
+    lacking = set(missing) - ({"lm_head.weight"} if network.config.tie_word_embeddings else set())
+    if lacking or unknown:
+        raise ModelError(f"{folder}: transformers has no place for {unknown}, and finds no {sorted(lacking)}")
+    return network.eval()

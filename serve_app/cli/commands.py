@@ -15,7 +15,7 @@ from engine.errors import EmberError
 from serve_app.cli import tei
 from serve_app.cli.cluster import cluster_status, plan, start_node, stop_node
 from serve_app.cli.console import console
-from serve_app.cli.generate import chat, generate, with_options
+from serve_app.cli.generate import chat, check_refused, generate, with_options
 from serve_app.cli.keys import add_key, list_keys, remove_key
 from serve_app.cli.machine import doctor, kernels
 from serve_app.cli.options import with_settings
@@ -27,6 +27,7 @@ cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True
 def run() -> None:
     """Runs the command line. An error meant for the user is one line on stderr, with exit status 1."""
     try:
+        check_refused(sys.argv[1:])
         cli(tei.with_values(sys.argv[1:]))
     except EmberError as error:
         console.print(f"[red]error:[/] {escape(str(error))}", markup=True)
@@ -36,13 +37,14 @@ def run() -> None:
 cli.command()(with_settings(serve, as_tei=True))
 cli.command()(
     with_settings(
-        config, as_tei=True, output=Annotated[Path | None, typer.Option("--output", "-o", help="File [default: stdout]")]
+        config, as_tei=True, output=Annotated[Path | None, typer.Option("--output", "-o", help=escape("File [default: stdout]"))]
     )
 )
 cli.command()(with_settings(doctor))
 cli.command()(kernels)
-cli.command()(with_options(generate))
-cli.command()(with_options(chat))
+short_help = {"help_option_names": ["-h", "--help"]}
+cli.command(context_settings=short_help)(with_options(generate))
+cli.command(context_settings=short_help)(with_options(chat))
 cli.command()(plan)
 
 node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)

@@ -2,11 +2,13 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
+from rich.markup import escape
+from rich.progress import Progress
 from typer import Option
 
 from engine.errors import InvalidInput
@@ -20,23 +22,58 @@ if TYPE_CHECKING:
     from engine.options import SamplingOptions, TokenIds
 
 
+def _option(*flags: str, text: str, default: str) -> Any:
+    """An option whose default is told in its help text. rich would take plain brackets for markup."""
+    return Option(*flags, help=escape(f"{text} [default: {default}]"), show_default=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options that `generate` and `chat` share. None takes what the model's authors say, else the default of the help."""
 
     model: Annotated[str, Option("--model", "-m", help="Folder, GGUF file, Hub id, or the embedded model")] = EMBEDDED_GENERATOR
-    n_predict: Annotated[int | None, Option("--n-predict", "-n", help="Tokens of an answer at most [default: 256]")] = None
-    temp: Annotated[float | None, Option(help="0 takes the likeliest token [default: the model's, or 0.7]")] = None
-    top_p: Annotated[float | None, Option(help="Keep the likeliest tokens of this mass [default: the model's, or 0.9]")] = None
-    top_k: Annotated[int | None, Option(help="Keep this number of tokens; 0: all [default: the model's, or 40]")] = None
-    repeat_penalty: Annotated[float | None, Option(help="[default: the model's, or 1]")] = None
+    n_predict: Annotated[
+        int | None, _option("--n-predict", "-n", text="Tokens of an answer at most", default="the model's, or 256")
+    ] = None
+    temp: Annotated[float | None, _option(text="0 takes the likeliest token", default="the model's, or 0.7")] = None
+    top_p: Annotated[float | None, _option(text="Keep the likeliest tokens of this mass", default="the model's, or 0.9")] = None
+    top_k: Annotated[
+        int | None, _option(text="Keep this number of likeliest tokens; 0 keeps all", default="the model's, or 40")
+    ] = None
+    repeat_penalty: Annotated[
+        float | None, _option(text="Divides the logit of each token in prompt and answer", default="the model's, or 1")
+    ] = None
     presence_penalty: Annotated[float, Option(help="Subtracted from the logit of each token in the answer")] = 0.0
     frequency_penalty: Annotated[float, Option(help="Subtracted once for each time that the token is in the answer")] = 0.0
-    seed: Annotated[int | None, Option(help="The same seed gives the same answer [default: a new one each time]")] = None
-    ctx_size: Annotated[int | None, Option("--ctx-size", "-c", help="Tokens of prompt and answer [default: the model's]")] = None
-    dtype: Annotated[str, Option(help="float32 or bfloat16 [default: what the CPU computes natively]")] = "auto"
-    threads: Annotated[int | None, Option("--threads", "-t", help="CPU threads [default: one for each core]")] = None
+    no_repeat_ngram: Annotated[int, Option(help="Never repeat so many tokens in the same order; 0 allows it")] = 0
+    seed: Annotated[int | None, _option(text="The same seed gives the same answer", default="a new one each time")] = None
+    ctx_size: Annotated[int | None, _option("--ctx-size", "-c", text="Tokens of prompt and answer", default="the model's")] = None
+    devices: Annotated[
+        str | None, _option(text="Number of the GPU, or cpu. Generation runs on the CPU so far", default="0, else cpu")
+    ] = None
+    dtype: Annotated[str, _option(text="float32 or bfloat16", default="auto: what the CPU computes natively")] = "auto"
+    threads: Annotated[int | None, _option("--threads", "-t", text="CPU threads", default="one for each core")] = None
     verbose: Annotated[bool, Option("--verbose", "-v", help="Say how fast it was")] = False
+
+
+# Options of Ember's command line that are refused, and why. Each takes any value, or none.
+_REFUSED = {
+    "--memory-fraction": "the model runs on one device, so no memory is divided",
+    "--phase-aware": "a model does not run on several GPUs yet",
+    "--prefill-chunk-len": "the engine cuts long prompts by itself",
+    "--no-prefill-overlap": "a model does not run on several GPUs yet",
+    "--dump-layer": "--check compares with transformers in one run, and writes no files",
+    "--dump-dir": "--check compares with transformers in one run, and writes no files",
+}
+
+
+def check_refused(arguments: Sequence[str]) -> None:
+    """Raises: InvalidInput naming an option that `generate` and `chat` do not have, though Ember has it."""
+    if not arguments or arguments[0] not in ("generate", "chat"):
+        return
+    for flag in (argument.partition("=")[0] for argument in arguments[1:]):
+        if flag in _REFUSED:
+            raise InvalidInput(f"{flag} is not supported: {_REFUSED[flag]}; leave it out")
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -66,7 +103,7 @@ def generate(
 ) -> None:
     """Continue a text with a model, on this machine's CPU."""
     if check:
-        return check_model(options.model, options.n_predict or 64)
+        return check_model(options.model, 64 if options.n_predict is None else options.n_predict)
     writer = Writer.load(options)
     if interactive:
         return _chat(writer)
@@ -124,12 +161,21 @@ class Writer:
 
     @classmethod
     def load(cls, options: Options) -> "Writer":
-        with console.status(f"loading {options.model}"):
+        for flag, value in {"-n": options.n_predict, "--ctx-size": options.ctx_size, "--threads": options.threads}.items():
+            if value is not None and value < 1:
+                raise InvalidInput(f"{flag} is {value}, expected 1 or more")
+        start, dtype, device = perf_counter(), cast(Any, options.dtype), _device(options.devices)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(f"loading {options.model}", total=1.0)
             from engine import Engine, ModelError
 
-            start, dtype = perf_counter(), cast(Any, options.dtype)
             engine = Engine.load(
-                options.model, device="cpu", dtype=dtype, max_input_tokens=options.ctx_size, num_threads=options.threads
+                options.model,
+                device=device,
+                dtype=dtype,
+                max_input_tokens=options.ctx_size,
+                num_threads=options.threads,
+                on_progress=lambda share: progress.update(task, completed=share),
             )
         if engine.config.generation is None:
             raise ModelError(f"{options.model} gives vectors and no text; `emberforge serve {options.model}` serves it")
@@ -158,22 +204,42 @@ def _written(text: str) -> str:
     return text
 
 
+def _device(devices: str | None) -> str:
+    """The device that `--devices` means. It is the CPU in any case so far, and the user is told where that is not expected.
+
+    Raises: InvalidInput for several devices, and for one that this machine does not have.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if devices == "cpu":
+        return "cpu"
+    if devices is not None and "," in devices:
+        raise InvalidInput(f"--devices {devices}: one model on several GPUs is not supported yet; give one number")
+    if devices is not None and not (devices.isascii() and devices.isdigit()):
+        raise InvalidInput(f"--devices {devices}: expected the number of a GPU, or cpu")
+    if devices is not None and int(devices) >= max(1, num_gpus):
+        raise InvalidInput(f"--devices {devices}: this machine has {num_gpus} GPUs, and their numbers begin with 0")
+    if num_gpus:
+        say("generation runs on the CPU so far, and leaves the GPU idle")
+    elif devices is not None:
+        say("this machine has no GPU: the CPU computes")
+    return "cpu"
+
+
 def _sampling(options: Options, said: "GenerationConfig") -> "SamplingOptions":
     """What the command line says, else what the model's authors say, else a usual value."""
     from engine.options import SamplingOptions
 
-    def first(*values: Any) -> Any:
-        return next(value for value in values if value is not None)
-
-    return SamplingOptions(
-        max_tokens=first(options.n_predict, said.max_new_tokens, 256),
-        temperature=first(options.temp, said.temperature, 0.7),
-        top_p=first(options.top_p, said.top_p, 0.9),
-        top_k=first(options.top_k, said.top_k, 40),
-        min_p=first(said.min_p, 0.0),
-        repetition_penalty=first(options.repeat_penalty, said.repetition_penalty, 1.0),
+    return SamplingOptions(max_tokens=256, temperature=0.7, top_p=0.9, top_k=40).chosen(
+        said,
+        max_tokens=options.n_predict,
+        temperature=options.temp,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        repetition_penalty=options.repeat_penalty,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
+        no_repeat_ngram=options.no_repeat_ngram,
         seed=options.seed,
-        stop_ids=said.eos_ids,
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from serve_app.cli.console import console
@@ -28,7 +29,7 @@ def doctor(settings: Settings) -> None:
 
 def kernels(
     arch: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Chips, as in 90,sm_120 [default: every chip we have kernels for]")
+        str | None, typer.Option(metavar="LIST", help=escape("Chips, as in 90,sm_120 [default: every chip we have kernels for]"))
     ] = None,
 ) -> None:
     """Compile every kernel for every chip named, with no GPU, and print what each takes."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from serve_app.cli import tei
 from serve_app.cli.console import say
@@ -38,8 +39,10 @@ def with_settings(command: Callable[..., None], as_tei: bool = False, **own: Any
         aliases["port"] = ["-p"]
     parameters = []
     for name, field in Settings.model_fields.items():
-        default = "" if "[default" in (field.description or "") else f" [default: {field.default}]"
-        text = f"{field.description}{default} (env EMBERFORGE_{name.upper()})"
+        value = ", ".join(field.default) if isinstance(field.default, tuple) else field.default
+        default = "" if "[default" in (field.description or "") else f" [default: {value}]"
+        # rich would take plain brackets for markup.
+        text = escape(f"{field.description}{default} (env EMBERFORGE_{name.upper()})")
         if name == "models":
             kind: Any = Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=text, show_default=False)]
         else:

@@ -221,19 +221,20 @@ class GenerationBody(ModelBody):
         for name, ids in given.items():
             if ids and max(ids) >= info.vocab_size:
                 raise BadRequest(f"`{name}` has token id {max(ids)}, the vocabulary ends at {info.vocab_size - 1}", name)
-        return SamplingOptions(
-            max_tokens=_first(self.most_tokens, said.max_new_tokens, info.max_input_length),
-            temperature=_first(self.temperature, said.temperature, 1.0),
-            top_k=max(0, _first(self.top_k, said.top_k, 0)),
-            top_p=_first(self.top_p, said.top_p, 1.0),
-            min_p=_first(self.min_p, said.min_p, 0.0),
-            repetition_penalty=_first(self.repetition_penalty, said.repetition_penalty, 1.0),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias or (),
+        return SamplingOptions(max_tokens=info.max_input_length).chosen(
+            said,
+            max_tokens=self.most_tokens,
+            temperature=self.temperature,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
             allowed=None if self.allowed_token_ids is None else given["allowed_token_ids"],
             seed=self.seed,
-            min_tokens=self.min_tokens or 0,
+            min_tokens=self.min_tokens,
             stop_ids=stop_ids if self.ignore_eos else (*said.eos_ids, *stop_ids),
             logprobs=self.num_logprobs,
         )
@@ -314,7 +315,3 @@ class CompletionRequest(GenerationBody):
         if isinstance(prompt, str):
             return prompts.encode(prompt, add_special_tokens=self.add_special_tokens is not False)
         return np.array(prompt, dtype=np.int64)  # `new_stream` checks ids and narrows them
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)

@@ -25,9 +25,10 @@ import pytest
 # Where emberforge is installed; here are only the clients.
 BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 KEY = "ef-clients"
-# Folders of `prepare.py`'s that are served beside the embedded model. The reranker is the first, which has the server's root:
+# Folders of `prepare.py`'s that are served beside the embedded models. The reranker is the first, which has the server's root:
 # some clients can reach nothing else.
 TASKS = ["reranker", "classifier", "splade"]
+EMBEDDED = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]  # the second one generates text
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def server(prepared: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def open_server(prepared: Path) -> Iterator[Server]:
     """Several models, and no key."""
-    models, names = [str(prepared / name) for name in TASKS] + ["all-MiniLM-L6-v2"], [*TASKS, "all-MiniLM-L6-v2"]
+    models, names = [str(prepared / name) for name in TASKS] + EMBEDDED, [*TASKS, *EMBEDDED]
     options = [each for name in names for each in ("--served-model-name", name)]
     with _serving(models, names, options, prepared / "open.log", 30_900) as server:
         yield server

@@ -27,6 +27,7 @@ def loads(smollm2: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, An
     asked: list[dict[str, Any]] = []
 
     def load(model: str, **options: Any) -> Engine:
+        options.pop("on_progress")(1.0)
         asked.append({"model": model, **options})
         return smollm2
 
@@ -64,6 +65,17 @@ def test_generate_continues_a_text(loads: list[dict[str, Any]]) -> None:
     assert done.stdout.startswith(" 7, 8, 9")
     texts = {run("generate", "-n", "8", "--temp", "1", "--seed", str(seed)).stdout for seed in (1, 1, 2)}
     assert len(texts) == 2
+
+
+def test_no_ngram_comes_twice(loads: list[dict[str, Any]], smollm2: Engine) -> None:
+    assert smollm2.prompts is not None
+    prompt = smollm2.prompts.encode("one two three one two three one two three one two")
+    for n, repeats in ((0, True), (3, False)):
+        (answer,) = smollm2.generate([prompt], SamplingOptions(max_tokens=24, temperature=0.0, no_repeat_ngram=n))
+        ids = [token.id for token in answer.tokens]
+        assert (len({tuple(ids[at : at + 3]) for at in range(22)}) < 22) == repeats
+    flags = ("-p", "one two three one two three one two three one two", "-n", "24", "--temp", "0")
+    assert run("generate", *flags, "--no-repeat-ngram", "3").stdout != run("generate", *flags).stdout
 
 
 def test_a_model_of_vectors_does_not_chat_and_the_other_way_round(smollm2: Engine) -> None:

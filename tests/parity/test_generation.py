@@ -184,7 +184,7 @@ def test_the_check_of_the_command_line_finds_a_difference(
 ) -> None:
     folder = str(generator("llama_lm"))
     run = partial(CliRunner().invoke, cli, ["generate", "--check", "-m", folder, "-n", "12"], catch_exceptions=False)
-    assert run().stderr.count("12 of 12 tokens, logprobs within ") == 5
+    assert run().stderr.count("12 of 12 tokens are those of transformers, log-probabilities differ by at most ") == 5
     forward = LanguageHead.__call__
     monkeypatch.setattr(LanguageHead, "__call__", lambda head, hidden: forward(head, hidden.roll(1, 1)))
     with pytest.raises(ModelError, match="the engine does not give what transformers gives"):

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from engine.errors import InvalidInput
+from engine.model.config import GenerationConfig
+from engine.options import SamplingOptions
+from serve_app.cli.commands import cli
+from serve_app.cli.generate import Options, Writer, _device, check_refused
 from serve_app.cli.serve import _address, _check_environment, _check_port, _for_this_machine, _last_words
 from serve_app.settings import Settings, SettingsError
 
@@ -144,3 +152,76 @@ def test_a_port_in_use_is_named(host: str) -> None:
         with pytest.raises(SettingsError, match=rf"cannot listen on {host}:{port} .*; choose another with --port"):
             _check_port(host, port, "--port")
     _check_port(host, port, "--port")
+
+
+def help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """By option or argument, the line of the help. The terminal is so wide that each has one line."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    lines = CliRunner().invoke(cli, [command, "--help"], catch_exceptions=False).stdout.splitlines()
+    rows = [line.strip("\u2502 ").split(None, 1) for line in lines if line.startswith("\u2502")]
+    return {row[0].split(",")[0]: row[1] for row in rows if len(row) == 2}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_help_tells_the_default_of_every_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A switch is off, and has none. rich takes brackets for markup, and leaves them out."""
+    shown = help_of(command, monkeypatch)
+    options = [each for each in get_command(cli).commands[command].params if not getattr(each, "is_flag", False)]
+    assert len(options) > 12
+    for option in options:
+        if (command, option.name) != ("chat", "prompt"):  # without it, the chat begins
+            assert "[default: " in shown[option.opts[0]], option.name
+
+
+def test_the_help_tells_the_default_of_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = help_of("serve", monkeypatch)
+    for name, field in Settings.model_fields.items():
+        text = shown["[MODEL]..." if name == "models" else "--" + name.replace("_", "-")]
+        assert "[default: " in text, name
+        if field.default is not None and not isinstance(field.default, tuple):
+            assert f"[default: {field.default}]" in text
+    assert "[default: all-MiniLM-L6-v2]" in shown["[MODEL]..."]
+    assert "[default: stdout]" in help_of("config", monkeypatch)["--output"]
+    assert "[default: every chip" in help_of("kernels", monkeypatch)["--arch"]
+
+
+def test_the_device_is_the_cpu_so_far_and_the_user_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(devices: str | None, num_gpus: int) -> str:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        assert _device(devices) == "cpu"
+        return capsys.readouterr().err
+
+    assert said("cpu", 1) == said(None, 0) == ""
+    assert said("0", 0) == "this machine has no GPU: the CPU computes\n"
+    assert said(None, 1) == said("0", 1) == "generation runs on the CPU so far, and leaves the GPU idle\n"
+    for devices, problem in {
+        "0,1": "several GPUs is not supported yet",
+        "1": "has 1 GPUs",
+        "x": "or cpu",
+        "-1": "or cpu",
+    }.items():
+        with pytest.raises(InvalidInput, match=f"--devices {devices}: .*{problem}"):
+            said(devices, 1)
+
+
+def test_embers_other_options_are_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match=r"--memory-fraction is not supported: .*; leave it out"):
+        check_refused(["generate", "-n", "3", "--memory-fraction=0.9"])
+    check_refused(["generate", "-p", "--no", "--temp", "0"])
+    check_refused(["serve", "--dump-dir", "x"])  # typer says that there is no such option
+
+
+@pytest.mark.parametrize(("flag", "name"), [("-n", "n_predict"), ("--ctx-size", "ctx_size"), ("--threads", "threads")])
+def test_a_number_of_nothing_is_refused_before_the_model_loads(flag: str, name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{flag} is 0, expected 1 or more"):
+        Writer.load(Options(model="/nowhere", **{name: 0}))
+
+
+def test_the_caller_wins_over_the_authors_and_they_over_the_default() -> None:
+    usual = SamplingOptions(max_tokens=256, temperature=0.7, top_k=40)
+    said = GenerationConfig(tied=True, eos_ids=(2,), temperature=0.5, top_k=20)
+    chosen = usual.chosen(said, temperature=0.0, seed=None, presence_penalty=1.0)
+    assert chosen == SamplingOptions(max_tokens=256, temperature=0.0, top_k=20, presence_penalty=1.0, stop_ids=(2,))
+    assert usual.chosen(said, stop_ids=()).stop_ids == ()

@@ -199,3 +199,11 @@ def is_mapped_from(folder: Path, tensor: torch.Tensor) -> bool:
         if first <= tensor.data_ptr() < end:
             return str(folder.resolve()) in line
     raise AssertionError("the tensor lies nowhere")
+
+
+def test_who_waits_for_a_load_hears_how_far_it_is(tiny: Tiny) -> None:
+    shares: list[float] = []
+    Engine.load(tiny("qwen3", sharded=True), device="cpu", on_progress=shares.append)
+    assert len(shares) > 10
+    assert shares == sorted(shares)
+    assert shares[-1] == 1

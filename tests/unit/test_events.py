@@ -1,0 +1,180 @@
+"""Streams of events through a real socket: a client that waits, one that does not read, and one that leaves."""
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fake_generator import FakeGenerator
+from fake_models import FakeBackend
+
+from engine import Engine
+from engine.loop import EngineLoop
+from serve_app.http import events
+from serve_app.http.app import Api
+from serve_app.models import ModelInfo
+from serve_app.observe.metrics import Metrics
+from serve_app.replica.local import LocalGenerator
+from serve_app.settings import Settings
+
+# A client that reads nothing: its connection holds a few KiB, and uvicorn's buffer 64 KiB more.
+_SMALL = 4096
+
+
+@asynccontextmanager
+async def serving(model: Any, metrics: Metrics, **settings: Any) -> AsyncIterator[int]:
+    """The port of uvicorn with our application, as a replica has it."""
+    app = Api(FakeBackend(model), Settings(**settings), metrics).app
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)  # connections inherit it
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+        running = asyncio.create_task(server.serve([listening]))
+        try:
+            yield int(listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await running
+
+
+@asynccontextmanager
+async def asking(port: int, **fields: Any) -> AsyncIterator[socket.socket]:
+    """A connection that has sent a request for a stream, and has a small buffer for the answer."""
+    body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": None} | fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+        await asyncio.get_running_loop().sock_sendall(client, head.encode() + body)
+        yield client
+
+
+async def read_until(client: socket.socket, end: bytes, times: int = 1) -> bytes:
+    """What comes until `end` has come so often, or the server closes the connection."""
+    text = b""
+    while text.count(end) < times:
+        part = await asyncio.get_running_loop().sock_recv(client, 65536)
+        if not part:
+            return text
+        text += part
+    return text
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def count(metrics: Metrics, name: str) -> float:
+    lines = metrics.exposition().decode().splitlines()
+    return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"emberforge_{name}{{")))
+
+
+def test_a_stream_that_waits_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stall`: 20 tokens come, and then none."""
+    monkeypatch.setattr(events, "_KEEP_ALIVE_S", 0.1)
+    model, metrics = FakeGenerator(tmp_path, "x", stall=True), Metrics("fake")
+
+    async def scenario() -> None:
+        async with serving(model, metrics) as port, asking(port) as client:
+            text = await asyncio.wait_for(read_until(client, b": keep-alive\n\n", 2), 10)
+            assert text.count(b"data: {") == 20
+            assert text.endswith(b": keep-alive\n\n\r\n")
+
+    asyncio.run(scenario())
+    assert (count(metrics, "unread_streams_total"), count(metrics, "cancelled_requests_total")) == (0, 1)
+
+
+def test_a_stream_whose_events_come_in_time_gets_no_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_KEEP_ALIVE_S", 5.0)
+
+    async def scenario() -> bytes:
+        async with serving(FakeGenerator(tmp_path, "abc" * 50), Metrics("fake")) as port, asking(port) as client:
+            return await asyncio.wait_for(read_until(client, b"[DONE]"), 10)
+
+    text = asyncio.run(scenario())
+    assert text.count(b"data: {") == 151
+    assert b": keep-alive" not in text
+
+
+@pytest.mark.parametrize("stall", [False, True], ids=["in an event", "in a comment"])
+def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall: bool) -> None:
+    """The buffers are full; whether tokens still come, or comments alone."""
+    monkeypatch.setattr(events, "_KEEP_ALIVE_S", 0.05)
+    if stall:
+        monkeypatch.setattr(events, "_KEEP_ALIVE", b":" * 60_000 + b"\n\n")
+    model, metrics = FakeGenerator(tmp_path, "x", held=not stall, stall=stall), Metrics("fake")
+
+    async def scenario() -> None:
+        settings = {"send_timeout_s": 0.3, "max_client_batch_size": 16}
+        async with serving(model, metrics, **settings) as port, asking(port, n=1 if stall else 16) as client:
+            await wait_for(lambda: count(metrics, "unread_streams_total") == 1 and count(metrics, "requests_in_flight") == 0)
+            assert all(stream.future.done() for stream in model.streams)
+            assert any(stream.future.cancelled() for stream in model.streams)
+            left = await asyncio.wait_for(read_until(client, b"[DONE]"), 10)
+            assert b"[DONE]" not in left
+            assert len(left) < 1 << 16  # of uvicorn's buffer nothing comes: the server has not waited for the client to read it
+
+    asyncio.run(scenario())
+    assert count(metrics, "cancelled_requests_total") == 0
+
+
+def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
+    """Each wait for it is shorter than the limit, all of them together are longer."""
+    model, metrics = FakeGenerator(tmp_path, "x" * 150), Metrics("fake")
+
+    async def scenario() -> bytes:
+        settings = {"send_timeout_s": 0.5, "max_client_batch_size": 16}
+        text = b""
+        async with serving(model, metrics, **settings) as port, asking(port, n=4) as client:
+            while b"[DONE]" not in text:
+                text += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
+                await asyncio.sleep(0.03)
+        return text
+
+    assert asyncio.run(scenario()).count(b"data: {") == 4 * 151
+    assert (count(metrics, "unread_streams_total"), count(metrics, "cancelled_requests_total")) == (0, 0)
+
+
+@pytest.fixture
+def engine(tiny: Callable[..., Path], tmp_path: Path) -> Engine:
+    folder = tiny("llama_lm", tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, max_position_embeddings=4096)
+    shutil.copytree(folder, tmp_path / "generates", ignore=shutil.ignore_patterns("1_Pooling"))
+    return Engine.load(tmp_path / "generates", dtype="float32", device="cpu", cache_tokens=8192)
+
+
+def test_the_pages_of_a_client_that_left_are_free_within_a_step(engine: Engine) -> None:
+    passes: list[Any] = []
+    loop = EngineLoop(engine, engine.max_batch_tokens, on_batch=passes.append)
+    info = replace(
+        ModelInfo("fake", "fake", "float32", "cpu", "mean", 16, 4096, 1000, 0),
+        task="generation",
+        vocab_size=engine.config.vocab_size,
+    )
+    model, metrics = LocalGenerator(info, engine, loop), Metrics("fake")
+    pages = engine.pages
+    assert pages is not None
+
+    async def scenario() -> None:
+        async with serving(model, metrics) as port:
+            async with asking(port, prompt=[5, 6, 7], n=2) as client:
+                await asyncio.wait_for(read_until(client, b'"index":1'), 10)
+                assert pages.num_free < pages.num_pages
+            await wait_for(lambda: count(metrics, "cancelled_requests_total") == 1)
+            so_far = len(passes)
+            await wait_for(lambda: pages.num_free == pages.num_pages)
+            assert len(passes) <= so_far + 1
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        loop.stop()
+    assert count(metrics, "requests_in_flight") == 0
