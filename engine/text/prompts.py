@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import InvalidInput, ModelError
 from engine.options import TokenIds
-from engine.text.chat import ChatTemplate
+from engine.text.chat import ChatFormat, ChatTemplate
 from engine.text.detokenizer import Detokenizer, token_bytes_of
 
 
@@ -31,6 +31,11 @@ class Prompts:
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} cannot be loaded: {error}") from error
         return cls(tokenizer, ChatTemplate.load(folder))
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How answers to `encode_chat` mark their parts."""
+        return ChatFormat() if self.template is None else self.template.format
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""

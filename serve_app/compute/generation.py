@@ -40,6 +40,7 @@ class Wanted:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown: tuple[str, ...] = ()  # special tokens that are never skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ class Generation:
                     prompt,
                     self._wanted.stop,
                     skip_special_tokens=self._wanted.skip_special_tokens,
+                    shown=self._wanted.shown,
                     include_stop=self._wanted.include_stop,
                 )
                 answers.append(_Answer(stream, writer))

@@ -29,6 +29,13 @@ SCOPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object"} if parameters is None else parameters},
+    }
+
+
 def minimal(path: str) -> dict[str, Any]:
     return HELLO if path == CHAT else {"prompt": "Hi"}
 
@@ -363,8 +370,26 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (BOTH, {"allowed_token_ids": [999]}, "allowed_token_ids", "the vocabulary ends at 256"),
     (BOTH, {"stop_token_ids": [257]}, "stop_token_ids", "the vocabulary ends at 256"),
     (BOTH, {"stream_options": {"include_usage": True}}, "stream_options", "for requests with `stream`"),
-    (BOTH, {"tools": [{"type": "function"}]}, "tools", "`tools` is not supported"),
-    (BOTH, {"tool_choice": "required"}, "tool_choice", "not supported"),
+    ((COMPLETIONS,), {"tools": [{"type": "function"}]}, "tools", "`tools` is not supported"),
+    ((COMPLETIONS,), {"tool_choice": "required"}, "tool_choice", "not supported"),
+    ((CHAT,), {"functions": [{"name": "f"}]}, "functions", "`functions` is not supported"),
+    ((CHAT,), {"function_call": {"name": "f"}}, "function_call", "`function_call` is not supported"),
+    ((CHAT,), {"tools": [tool("f")]}, "tools", "model `fake` has no chat template that writes tool calls"),
+    ((CHAT,), {"tools": []}, "tools", "at least one tool"),
+    ((CHAT,), {"tools": [{"type": "search"}]}, "tools", '[0] must be an object with `type`: "function"'),
+    ((CHAT,), {"tools": [tool("f"), tool("two words")]}, "tools", "[1] has the name 'two words'; a name has from 1 to 64"),
+    ((CHAT,), {"tools": [tool("f" * 65)]}, "tools", "[0] has the name 'ffff"),
+    ((CHAT,), {"tools": [tool("f"), tool("f")]}, "tools", "[1] has the name 'f' of an earlier tool"),
+    ((CHAT,), {"tools": [tool("f", [])]}, "tools", "[0] 'f': `parameters` must be a JSON schema"),
+    ((CHAT,), {"tools": [tool("f", {"type": "string"})]}, "tools", "[0] 'f': `parameters` must be a JSON schema"),
+    ((CHAT,), {"tools": [tool("f", {"properties": {"a": 1}})]}, "tools", "`properties` of `parameters`"),
+    ((CHAT,), {"tools": [tool("f", {"required": "a"})]}, "tools", "`required` of `parameters`"),
+    ((CHAT,), {"tool_choice": "required"}, "tool_choice", "there are no `tools`"),
+    ((CHAT,), {"tool_choice": "any"}, "tool_choice", "expected none, auto, required"),
+    ((CHAT,), {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",
+     "names 'g', which is not in `tools`"),
+    ((CHAT,), {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages", "an item of `tool_calls`"),
+    ((CHAT,), {"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]}, "messages", "`tool_calls` must be a list"),
     (BOTH, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     (BOTH, {"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
     (BOTH, {"guided_json": {}}, "guided_json", "not supported"),
