@@ -63,6 +63,7 @@ class SamplingOptions:
     The same `seed` and prompt give the same tokens, whatever else runs; None draws a seed.
     `stop_ids` end the answer, and are not part of it, from `min_tokens` tokens on. `logprobs` asks for the log-probability of
     each token and for so many of the likeliest ones; None asks for neither.
+    `grammar` holds the answer to a form; `engine/text/grammar.py` makes such texts.
     """
 
     max_tokens: int
@@ -79,6 +80,7 @@ class SamplingOptions:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    grammar: str | None = None
 
 
 def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
