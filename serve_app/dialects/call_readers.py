@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from engine.text.call_grammar import STRING, types_of
+
 Schema = Mapping[str, Any]
 # open: the call may go on. done: it is whole. broken: it began like a call, and is none. text: it is no call at all.
 Status = Literal["open", "done", "broken", "text"]
@@ -138,7 +140,6 @@ _VALUE_ENDS = ("</parameter>", "\n</parameter>", "\n<parameter=", "\n</function>
 _NAME = "[^<>\n]{1,256}"
 _NAMED_TAG = re.compile(f"<(function|parameter)=({_NAME})>")
 _NAMED_TAG_BEGIN = re.compile(f"<(function|parameter)=({_NAME})?")
-_STRING = frozenset({"string"})
 
 
 class XmlCall(CallReader):
@@ -152,7 +153,7 @@ class XmlCall(CallReader):
         super().__init__()
         self._schemas = schemas
         self._in_value = self._has_parameters = self._is_value_begin = False
-        self._types = _STRING  # of the value
+        self._types = STRING  # of the value
         self._value: list[str] = []  # a value that is no string is converted as a whole
 
     def finish(self) -> None:
@@ -194,9 +195,9 @@ class XmlCall(CallReader):
 
     def _begin_value(self, function: str, key: str) -> None:
         properties = self._schemas.get(function, {}).get("properties")
-        self._types = _types(properties.get(key) if isinstance(properties, Mapping) else None)
+        self._types = types_of(properties.get(key) if isinstance(properties, Mapping) else None)
         comma = ", " if self._has_parameters else ""
-        self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._types == _STRING else ""))
+        self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._types == STRING else ""))
         self._in_value = self._has_parameters = self._is_value_begin = True
 
     def _read_value(self, text: str) -> int:
@@ -207,7 +208,7 @@ class XmlCall(CallReader):
                 return 1
         end = _VALUE_END.search(text)
         value = text[: end.start() if end else len(text) - held_back(text, _VALUE_ENDS)]
-        is_string = self._types == _STRING
+        is_string = self._types == STRING
         if is_string:
             self._arguments.append(json.dumps(value, ensure_ascii=False)[1:-1])
         else:
@@ -242,23 +243,6 @@ def _converted(value: str, types: frozenset[str]) -> str:
         "array": isinstance(parsed, list),
     }
     return json.dumps(parsed if any(fits.get(each) for each in types) else value, ensure_ascii=False)
-
-
-def _types(schema: Any) -> frozenset[str]:
-    """Returns the types that a schema allows. A schema that names none is a string's: the model has put no quotes around it."""
-    if not isinstance(schema, Mapping):
-        return _STRING
-    named = schema.get("type")
-    types = {named} if isinstance(named, str) else {each for each in _list(named) if isinstance(each, str)}
-    for member in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        types |= _types(member)
-    if "$ref" in schema or "allOf" in schema:
-        types |= {"object", "array"}
-    return frozenset(types) or _STRING
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _parsed(text: str) -> Any:

@@ -17,8 +17,6 @@ from serve_app.dialects.tools import NamedTool
 
 # JSON has no -inf. vLLM sends this number for a token that cannot be chosen.
 _LEAST_LOGPROB = -9999.0
-# `<think>` at the end of a prompt has at most so many tokens, with whitespace behind it.
-_TAG_TOKENS = 16
 
 
 class Answers(ABC):
@@ -205,8 +203,7 @@ class ChatAnswers(Answers):
         """What a delta adds, without what the request does not want told."""
         reader = self._readers.get(delta.index)
         if reader is None:
-            prompt = self._generation.prompts[0]
-            parser = self._body.parser(self._format, self._prompts.decode(prompt[-_TAG_TOKENS:]))
+            parser = self._body.parser(self._prompts, self._generation.prompts[0])
             reader = self._readers[delta.index] = _Reader(parser)
         events = reader.read(delta)
         if not self._tells_reasoning:

@@ -4,6 +4,7 @@ A field is honoured, or refused by name if it would change the answer. Fields th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -12,7 +13,7 @@ from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema, mod
 
 from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions, TextOrIds, TokenIds
-from engine.text.chat import ChatFormat
+from engine.text.call_grammar import Reasoned, of_calls
 from engine.text.prompts import Prompts
 from serve_app.compute.generation import Wanted
 from serve_app.compute.parameters import MAX_UINT32, Body
@@ -32,6 +33,8 @@ MAX_TOP_LOGPROBS = 20
 _MAX_STOP_CHARS = 1000
 _MAX_BIAS = 100.0
 _MAX_ERROR_CHARS = 200
+# `<think>` at the end of a prompt has at most so many tokens, with whitespace behind it.
+_TAG_TOKENS = 16
 # The default of `max_tokens` in `/v1/completions`. null allows the rest of the context.
 _COMPLETION_TOKENS = 16
 
@@ -304,18 +307,43 @@ class ChatRequest(GenerationBody):
         # what the template may put in
         num_chars = len(str(self.messages)) + len(str(self.chat_template_kwargs)) + len(str(self.callable))
         shown = ((THINK, END_THINK) if chat_format.thinks else ()) + ((OPENER, CLOSER) if self.callable else ())
-        return self._wanted(model, 1, num_chars, self._encode, shown)
+        wanted = self._wanted(model, 1, num_chars, self._encode, shown)
+        if self.tool_choice in (None, "none", "auto"):
+            return wanted
+        if wanted.sampling.grammar is not None:
+            raise BadRequest("`tool_choice` and the form of the answer exclude each other; leave one out", "tool_choice")
+        return replace(wanted, grammar_after=partial(self._call_grammar, model.prompts))
 
-    def parser(self, chat_format: ChatFormat, prompt_end: str) -> ChatParser:
-        """The parser of an answer. `prompt_end` is the end of the prompt's text."""
-        is_reasoning = chat_format.thinks and prompt_end.rstrip().endswith(THINK)
-        if chat_format.thinks and self.continue_final_message:
-            final = str(self.messages[-1].get("content"))
-            is_reasoning = final.rfind(THINK) > final.rfind(END_THINK)
+    def parser(self, prompts: Prompts, prompt: TokenIds) -> ChatParser:
+        """The parser of an answer to a prompt."""
+        chat_format = prompts.chat_format
         new_call: Callable[[], JsonCall | XmlCall] | None = None
         if self.callable:
             new_call = JsonCall if chat_format.calls == "json" else partial(XmlCall, schemas_of(self.callable))
+        is_reasoning = self._reasoning_after(prompts, prompt) == "open"
         return ChatParser(thinks=chat_format.thinks, is_reasoning=is_reasoning, new_call=new_call)
+
+    def _reasoning_after(self, prompts: Prompts, prompt: TokenIds) -> Reasoned:
+        """Whether the prompt has opened or closed the reasoning, or the model may open it."""
+        if not prompts.chat_format.thinks:
+            return "none"
+        if self.continue_final_message:
+            final = str(self.messages[-1].get("content"))
+            return "open" if final.rfind(THINK) > final.rfind(END_THINK) else "none"
+        end = prompts.decode(prompt[-_TAG_TOKENS:]).rstrip()
+        return "open" if end.endswith(THINK) else "none" if end.endswith(END_THINK) else "may"
+
+    def _call_grammar(self, prompts: Prompts, prompt: TokenIds) -> str:
+        """The grammar of the calls that `tool_choice` asks for."""
+        schemas, choice = schemas_of(self.callable or ()), self.tool_choice
+        tags = (THINK, END_THINK, OPENER, CLOSER)
+        return of_calls(
+            {choice.name: schemas[choice.name]} if isinstance(choice, NamedTool) else schemas,
+            prompts.chat_format.calls or "json",
+            tokens={tag for tag in tags if prompts.tokenizer.token_to_id(tag) is not None},
+            several=choice == "required" and self.parallel_tool_calls is not False,
+            reasoning=self._reasoning_after(prompts, prompt),
+        )
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:
         variables = dict(self.chat_template_kwargs or {})

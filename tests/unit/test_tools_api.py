@@ -263,6 +263,56 @@ def test_every_token_has_its_logprobs(tmp_path: Path) -> None:
     assert bytes(byte for entry in whole for byte in entry["bytes"]).decode() == answer
 
 
+# A call that the client wants
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def grammar_of(served: FakeGenerator, **fields: Any) -> str:
+    """The grammar's own text, without the schemas."""
+    assert post(served, CHAT, tools=TOOLS, **fields).status_code == 200
+    grammar = served.streams[-1].options.grammar
+    assert grammar is not None
+    return str(json.loads(grammar)["grammars"][0]["lark_grammar"])
+
+
+def test_a_wanted_call_has_a_grammar(tmp_path: Path) -> None:
+    served = model(tmp_path, CALL)
+    required = grammar_of(served, tool_choice="required")
+    assert "weather" in required
+    assert "time" in required
+    named = grammar_of(served, tool_choice=NAMED)
+    assert "weather" in named
+    assert "time" not in named
+    one = grammar_of(served, tool_choice="required", parallel_tool_calls=False)
+    assert "call0 | call1" in one
+    assert one.split("\n")[0].endswith("? call")
+    assert "<parameter=city>" in grammar_of(model(tmp_path, CALL, template=XML_CALLS), tool_choice="required")
+    for choice in ("none", "auto", None):
+        post(served, CHAT, tools=TOOLS, tool_choice=choice)
+        assert served.streams[-1].options.grammar is None
+
+
+def test_the_grammar_follows_the_prompt(tmp_path: Path) -> None:
+    """The reasoning is free: the prompt has opened it, has closed it, or the model may open it."""
+    served = model(tmp_path, CALL)
+    starts = [
+        grammar_of(served, tool_choice=NAMED, **fields).split("\n")[0]
+        for fields in ({"reasoning_effort": "high"}, {"reasoning_effort": "none"}, {})
+    ]
+    assert starts[0].startswith("start: reasoning_end")
+    assert starts[1] == "start: call"
+    assert starts[2].startswith('start: ("<think>" reasoning_end')
+
+
+@pytest.mark.parametrize(("choice", "finish_reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_why_a_wanted_call_ends(tmp_path: Path, choice: Any, finish_reason: str) -> None:
+    served = model(tmp_path, f"{THOUGHT}{CALL}")
+    assert choice_of(served, tools=TOOLS, tool_choice=choice)["finish_reason"] == finish_reason
+    assert served.streams[0].options.grammar
+
+
 # Messages
 
 
