@@ -227,7 +227,9 @@ class XmlCall(CallReader):
 
 def held_back(text: str, tags: Collection[str]) -> int:
     """Returns how many characters at the end of the text may be the beginning of a tag."""
-    longest = min(len(text), max(map(len, tags), default=1) - 1)
+    if all(tag[0] not in text for tag in tags):  # most texts
+        return 0
+    longest = min(len(text), max(map(len, tags)) - 1)
     return next((count for count in range(longest, 0, -1) if any(tag.startswith(text[-count:]) for tag in tags)), 0)
 
 

@@ -82,6 +82,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
     [
         ("Hi \n", False, [content("Hi \n")]),
         (" Hi", False, [content(" Hi")]),
+        (" \n", False, [content(" \n")]),
         (f"{THOUGHT}Hi\n", False, [reasoning("hm"), content("Hi\n")]),
         (f"\n{THOUGHT}Hi", False, [reasoning("hm"), content("Hi")]),
         ("\nhm\n</think>\n\nHi", True, [reasoning("hm"), content("Hi")]),
