@@ -4,6 +4,7 @@ A field is honoured, or refused by name if it would change the answer. Fields th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from serve_app.compute.generation import Wanted
 from serve_app.compute.parameters import MAX_UINT32, Body
 from serve_app.dialects.bodies import ModelBody
 from serve_app.dialects.fields import Inputs
+from serve_app.dialects.structured import Form, form_of
 from serve_app.errors import BadRequest
 from serve_app.models import ModelInfo
 
@@ -36,16 +38,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),  # without tools
     "functions": (),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structural_tag": (),
     "grammar": ("",),
-    "json_schema": (),
-    "regex": (),
     "ebnf": (),
     "stop_regex": (),
     "bad_words": ([],),
@@ -68,7 +62,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-_INSTEAD = {"priority": "; send the header `x-priority`", "chat_template": "; the model's own template is used"}
+_INSTEAD = {
+    "priority": "; send the header `x-priority`",
+    "chat_template": "; the model's own template is used",
+    "grammar": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
+    "ebnf": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
+}
+# To compile a byte of a grammar takes as long as to tokenise so many characters.
+_CHARS_OF_A_GRAMMAR_BYTE = 100
 
 
 def parse_request(schema: type[T], content: bytes) -> T:
@@ -152,6 +153,14 @@ class GenerationBody(ModelBody):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None  # a schema, or JSON in a string
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Any = None  # as `guided_json`
+    regex: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -199,16 +208,29 @@ class GenerationBody(ModelBody):
         num_chars: int,
         encode: Callable[[Prompts], list[TokenIds]],
     ) -> Wanted:
+        form = self._form
+        if form is not None:
+            num_chars += _CHARS_OF_A_GRAMMAR_BYTE * len(form.grammar)
+
+        def encode_checked(prompts: Prompts) -> list[TokenIds]:
+            if form is not None:
+                form.check()  # here, because this runs on a thread where it takes long
+            return encode(prompts)
+
         return Wanted(
             num_prompts,
             num_chars,
-            encode,
-            self._sampling(info, said),
+            encode_checked,
+            replace(self._sampling(info, said), grammar=None if form is None else form.grammar),
             self.n or 1,
             self.stop or (),
             bool(self.include_stop_str_in_output),
             self.skip_special_tokens is not False,
         )
+
+    @property
+    def _form(self) -> Form | None:
+        return form_of(self.__dict__)
 
     def _sampling(self, info: ModelInfo, said: GenerationConfig) -> SamplingOptions:
         """The request's options, else those of the model's authors, else such as change no logit."""
