@@ -21,6 +21,7 @@ from serve_app.dialects.bodies import ModelBody
 from serve_app.dialects.call_readers import CLOSER, OPENER, JsonCall, XmlCall
 from serve_app.dialects.chat_parser import END_THINK, THINK, ChatParser
 from serve_app.dialects.fields import Inputs
+from serve_app.dialects.structured import Form, form_of
 from serve_app.dialects.tools import NamedTool, ToolChoice, Tools, schemas_of, with_parsed_calls
 from serve_app.errors import BadRequest
 from serve_app.models import GeneratingModel, ModelInfo
@@ -44,16 +45,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),  # without tools
     "functions": (),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structural_tag": (),
     "grammar": ("",),
-    "json_schema": (),
-    "regex": (),
     "ebnf": (),
     "stop_regex": (),
     "bad_words": ([],),
@@ -76,7 +69,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-_INSTEAD = {"priority": "; send the header `x-priority`", "chat_template": "; the model's own template is used"}
+_INSTEAD = {
+    "priority": "; send the header `x-priority`",
+    "chat_template": "; the model's own template is used",
+    "grammar": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
+    "ebnf": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
+}
+# To compile a byte of a grammar takes as long as to tokenise so many characters.
+_CHARS_OF_A_GRAMMAR_BYTE = 100
 
 
 def parse_request(schema: type[T], content: bytes) -> T:
@@ -162,6 +162,14 @@ class GenerationBody(ModelBody):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None  # a schema, or JSON in a string
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Any = None  # as `guided_json`
+    regex: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -209,17 +217,30 @@ class GenerationBody(ModelBody):
         encode: Callable[[Prompts], list[TokenIds]],
         shown: tuple[str, ...] = (),
     ) -> Wanted:
+        form = self._form
+        if form is not None:
+            num_chars += _CHARS_OF_A_GRAMMAR_BYTE * len(form.grammar)
+
+        def encode_checked(prompts: Prompts) -> list[TokenIds]:
+            if form is not None:
+                form.check()  # here, because this runs on a thread where it takes long
+            return encode(prompts)
+
         return Wanted(
             num_prompts,
             num_chars,
-            encode,
-            self._sampling(model.info, model.generation),
+            encode_checked,
+            replace(self._sampling(model.info, model.generation), grammar=None if form is None else form.grammar),
             self.n or 1,
             self.stop or (),
             bool(self.include_stop_str_in_output),
             self.skip_special_tokens is not False,
             shown,
         )
+
+    @property
+    def _form(self) -> Form | None:
+        return form_of(self.__dict__)
 
     def _sampling(self, info: ModelInfo, said: GenerationConfig) -> SamplingOptions:
         """The request's options, else those of the model's authors, else such as change no logit."""

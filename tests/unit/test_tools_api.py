@@ -313,6 +313,14 @@ def test_why_a_wanted_call_ends(tmp_path: Path, choice: Any, finish_reason: str)
     assert served.streams[0].options.grammar
 
 
+def test_a_wanted_call_and_another_form_exclude_each_other(tmp_path: Path) -> None:
+    form = {"response_format": {"type": "json_object"}}
+    refused = post(model(tmp_path, CALL), CHAT, tools=TOOLS, tool_choice="required", **form)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    assert "exclude each other" in refused.json()["error"]["message"]
+    assert post(model(tmp_path, "{}"), CHAT, tools=TOOLS, **form).status_code == 200
+
+
 # Messages
 
 
