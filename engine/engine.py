@@ -32,6 +32,7 @@ from engine.run.tune import tune
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Piece, Stream, Token
+from engine.text.grammar import Compiler
 from engine.text.ids import checked_ids
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ class Engine:
         self.pages = None if cache is None else Pages(cache.num_pages, PAGE_SIZE)
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
         self.prompts = parts.prompts
+        self._grammars: Compiler | None = None
+        if parts.prompts is not None and config.generation is not None:
+            self._grammars = Compiler(parts.prompts.tokenizer.to_str, config.vocab_size, config.generation.eos_ids)
         self.dtype, self.device = dtype, device
         self.max_batch_tokens = default_batch_tokens(device)
         self.runner: CpuRunner | CudaRunner
@@ -211,7 +215,8 @@ class Engine:
     def new_stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Stream:
         """A stream for `EngineLoop.submit`. Its answer ends with the model's context at the latest.
 
-        Raises: InvalidInput for options out of range, ids without an embedding, and a prompt beyond the model's context.
+        Raises: InvalidInput for options out of range, ids without an embedding, a prompt beyond the model's context, and a
+            grammar that does not compile.
         """
         check_sampling(options, self.config.vocab_size)
         ids = checked_ids(0, prompt, self.config.vocab_size).astype(np.int32)
@@ -219,7 +224,11 @@ class Engine:
         if room < 1:
             raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {self.config.max_input_length} tokens")
         options = replace(options, max_tokens=min(options.max_tokens, room))
-        return Stream(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
+        matcher = None
+        if options.grammar is not None and self._grammars is not None:
+            matcher = self._grammars.matcher(options.grammar, options)
+        seed = random.getrandbits(63) if options.seed is None else options.seed
+        return Stream(ids, options, seed, matcher=matcher)
 
     def launch(
         self,

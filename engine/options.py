@@ -64,6 +64,8 @@ class SamplingOptions:
     The same `seed` and prompt give the same tokens, whatever else runs; None draws a seed.
     `stop_ids` end the answer, and are not part of it, from `min_tokens` tokens on. `logprobs` asks for the log-probability of
     each token and for so many of the likeliest ones; None asks for neither.
+    `grammar` holds the answer to a form; `engine/text/grammar.py` makes such texts. It narrows `allowed`. The answer ends
+    where the grammar allows no more, even before `min_tokens`. Where it may end or go on, a stop id ends it.
     """
 
     max_tokens: int
@@ -81,6 +83,7 @@ class SamplingOptions:
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     no_repeat_ngram: int = 0
+    grammar: str | None = None
 
     def chosen(self, said: GenerationConfig, **given: Any) -> "SamplingOptions":
         """These options, except where the model's authors say another value, or the caller does. None says nothing.

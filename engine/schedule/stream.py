@@ -18,6 +18,7 @@ from engine.errors import InvalidInput
 from engine.options import SamplingOptions, TokenIds
 from engine.schedule.pages import Pages
 from engine.schedule.request import Slice, Waiting
+from engine.text.grammar import Matcher
 
 FinishReason = Literal["stop", "length"]
 
@@ -58,6 +59,7 @@ class Stream(Waiting):
     options: SamplingOptions
     seed: int  # of the draws
     on_token: Callable[[Token], None] | None = None
+    matcher: Matcher | None = None  # of a grammar
     # Progress, kept by the scheduler.
     answer: list[Token] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -129,7 +131,10 @@ class Stream(Waiting):
         return Slice(self, 0, start, self.num_computed)
 
     def piece(self, part: Slice) -> Piece | None:
-        """What a pass computes of one slice. None where the stream has ended since it was scheduled: its pages are gone."""
+        """What a pass computes of one slice. None where the stream has ended since it was scheduled: its pages are gone.
+
+        A grammar that allows no token ends the stream here. The mask may be computed twice for a token, as after preemption.
+        """
         pages = tuple(self.pages)
         if self.pool is None or len(pages) * self.pool.page_size < part.stop:
             return None
@@ -138,7 +143,17 @@ class Stream(Waiting):
             banned = self.options.stop_ids if len(self.answer) < self.options.min_tokens else ()
             if self.options.no_repeat_ngram:
                 banned = (*banned, *banned_by_ngrams(self.ids, self.options.no_repeat_ngram))
-            row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned)
+            allowed = None
+            if self.matcher is not None:
+                try:
+                    allowed = self.matcher.allowed(banned)
+                except InvalidInput as error:
+                    self.fail(error)
+                    return None
+                if allowed is None:
+                    self._end("stop")
+                    return None
+            row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned, allowed)
         return Piece(part.token_ids, part.start, pages, row)
 
     def accept(self, token: Token) -> None:
@@ -151,11 +166,15 @@ class Stream(Waiting):
         if self.counts is not None:
             self.counts.add(token.id)
         try:
+            if self.matcher is not None:
+                self.matcher.accept(token.id)
             if self.on_token is not None:
                 self.on_token(token)
-        except Exception as error:  # the caller's own code
+        except Exception as error:  # the grammar's limits, or the caller's own code
             return self.fail(error)
-        if len(self.answer) >= self.options.max_tokens:
+        if self.matcher is not None and self.matcher.is_over:
+            self._end("stop")
+        elif len(self.answer) >= self.options.max_tokens:
             self._end("length")
 
     def _end(self, reason: FinishReason) -> None:

@@ -4,10 +4,12 @@ The environment is the one of transformers' `apply_chat_template`, so a template
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
@@ -41,6 +43,28 @@ _END = "\ue000\ue001\ue000 "
 # The names that a message's reasoning has in published templates and APIs. The first one is the usual one.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
+# Where a template shows or writes a tool call. Its line breaks may be those of Jinja's strings, and its quotes escaped.
+_JSON_CALL = re.compile(r"""<tool_call>(\s|\\n)*\{\\?["'](name|arguments)""")
+_XML_CALL = re.compile(r"<tool_call>(\s|\\n)*<function=")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How a model marks the parts of an answer, as far as the texts of its chat templates tell.
+
+    `thinks`: the reasoning is before `</think>`. `calls`: what is between `<tool_call>` and `</tool_call>`, an object with
+    `name` and `arguments`, or `<function=NAME>` with a `<parameter=KEY>` for each argument. None: calls in no form known here.
+    """
+
+    thinks: bool = False
+    calls: Literal["json", "xml"] | None = None
+
+    @classmethod
+    def of(cls, default: str, tool_use: str) -> "ChatFormat":
+        """`tool_use` is the text of the template for requests with tools."""
+        calls = "xml" if _XML_CALL.search(tool_use) else "json" if _JSON_CALL.search(tool_use) else None
+        return cls("</think>" in default, calls)  # type: ignore[arg-type]  # a conditional of literals is a str to mypy
+
 
 class ChatTemplate:
     """A model's chat template, compiled. Safe to call from several threads.
@@ -51,9 +75,11 @@ class ChatTemplate:
     string that doubles in a loop take the memory and the time that they need.
     """
 
-    def __init__(self, default: Template, tool_use: Template, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, default: Template, tool_use: Template, special_tokens: Mapping[str, str], format: ChatFormat = ChatFormat()
+    ) -> None:
         """`load` makes it. `tool_use` is for requests with tools. The special tokens are variables of both templates."""
-        self._default, self._tool_use, self._special_tokens = default, tool_use, special_tokens
+        self._default, self._tool_use, self._special_tokens, self.format = default, tool_use, special_tokens, format
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
@@ -74,7 +100,8 @@ class ChatTemplate:
             )
         default = _compiled(*sources["default"])
         tool_use = _compiled(*sources["tool_use"]) if "tool_use" in sources else default
-        return cls(default, tool_use, _special_tokens(folder, config))
+        texts = (sources["default"][1], sources.get("tool_use", sources["default"])[1])
+        return cls(default, tool_use, _special_tokens(folder, config), ChatFormat.of(*texts))
 
     def render(
         self,

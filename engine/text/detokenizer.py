@@ -93,10 +93,12 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
+        shown: Sequence[str] = (),
         include_stop: bool = False,
     ) -> None:
         """
         Args:
+            shown: special tokens that are text nevertheless, by name, such as `<tool_call>`.
             stop: strings that end the text. The first one that is complete wins; of two that end at the same character, the
                 longer one.
             include_stop: leave the stop string in the text.
@@ -106,7 +108,9 @@ class Detokenizer:
             raise InvalidInput("`stop` cannot have an empty string; remove it")
         self.stopped: str | None = None
         self._bytes = token_bytes_of(tokenizer)
-        self._skipped = self._bytes.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = frozenset[int]()
+        if skip_special_tokens:
+            self._skipped = self._bytes.special_ids.difference(map(tokenizer.token_to_id, shown))
         self._searches = [_Search(each) for each in sorted(stop, key=len, reverse=True)]
         self._first_chars = frozenset(each[0] for each in stop)
         self._include_stop = include_stop

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import InvalidInput
 from engine.options import TokenIds
-from engine.text.chat import ChatTemplate
+from engine.text.chat import ChatFormat, ChatTemplate
 from engine.text.detokenizer import Detokenizer, token_bytes_of
 
 
@@ -21,6 +21,11 @@ class Prompts:
         tokenizer.no_truncation()
         self.tokenizer, self.template = tokenizer, template
         token_bytes_of(tokenizer)  # a decoder that is not supported stops the start
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How answers to `encode_chat` mark their parts."""
+        return ChatFormat() if self.template is None else self.template.format
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""

@@ -29,7 +29,8 @@ class Wanted:
     """What one request wants generated: `n` answers to each prompt.
 
     `encode` gives the token ids of the prompts, and may raise InvalidInput. `sampling.max_tokens` is cut to what the context
-    leaves. With a seed, choice i of a prompt has the seed `sampling.seed` + i.
+    leaves. With a seed, choice i of a prompt has the seed `sampling.seed` + i. `grammar_after` makes the
+    grammar of an answer to a prompt, where it depends on the prompt.
     """
 
     num_prompts: int
@@ -40,6 +41,8 @@ class Wanted:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    shown: tuple[str, ...] = ()  # special tokens that are never skipped
+    grammar_after: Callable[[TokenIds], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class Generation:
         answers: list[_Answer] = []
         for prompt in self._wanted.encode(self._model.prompts):
             sampling = self._sampling(len(prompt))
+            if self._wanted.grammar_after is not None:
+                sampling = replace(sampling, grammar=self._wanted.grammar_after(prompt))
             for choice in range(self._wanted.n):
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
@@ -152,6 +157,7 @@ class Generation:
                     prompt,
                     self._wanted.stop,
                     skip_special_tokens=self._wanted.skip_special_tokens,
+                    shown=self._wanted.shown,
                     include_stop=self._wanted.include_stop,
                 )
                 answers.append(_Answer(stream, writer))

@@ -14,14 +14,14 @@ from serve_app.errors import BadHeader, BadRequest
 
 async def chat(service: Service, body: ChatRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model))
-    generation = Generation(service, model, body.wanted(model.info, model.generation), _qos(headers))
+    generation = Generation(service, model, body.wanted(model), _qos(headers))
     answers = ChatAnswers(body, model.info.served_model_name, model.prompts, generation)
     return Reply(answers.chunks() if body.stream else await answers.whole())
 
 
 async def completions(service: Service, body: CompletionRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model))
-    generation = Generation(service, model, body.wanted(model.info, model.generation), _qos(headers))
+    generation = Generation(service, model, body.wanted(model), _qos(headers))
     answers = CompletionAnswers(body, model.info.served_model_name, model.prompts, generation)
     return Reply(answers.chunks() if body.stream else await answers.whole())
 

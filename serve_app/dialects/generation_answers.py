@@ -11,7 +11,9 @@ from uuid import uuid4
 from engine.schedule.stream import Token
 from engine.text.prompts import Prompts
 from serve_app.compute.generation import Delta, Generation
+from serve_app.dialects.chat_parser import CallArguments, CallBegun, CallBroken, ChatParser, Content, Event, Reasoning
 from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest, GenerationBody
+from serve_app.dialects.tools import NamedTool
 
 # JSON has no -inf. vLLM sends this number for a token that cannot be chosen.
 _LEAST_LOGPROB = -9999.0
@@ -50,8 +52,8 @@ class Answers(ABC):
                     has_begun.add(delta.index)
                     for first in self._first_choices(delta.index):
                         yield self._chunk([first])
-                if delta.text or delta.finish_reason or (self._has_logprobs and delta.token):
-                    yield self._chunk([self._chunk_choice(delta)])
+                for choice in self._chunk_choices(delta):
+                    yield self._chunk([choice])
         if self._usage_last:
             yield self._chunk([]) | {"usage": self._usage()}
 
@@ -80,9 +82,85 @@ class Answers(ABC):
     def _first_choices(self, index: int) -> list[dict[str, Any]]:
         """What is sent of a choice before its first text."""
 
+    def _is_told(self, delta: Delta) -> bool:
+        """Whether a delta has a chunk even if it adds no text."""
+        return bool(delta.finish_reason) or (self._has_logprobs and delta.token is not None)
+
     @abstractmethod
-    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        """A choice of a chunk."""
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        """The choices of the chunks that tell a delta, one for each chunk."""
+
+
+class _Reader:
+    """Parses one answer.
+
+    Attributes:
+        num_calls: tool calls that are not broken.
+        first_call: the index of the first of these.
+        reasoning_tokens: tokens of the reasoning, tags included.
+    """
+
+    def __init__(self, parser: ChatParser) -> None:
+        self._parser = parser
+        self.num_calls = self.reasoning_tokens = 0
+        self.first_call: int | None = None
+
+    def read(self, delta: Delta) -> list[Event]:
+        was_reasoning = self._parser.is_reasoning
+        events = self._parser.push(delta.text)
+        self.reasoning_tokens += delta.token is not None and (was_reasoning or self._parser.is_reasoning)
+        if delta.finish_reason:
+            events += self._parser.finish()
+        for event in events:
+            if isinstance(event, CallBegun):
+                self.num_calls += 1
+                self.first_call = event.index if self.first_call is None else self.first_call
+            elif isinstance(event, CallBroken):
+                self.num_calls -= 1
+                self.first_call = None if self.first_call == event.index else self.first_call
+        return events
+
+
+class _Message:
+    """Collects the events of a whole answer."""
+
+    def __init__(self) -> None:
+        self.content = self.reasoning = ""
+        self.calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Content(text):
+                self.content += text
+            case Reasoning(text):
+                self.reasoning += text
+            case CallBegun(index, id, name):
+                self.calls[index] = {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            case CallArguments(index, text):
+                self.calls[index]["function"]["arguments"] += text
+            case CallBroken(index):
+                self.calls.pop(index, None)
+
+
+def _part(event: Event) -> dict[str, Any]:
+    """The delta of a chunk. A call that has been sent cannot be taken back, so a broken one has no delta."""
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return _reasoning(text)
+        case CallBegun(index, id, name):
+            call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            return {"tool_calls": [call]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallBroken():
+            return {}
+
+
+def _reasoning(text: str | None) -> dict[str, Any]:
+    """Clients read the reasoning by either name."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 class ChatAnswers(Answers):
@@ -90,18 +168,68 @@ class ChatAnswers(Answers):
 
     def __init__(self, body: ChatRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
         super().__init__(body, model_name, prompts, generation)
+        self._body, self._format = body, prompts.chat_format
+        self._readers: dict[int, _Reader] = {}
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None}
-        return {"index": index, "message": message, "logprobs": self._logprobs(deltas)} | _end(deltas[-1])
+        message = _Message()
+        for delta in deltas:
+            for event in self._events(delta):
+                message.add(event)
+        told: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        if self._tells_reasoning:
+            told |= _reasoning(message.reasoning or None)
+        if message.calls:
+            told["tool_calls"] = [call for _, call in sorted(message.calls.items())]
+        if message.calls or message.reasoning:
+            told["content"] = message.content or None
+        return {"index": index, "message": told, "logprobs": self._logprobs(deltas)} | self._end(deltas[-1])
 
     def _first_choices(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or delta.token else {}
-        return {"index": delta.index, "delta": content, "logprobs": self._logprobs([delta])} | _end(delta)
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        parts = [part for event in self._events(delta) if (part := _part(event))]
+        if not parts and self._is_told(delta):
+            parts = [{"content": ""} if delta.token else {}]
+        choices = [{"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]
+        if choices:
+            choices[0]["logprobs"] = self._logprobs([delta])
+            choices[-1] |= self._end(delta)
+        return choices
+
+    def _events(self, delta: Delta) -> list[Event]:
+        """What a delta adds, without what the request does not want told."""
+        reader = self._readers.get(delta.index)
+        if reader is None:
+            parser = self._body.parser(self._prompts, self._generation.prompts[0])
+            reader = self._readers[delta.index] = _Reader(parser)
+        events = reader.read(delta)
+        if not self._tells_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        if self._body.parallel_tool_calls is False:
+            calls = (CallBegun, CallArguments)
+            events = [event for event in events if not isinstance(event, calls) or event.index == reader.first_call]
+        return events
+
+    @property
+    def _tells_reasoning(self) -> bool:
+        return self._format.thinks and self._body.include_reasoning is not False
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        end = _end(delta)
+        is_named = isinstance(self._body.tool_choice, NamedTool)
+        if delta.finish_reason == "stop" and self._readers[delta.index].num_calls and not is_named:
+            end["finish_reason"] = "tool_calls"
+        return end
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._format.thinks:
+            num_tokens = sum(reader.reasoning_tokens for reader in self._readers.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
+        return usage
 
     def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
         tokens = [delta.token for delta in deltas if delta.token is not None]
@@ -137,8 +265,10 @@ class CompletionAnswers(Answers):
         text = self._echo(index)
         return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}] if text else []
 
-    def _chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        return {"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta.index, [delta])} | _end(delta)
+    def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
+        if not delta.text and not self._is_told(delta):
+            return []
+        return [{"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta.index, [delta])} | _end(delta)]
 
     def _echo(self, index: int) -> str:
         """The text of an answer's prompt, if the request wants it."""

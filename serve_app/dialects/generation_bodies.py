@@ -4,20 +4,27 @@ A field is honoured, or refused by name if it would change the answer. Fields th
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
 
 from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions, TextOrIds, TokenIds
+from engine.text.call_grammar import Reasoned, of_calls
 from engine.text.prompts import Prompts
 from serve_app.compute.generation import Wanted
 from serve_app.compute.parameters import MAX_UINT32, Body
 from serve_app.dialects.bodies import ModelBody
+from serve_app.dialects.call_readers import CLOSER, OPENER, JsonCall, XmlCall
+from serve_app.dialects.chat_parser import END_THINK, THINK, ChatParser
 from serve_app.dialects.fields import Inputs
+from serve_app.dialects.structured import Form, form_of
+from serve_app.dialects.tools import NamedTool, ToolChoice, Tools, schemas_of, with_parsed_calls
 from serve_app.errors import BadRequest
-from serve_app.models import ModelInfo
+from serve_app.models import GeneratingModel, ModelInfo
 
 T = TypeVar("T", bound="GenerationBody")
 
@@ -27,6 +34,8 @@ MAX_TOP_LOGPROBS = 20
 _MAX_STOP_CHARS = 1000
 _MAX_BIAS = 100.0
 _MAX_ERROR_CHARS = 200
+# `<think>` at the end of a prompt has at most so many tokens, with whitespace behind it.
+_TAG_TOKENS = 16
 # The default of `max_tokens` in `/v1/completions`. null allows the rest of the context.
 _COMPLETION_TOKENS = 16
 
@@ -36,16 +45,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),  # without tools
     "functions": (),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structural_tag": (),
     "grammar": ("",),
-    "json_schema": (),
-    "regex": (),
     "ebnf": (),
     "stop_regex": (),
     "bad_words": ([],),
@@ -68,7 +69,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
-_INSTEAD = {"priority": "; send the header `x-priority`", "chat_template": "; the model's own template is used"}
+_INSTEAD = {
+    "priority": "; send the header `x-priority`",
+    "chat_template": "; the model's own template is used",
+    "grammar": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
+    "ebnf": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
+}
+# To compile a byte of a grammar takes as long as to tokenise so many characters.
+_CHARS_OF_A_GRAMMAR_BYTE = 100
 
 
 def parse_request(schema: type[T], content: bytes) -> T:
@@ -132,6 +140,8 @@ class StreamOptions(Body):
 class GenerationBody(ModelBody):
     """The fields that both routes have. null asks for the default."""
 
+    honoured: ClassVar[frozenset[str]] = frozenset()  # fields of `_REFUSED` that the route knows
+
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_UINT32)] | None = None
@@ -152,6 +162,14 @@ class GenerationBody(ModelBody):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None  # a schema, or JSON in a string
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Any = None  # as `guided_json`
+    regex: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -159,7 +177,7 @@ class GenerationBody(ModelBody):
         """Raises: BadRequest naming a field that is not supported."""
         if isinstance(fields, dict):
             for name, neutral in _REFUSED.items():
-                if (value := fields.get(name)) is not None and value not in neutral:
+                if name not in cls.honoured and (value := fields.get(name)) is not None and value not in neutral:
                     raise BadRequest(f"`{name}` is not supported; leave it out{_INSTEAD.get(name, '')}", name)
             if fields.get("priority") not in (None, 0):
                 raise BadRequest(f"`priority` is not supported; leave it out{_INSTEAD['priority']}", "priority")
@@ -187,28 +205,42 @@ class GenerationBody(ModelBody):
         """How many of the likeliest tokens the answer tells with each token; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    def wanted(self, info: ModelInfo, said: GenerationConfig) -> Wanted:
-        """What the request wants of a model. `said` is what the model's authors say of generation."""
+    def wanted(self, model: GeneratingModel) -> Wanted:
+        """What the request wants of a model. Raises: BadRequest for what the model cannot do."""
         raise NotImplementedError
 
     def _wanted(
         self,
-        info: ModelInfo,
-        said: GenerationConfig,
+        model: GeneratingModel,
         num_prompts: int,
         num_chars: int,
         encode: Callable[[Prompts], list[TokenIds]],
+        shown: tuple[str, ...] = (),
     ) -> Wanted:
+        form = self._form
+        if form is not None:
+            num_chars += _CHARS_OF_A_GRAMMAR_BYTE * len(form.grammar)
+
+        def encode_checked(prompts: Prompts) -> list[TokenIds]:
+            if form is not None:
+                form.check()  # here, because this runs on a thread where it takes long
+            return encode(prompts)
+
         return Wanted(
             num_prompts,
             num_chars,
-            encode,
-            self._sampling(info, said),
+            encode_checked,
+            replace(self._sampling(model.info, model.generation), grammar=None if form is None else form.grammar),
             self.n or 1,
             self.stop or (),
             bool(self.include_stop_str_in_output),
             self.skip_special_tokens is not False,
+            shown,
         )
+
+    @property
+    def _form(self) -> Form | None:
+        return form_of(self.__dict__)
 
     def _sampling(self, info: ModelInfo, said: GenerationConfig) -> SamplingOptions:
         """The request's options, else those of the model's authors, else such as change no logit."""
@@ -241,10 +273,16 @@ class GenerationBody(ModelBody):
 
 
 class ChatRequest(GenerationBody):
+    honoured = frozenset({"tools", "tool_choice"})
+
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -258,6 +296,13 @@ class ChatRequest(GenerationBody):
             raise BadRequest("`top_logprobs` is for requests with `logprobs`: true", "top_logprobs")
         if self.echo:
             raise BadRequest("`echo` is not supported; leave it out", "echo")
+        choice = self.tool_choice
+        if self.tools is None and choice not in (None, "none", "auto"):
+            raise BadRequest(
+                "`tool_choice` wants a tool call and there are no `tools`; send them, or leave it out", "tool_choice"
+            )
+        if isinstance(choice, NamedTool) and choice.name not in schemas_of(self.tools or ()):
+            raise BadRequest(f"`tool_choice` names {choice.name[:_MAX_ERROR_CHARS]!r}, which is not in `tools`", "tool_choice")
         return self
 
     @property
@@ -268,16 +313,67 @@ class ChatRequest(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def wanted(self, info: ModelInfo, said: GenerationConfig) -> Wanted:
-        num_chars = len(str(self.messages)) + len(str(self.chat_template_kwargs))  # what the template may put in
-        return self._wanted(info, said, 1, num_chars, self._encode)
+    @property
+    def callable(self) -> tuple[dict[str, Any], ...] | None:
+        """The tools that the answer may call; None: none."""
+        return None if self.tool_choice == "none" else self.tools
+
+    def wanted(self, model: GeneratingModel) -> Wanted:
+        chat_format = model.prompts.chat_format
+        if self.callable and chat_format.calls is None:
+            raise BadRequest(
+                f"`tools`: model `{model.info.served_model_name}` has no chat template that writes tool calls in a form known "
+                "here; leave them out",
+                "tools",
+            )
+        # what the template may put in
+        num_chars = len(str(self.messages)) + len(str(self.chat_template_kwargs)) + len(str(self.callable))
+        shown = ((THINK, END_THINK) if chat_format.thinks else ()) + ((OPENER, CLOSER) if self.callable else ())
+        wanted = self._wanted(model, 1, num_chars, self._encode, shown)
+        if self.tool_choice in (None, "none", "auto"):
+            return wanted
+        if wanted.sampling.grammar is not None:
+            raise BadRequest("`tool_choice` and the form of the answer exclude each other; leave one out", "tool_choice")
+        return replace(wanted, grammar_after=partial(self._call_grammar, model.prompts))
+
+    def parser(self, prompts: Prompts, prompt: TokenIds) -> ChatParser:
+        """The parser of an answer to a prompt."""
+        chat_format = prompts.chat_format
+        new_call: Callable[[], JsonCall | XmlCall] | None = None
+        if self.callable:
+            new_call = JsonCall if chat_format.calls == "json" else partial(XmlCall, schemas_of(self.callable))
+        is_reasoning = self._reasoning_after(prompts, prompt) == "open"
+        return ChatParser(thinks=chat_format.thinks, is_reasoning=is_reasoning, new_call=new_call)
+
+    def _reasoning_after(self, prompts: Prompts, prompt: TokenIds) -> Reasoned:
+        """Whether the prompt has opened or closed the reasoning, or the model may open it."""
+        if not prompts.chat_format.thinks:
+            return "none"
+        if self.continue_final_message:
+            final = str(self.messages[-1].get("content"))
+            return "open" if final.rfind(THINK) > final.rfind(END_THINK) else "none"
+        end = prompts.decode(prompt[-_TAG_TOKENS:]).rstrip()
+        return "open" if end.endswith(THINK) else "none" if end.endswith(END_THINK) else "may"
+
+    def _call_grammar(self, prompts: Prompts, prompt: TokenIds) -> str:
+        """The grammar of the calls that `tool_choice` asks for."""
+        schemas, choice = schemas_of(self.callable or ()), self.tool_choice
+        tags = (THINK, END_THINK, OPENER, CLOSER)
+        return of_calls(
+            {choice.name: schemas[choice.name]} if isinstance(choice, NamedTool) else schemas,
+            prompts.chat_format.calls or "json",
+            tokens={tag for tag in tags if prompts.tokenizer.token_to_id(tag) is not None},
+            several=choice == "required" and self.parallel_tool_calls is not False,
+            reasoning=self._reasoning_after(prompts, prompt),
+        )
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:
         variables = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             variables = {"enable_thinking": self.reasoning_effort != "none"} | variables
         ids = prompts.encode_chat(
-            self.messages,
+            with_parsed_calls(self.messages),
+            tools=self.callable,
             add_special_tokens=bool(self.add_special_tokens),
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
@@ -303,10 +399,10 @@ class CompletionRequest(GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    def wanted(self, info: ModelInfo, said: GenerationConfig) -> Wanted:
+    def wanted(self, model: GeneratingModel) -> Wanted:
         if not self.prompt:
             raise BadRequest("`prompt` cannot be empty", "prompt")
-        return self._wanted(info, said, len(self.prompt), sum(map(len, self.prompt)), self._encode)
+        return self._wanted(model, len(self.prompt), sum(map(len, self.prompt)), self._encode)
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:
         return [self._ids(each, prompts) for each in self.prompt]

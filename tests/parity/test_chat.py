@@ -1,5 +1,7 @@
 """The command line with the embedded model that generates: real weights, real answers."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from engine import Engine, InvalidInput
 from engine.errors import ModelError
 from engine.model_id import EMBEDDED_GENERATOR
 from engine.options import SamplingOptions
+from engine.text import grammar
 from serve_app.cli.commands import cli
 
 PARIS = "The capital of France is Paris."
@@ -76,6 +79,25 @@ def test_no_ngram_comes_twice(loads: list[dict[str, Any]], smollm2: Engine) -> N
         assert (len({tuple(ids[at : at + 3]) for at in range(22)}) < 22) == repeats
     flags = ("-p", "one two three one two three one two three one two", "-n", "24", "--temp", "0")
     assert run("generate", *flags, "--no-repeat-ngram", "3").stdout != run("generate", *flags).stdout
+
+
+def test_an_answer_is_held_to_a_form(smollm2: Engine) -> None:
+    assert smollm2.prompts is not None
+    schema = {
+        "type": "object",
+        "properties": {"country": {"type": "string", "maxLength": 20}, "capital": {"enum": ["London", "Paris", "Rome"]}},
+        "required": ["country", "capital"],
+        "additionalProperties": False,
+    }
+    prompt = smollm2.prompts.encode_chat([{"role": "user", "content": "What is the capital of France? Answer in JSON."}])
+    options = SamplingOptions(max_tokens=60, temperature=0.0, stop_ids=(2,), grammar=grammar.of_schema(schema))
+    (answer,) = smollm2.generate([prompt], options)
+    said = json.loads(smollm2.prompts.tokenizer.decode([token.id for token in answer.tokens]))
+    assert (answer.finish_reason, said) == ("stop", {"country": "FRANCE", "capital": "Paris"})
+    with pytest.raises(InvalidInput, match="Invalid type: strin"):
+        smollm2.generate([prompt], replace(options, grammar=grammar.of_schema({"type": "strin"})))
+    with pytest.raises(InvalidInput, match="too many expressions"):
+        smollm2.generate([prompt], replace(options, grammar=grammar.of_regex("(a{1000}){1000}")))
 
 
 def test_a_model_of_vectors_does_not_chat_and_the_other_way_round(smollm2: Engine) -> None:

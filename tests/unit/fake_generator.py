@@ -55,11 +55,13 @@ class FakeGenerator:
         fail_after: int = 0,
         held: bool = False,
         stall: bool = False,
+        template: str = TEMPLATE,
+        context: int = CONTEXT,
     ) -> None:
-        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        (folder / "chat_template.jinja").write_text(template)
         self.tokenizer = None
         self.info = replace(
-            ModelInfo("fake", "fake", "float32", "cpu", "mean", 16, CONTEXT, 1000, 0), task="generation", vocab_size=257
+            ModelInfo("fake", "fake", "float32", "cpu", "mean", 16, context, 1000, 0), task="generation", vocab_size=257
         )
         self.prompts = Prompts(byte_tokenizer(), ChatTemplate.load(folder))
         self.generation = GenerationConfig(tied=True, eos_ids=(EOS,), temperature=0.5)

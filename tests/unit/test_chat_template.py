@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import engine.text.chat
 from engine.errors import InvalidInput, ModelError
-from engine.text.chat import ChatTemplate
+from engine.text.chat import ChatFormat, ChatTemplate
 
 # Reasoning of the turns since the last question, tools, tool calls with arguments as text or object, a switch for thinking.
 THINKING = """\
@@ -121,7 +121,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ChatTempl
     return {name: both(folder_with(root / name, template)) for name, template in TEMPLATES.items()}
 
 
-def chat(source: str, folder: Path) -> ChatTemplate:
+def chat(source: Any, folder: Path) -> ChatTemplate:
     template = ChatTemplate.load(folder_with(folder, source))
     assert template is not None
     return template
@@ -297,6 +297,24 @@ def test_the_error_names_the_file_that_does_not_compile(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json is not JSON"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages }}", ChatFormat()),
+        ("{{ '<think>' + thought + '</think>' }}", ChatFormat(thinks=True)),
+        (r"""{{- "Write <tool_call>\n{\"name\": <name>, \"arguments\": <object>}\n</tool_call>" }}""", ChatFormat(calls="json")),
+        ("{{ x }}<tool_call>\n{'arguments': {{ y }}, 'name': {{ z }} }\n</tool_call>", ChatFormat(calls="json")),
+        (r"""{{- '</think><tool_call>\n<function=' + name + '>\n' }}""", ChatFormat(thinks=True, calls="xml")),
+        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key></tool_call>", ChatFormat()),
+        ("<tools>{{ tools | tojson }}</tools>", ChatFormat()),
+        ([{"name": "default", "template": "</think>"}, {"name": "tool_use", "template": '<tool_call>{"name": '}],
+         ChatFormat(thinks=True, calls="json")),
+    ],
+)  # fmt: skip
+def test_the_template_tells_how_answers_are_marked(tmp_path: Path, template: Any, expected: ChatFormat) -> None:
+    assert chat(template, tmp_path).format == expected
 
 
 # Messages

@@ -180,6 +180,12 @@ def test_a_bad_byte_shows_with_the_next_token_and_half_a_character_at_the_end(to
     assert detokenizer.finish() == ""
 
 
+def test_a_special_token_may_be_shown_nevertheless() -> None:
+    ids = [BYTE_LEVEL.token_to_id(each) for each in ("<s>", "a", "<|end|>")]
+    assert stream(Detokenizer(BYTE_LEVEL, [], shown=["<|end|>", "<tool_call>"]), ids) == "a<|end|>"
+    assert stream(Detokenizer(BYTE_LEVEL, []), ids) == "a"
+
+
 def test_the_space_between_prompt_and_answer_is_the_answers() -> None:
     the, fox = (LLAMA.token_to_id(token) for token in ("▁the", "▁qu"))
     begin = LLAMA.token_to_id("<s>")

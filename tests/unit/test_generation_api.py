@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_generator import CONTEXT, EOS, FakeGenerator, events
+from fake_generator import CONTEXT, EOS, FakeGenerator, byte_tokenizer, events
 from fake_models import FakeBackend, FakeModel
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
 from engine.model.folder import load_model_config
@@ -27,6 +28,13 @@ SCOPE: dict[str, Any] = {
     "headers": [(b"content-type", b"application/json")], "root_path": "", "scheme": "http", "http_version": "1.1",
     "asgi": {"version": "3.0", "spec_version": "2.3"},
 }  # fmt: skip
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object"} if parameters is None else parameters},
+    }
 
 
 def minimal(path: str) -> dict[str, Any]:
@@ -340,6 +348,42 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tmp_path: Path) -> None
     assert "".join(json.loads(each)["choices"][0]["text"] for each in chunks) == "abcdefgh"
 
 
+# Forms
+
+NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_object"}}, '{"a": [1]}', "[1]"),
+    ({"response_format": {"type": "json_object", "schema": NUMBER}}, "42", "9"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": NUMBER}}}, "42", "9"),
+    ({"structured_outputs": {"json": NUMBER, "regex": None}}, "42", "9"),
+    ({"structured_outputs": {"json": json.dumps(NUMBER), "disable_any_whitespace": True}}, "42", "9"),
+    ({"structured_outputs": {"regex": "^[a-c]+/$"}}, "ab/", "b"),
+    ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "no"),
+    ({"structured_outputs": {"grammar": 'start: "a" B\nB: /b+/'}}, "abb", "a"),
+    ({"guided_json": NUMBER, "guided_regex": None}, "42", "9"),
+    ({"guided_regex": "x?"}, "", "y"),
+    ({"guided_choice": ["a", "ab"]}, "ab", "b"),
+    ({"guided_grammar": 'start: "a"'}, "a", "b"),
+    ({"json_schema": NUMBER, "response_format": {"type": "text"}}, "42", "9"),
+    ({"regex": "a|b"}, "b", "c"),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("fields", "within", "outside"), FORMS)
+def test_a_form_becomes_the_grammar_of_its_texts(
+    tmp_path: Path, path: str, fields: dict[str, Any], within: str, outside: str
+) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    assert post(model, path, **fields).status_code == 200
+    (stream,) = model.streams
+    assert stream.options.grammar is not None
+    for text, matches in ((within, True), (outside, False)):
+        matcher = LLMatcher(LLTokenizer(byte_tokenizer().to_str(), eos_token=EOS), stream.options.grammar)
+        ids = list(text.encode())
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == matches
+
+
 # Errors
 
 BOTH = (CHAT, COMPLETIONS)
@@ -363,11 +407,46 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (BOTH, {"allowed_token_ids": [999]}, "allowed_token_ids", "the vocabulary ends at 256"),
     (BOTH, {"stop_token_ids": [257]}, "stop_token_ids", "the vocabulary ends at 256"),
     (BOTH, {"stream_options": {"include_usage": True}}, "stream_options", "for requests with `stream`"),
-    (BOTH, {"tools": [{"type": "function"}]}, "tools", "`tools` is not supported"),
-    (BOTH, {"tool_choice": "required"}, "tool_choice", "not supported"),
-    (BOTH, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    (BOTH, {"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "not supported"),
-    (BOTH, {"guided_json": {}}, "guided_json", "not supported"),
+    ((COMPLETIONS,), {"tools": [{"type": "function"}]}, "tools", "`tools` is not supported"),
+    ((COMPLETIONS,), {"tool_choice": "required"}, "tool_choice", "not supported"),
+    ((CHAT,), {"functions": [{"name": "f"}]}, "functions", "`functions` is not supported"),
+    ((CHAT,), {"function_call": {"name": "f"}}, "function_call", "`function_call` is not supported"),
+    ((CHAT,), {"tools": [tool("f")]}, "tools", "model `fake` has no chat template that writes tool calls"),
+    ((CHAT,), {"tools": []}, "tools", "at least one tool"),
+    ((CHAT,), {"tools": [{"type": "search"}]}, "tools", '[0] must be an object with `type`: "function"'),
+    ((CHAT,), {"tools": [tool("f"), tool("two words")]}, "tools", "[1] has the name 'two words'; a name has from 1 to 64"),
+    ((CHAT,), {"tools": [tool("f" * 65)]}, "tools", "[0] has the name 'ffff"),
+    ((CHAT,), {"tools": [tool("f"), tool("f")]}, "tools", "[1] has the name 'f' of an earlier tool"),
+    ((CHAT,), {"tools": [tool("f", [])]}, "tools", "[0] 'f': `parameters` must be a JSON schema"),
+    ((CHAT,), {"tools": [tool("f", {"type": "string"})]}, "tools", "[0] 'f': `parameters` must be a JSON schema"),
+    ((CHAT,), {"tools": [tool("f", {"properties": {"a": 1}})]}, "tools", "`properties` of `parameters`"),
+    ((CHAT,), {"tools": [tool("f", {"required": "a"})]}, "tools", "`required` of `parameters`"),
+    ((CHAT,), {"tool_choice": "required"}, "tool_choice", "there are no `tools`"),
+    ((CHAT,), {"tool_choice": "any"}, "tool_choice", "expected none, auto, required"),
+    ((CHAT,), {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice",
+     "names 'g', which is not in `tools`"),
+    ((CHAT,), {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages", "an item of `tool_calls`"),
+    ((CHAT,), {"messages": [{"role": "assistant", "tool_calls": {"id": "x"}}]}, "messages", "`tool_calls` must be a list"),
+    (BOTH, {"response_format": {"type": "structural_tag"}}, "response_format", "other types are not supported"),
+    (BOTH, {"response_format": "json"}, "response_format", "should be an object"),
+    (BOTH, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "with a `schema`"),
+    (BOTH, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}}, "response_format",
+     "Invalid type: strin"),
+    (BOTH, {"structured_outputs": {}}, "structured_outputs", "an object with one of json, regex, choice, grammar"),
+    (BOTH, {"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs", "an object with one of"),
+    (BOTH, {"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "`structured_outputs.structural_tag` is not"),
+    (BOTH, {"structured_outputs": {"choice": []}}, "structured_outputs", "`structured_outputs.choice`: expected a list"),
+    (BOTH, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
+    (BOTH, {"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json", "both give the answer a form"),
+    (BOTH, {"guided_json": "{"}, "guided_json", "is not JSON"),
+    (BOTH, {"guided_json": [1]}, "guided_json", "expected a JSON schema"),
+    (BOTH, {"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    (BOTH, {"guided_choice": [""]}, "guided_choice", "strings that are not empty"),
+    (BOTH, {"guided_grammar": 'root ::= "a"'}, "guided_grammar", "GBNF, which is not supported"),
+    (BOTH, {"guided_grammar": "start: x"}, "guided_grammar", "does not compile"),
+    (BOTH, {"grammar": 'root ::= "a"'}, "grammar", "send a Lark grammar as `structured_outputs`"),
+    (BOTH, {"ebnf": 'root ::= "a"'}, "ebnf", "send a Lark grammar as `structured_outputs`"),
+    (BOTH, {"structural_tag": "x"}, "structural_tag", "not supported"),
     (BOTH, {"bad_words": ["x"]}, "bad_words", "not supported"),
     (BOTH, {"priority": 1}, "priority", "send the header `x-priority`"),
     (BOTH, {"n": 9}, "", "batch size 9 > maximum allowed batch size 8"),

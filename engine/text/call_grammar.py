@@ -1,0 +1,99 @@
+"""Grammars that hold an answer to tool calls, in llguidance's variant of Lark. Imports neither torch nor tokenizers."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+from engine.text.grammar import of_lark
+
+# Whitespace between the parts of JSON. Without a limit, a small model that finds no next word writes whitespace for ever.
+_WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+# The parts of a schema that a `$ref` in one of its properties may point to.
+_DEFINITIONS = ("$defs", "definitions")
+STRING = frozenset({"string"})
+# What is before the calls: nothing; reasoning, if the model opens it; or the rest of a reasoning that the prompt has opened.
+Reasoned = Literal["none", "may", "open"]
+
+
+def of_calls(
+    schemas: Mapping[str, Mapping[str, Any]],
+    form: Literal["json", "xml"],
+    *,
+    tokens: Collection[str],
+    several: bool,
+    reasoning: Reasoned,
+) -> str:
+    """The grammar of a call of one of the functions, or of one or more such calls.
+
+    Args:
+        schemas: those of the functions' parameters, by the function's name. An empty one allows no arguments.
+        form: as `ChatFormat.calls`.
+        tokens: the tags that are tokens of their own. llguidance does not take such a token for the text of its name.
+        reasoning: what is before the calls.
+    """
+
+    def tag(name: str) -> str:
+        return name if name in tokens else json.dumps(name)
+
+    end_of_reasoning = ("text </think>" if "</think>" in tokens else "reasoning_end") + ' "\\n\\n"?'
+    before = {"none": "", "may": f"({tag('<think>')} {end_of_reasoning})? ", "open": f"{end_of_reasoning} "}[reasoning]
+    rules = [
+        f"start: {before}call" + (' ("\\n" call)*' if several else ""),
+        "call: " + " | ".join(f"call{i}" for i in range(len(schemas))),
+        "text: /(?s:.*)/",
+        r"reasoning_end[lazy]: /(?s:.*)<\/think>/",
+        r"value[lazy]: /(?s:.*)\n<\/parameter>\n/",
+    ]
+    for i, (name, schema) in enumerate(schemas.items()):
+        inner = _json_call(name, schema) if form == "json" else " ".join(_xml_call(name, schema))
+        rules.append(f"call{i}: {tag('<tool_call>')} {inner} {tag('</tool_call>')}")
+    return of_lark("\n".join(rules))
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """The types that a schema allows. A schema that names none is a string's, because XML has no quotes to tell it by."""
+    if not isinstance(schema, Mapping):
+        return STRING
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else {each for each in _list(named) if isinstance(each, str)}
+    for member in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        types |= types_of(member)
+    if "$ref" in schema or "allOf" in schema:
+        types |= {"object", "array"}
+    return frozenset(types) or STRING
+
+
+def _json_call(name: str, schema: Mapping[str, Any]) -> str:
+    begin = f'\n{{"name": {json.dumps(name)}, "arguments": '
+    return f"{json.dumps(begin)} {_json(schema or _NO_ARGUMENTS)} {json.dumps('}' + chr(10))}"
+
+
+def _xml_call(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """The parameters are in the schema's order."""
+    yield json.dumps(f"\n<function={name}>\n")
+    required, definitions = schema.get("required", ()), {key: schema[key] for key in _DEFINITIONS if key in schema}
+    for key, value in schema.get("properties", {}).items():
+        begin = json.dumps(f"<parameter={key}>\n")
+        if "string" in types_of(value):
+            parameter = f"{begin} {_text(value)}"
+        else:
+            parameter = f"{begin} {_json({**value, **definitions})} {json.dumps(chr(10) + '</parameter>' + chr(10))}"
+        yield parameter if key in required else f"({parameter})?"
+    yield json.dumps("</function>\n")
+
+
+def _text(schema: Any) -> str:
+    """A string's characters, and the closing tag."""
+    choices = _list(schema.get("enum")) if isinstance(schema, Mapping) else []
+    if choices and all(isinstance(each, str) for each in choices):
+        return "(" + " | ".join(json.dumps(f"{each}\n</parameter>\n") for each in choices) + ")"
+    return "value"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(schema if "x-guidance" in schema else {**schema, "x-guidance": _WHITESPACE})
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,178 @@
+"""Grammars that hold an answer to a form: their texts, in llguidance's own format, and the tokens that they allow next.
+
+Imports neither torch nor tokenizers.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from engine.errors import InvalidInput
+from engine.options import SamplingOptions
+
+# Bytes of a grammar's text. The time to compile a schema grows with the square of the number of properties.
+MAX_BYTES = 65_536
+# A grammar beyond these is refused, or its answer fails. With llguidance's defaults the first mask of `(a{1000}){1000}` takes
+# 3 s and 200 MB (docs/decisions/031).
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=100_000,
+    step_lexer_fuel=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=50_000,
+    verbose_errors=False,
+)
+_MAX_ERROR_CHARS = 300
+# Whitespace between the parts of JSON. Without a limit, a small model that finds no next word writes whitespace for ever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+
+Schema = Mapping[str, Any] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """JSON of a schema between two texts, such as a tool call between its markers.
+
+    The texts are plain text: a special token's name in them does not stand for that token. `$ref` in the schema refers to the
+    schema itself, so JSON around the schema's JSON belongs into the texts.
+    """
+
+    begin: str
+    schema: Schema
+    end: str
+
+
+def of_schema(schema: Schema) -> str:
+    """The grammar of JSON that meets a JSON schema."""
+    return _joined({"json_schema": _bounded(schema)})
+
+
+def of_any_object() -> str:
+    """The grammar of any JSON object."""
+    return of_schema({"type": "object"})
+
+
+def of_regex(pattern: str) -> str:
+    """The grammar of texts that match a regular expression from the first to the last character."""
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def of_choices(choices: Sequence[str]) -> str:
+    """The grammar of texts that are one of `choices`."""
+    return _joined({"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))})
+
+
+def of_lark(text: str) -> str:
+    """The grammar that a text in llguidance's variant of Lark describes."""
+    return _joined({"lark_grammar": text})
+
+
+def of_tagged(alternatives: Sequence[Tagged], separator: str | None = None) -> str:
+    """The grammar of one of `alternatives`, or, with a separator, of one or more of them with the separator between them."""
+    rules = [f"{json.dumps(each.begin)} @schema{i} {json.dumps(each.end)}" for i, each in enumerate(alternatives)]
+    more = "" if separator is None else f" ({json.dumps(separator)} tagged)*"
+    schemas = [{"name": f"schema{i}", "json_schema": _bounded(each.schema)} for i, each in enumerate(alternatives)]
+    return _joined({"lark_grammar": f"start: tagged{more}\ntagged: " + "\n  | ".join(rules)}, *schemas)
+
+
+def _bounded(schema: Schema) -> Schema:
+    """The schema with a limit on whitespace. llguidance takes its options from `x-guidance`; those of a caller stay."""
+    if schema is False or (schema is not True and "x-guidance" in schema):
+        return schema
+    return {**({} if schema is True else schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+
+
+def _joined(*grammars: Mapping[str, Any]) -> str:
+    """The text that llguidance takes. The first grammar is the whole; it may refer to the others by name."""
+    return json.dumps({"grammars": grammars})
+
+
+def check(grammar: str) -> None:
+    """Find faults that show without a tokenizer. Raises: InvalidInput with the compiler's message."""
+    num_bytes = len(grammar.encode(errors="surrogatepass"))
+    if num_bytes > MAX_BYTES:
+        raise InvalidInput(f"the grammar has {num_bytes} bytes, the limit is {MAX_BYTES}; send a smaller one")
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)
+    if is_error:
+        raise _invalid(messages[0])
+
+
+def _invalid(message: str) -> InvalidInput:
+    return InvalidInput(f"the grammar does not compile: {message.strip()[:_MAX_ERROR_CHARS]}")
+
+
+class Compiler:
+    """Makes the matchers of one model's streams. Safe to call from several threads."""
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """`tokenizer_json` gives the text of a tokenizer.json. It is asked once, for the first grammar."""
+        self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
+        self._lock = Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def matcher(self, grammar: str, options: SamplingOptions) -> "Matcher":
+        """Raises: InvalidInput for a grammar that does not compile, with the compiler's message."""
+        check(grammar)
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = LLTokenizer(self._tokenizer_json(), eos_token=self._eos_ids or None)
+                except ValueError as error:
+                    raise InvalidInput(f"this model's tokenizer takes no grammars, leave them out: {error}") from error
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        compiled.compute_bitmask()  # a regex that is too large fails here
+        if compiled.is_error():
+            raise _invalid(compiled.get_error())
+        possible = np.zeros(32 * -(-self._vocab_size // 32), dtype=np.bool_)
+        if options.allowed is None:
+            possible[: self._vocab_size] = True
+        else:
+            possible[list(options.allowed)] = True
+        # A token that ends a text ends an answer only where it is a stop id; else the answer goes on while the grammar allows it.
+        possible[[id for id in self._tokenizer.eos_tokens if id < self._vocab_size and id not in options.stop_ids]] = False
+        return Matcher(compiled, np.packbits(possible, bitorder="little").view("<i4"))
+
+
+class Matcher:
+    """Where one answer stands in its grammar. One thread at a time may use it."""
+
+    def __init__(self, matcher: LLMatcher, possible: NDArray[np.int32]) -> None:
+        """`possible`: a bit mask of the tokens that may be chosen at all."""
+        self._matcher, self._possible = matcher, possible
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the grammar allows no more after the tokens so far."""
+        return self._matcher.is_stopped()
+
+    def allowed(self, banned: Sequence[int] = ()) -> NDArray[np.int32] | None:
+        """The bit mask of the tokens that may come next, without those `banned`; None where the answer is complete.
+
+        Tokens of the mask that the model does not have are never allowed.
+        Raises: InvalidInput where no token may come and the answer is not complete, and for a grammar that takes too long.
+        """
+        whole = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
+        self._check()
+        mask = whole[: len(self._possible)] & self._possible[: len(whole)]
+        for token in banned:
+            if token < 32 * len(mask):
+                mask[token // 32] &= np.int32(~(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF)
+        if mask.any():
+            return mask
+        if self._matcher.is_accepting():
+            return None
+        raise InvalidInput("no token may be chosen: those that the grammar allows next are excluded by the other options")
+
+    def accept(self, token: int) -> None:
+        """Consume the token that was chosen. Raises: InvalidInput for a grammar that takes too long."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidInput(f"the grammar failed after a part of the answer: {self._matcher.get_error()[:_MAX_ERROR_CHARS]}")

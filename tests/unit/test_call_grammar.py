@@ -1,0 +1,144 @@
+"""Grammars of tool calls: what they accept, token by token, and that the parser reads it."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.text.call_grammar import of_calls
+from serve_app.dialects.call_readers import JsonCall, XmlCall
+from serve_app.dialects.chat_parser import CallArguments, CallBegun, ChatParser
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["city"],
+        "$defs": {"place": {"type": "object"}},
+    },
+    "time": {},
+}
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+
+def byte_tokenizer(tags: list[str]) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in tags])
+    return tokenizer
+
+
+def load(tags: list[str]) -> tuple[Tokenizer, LLTokenizer]:
+    tokenizer = byte_tokenizer(tags)
+    return tokenizer, LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("<|end|>"))
+
+
+TOKENIZERS = {"tokens": (TAGS, *load(TAGS)), "text": ([], *load([]))}
+
+
+def accepts(text: str, kind: str, form: str = "json", *, several: bool = True, reasoning: Any = "none", **schemas: Any) -> bool:
+    tags, tokenizer, constrained = TOKENIZERS[kind]
+    grammar = of_calls(schemas or SCHEMAS, form, tokens=tags, several=several, reasoning=reasoning)  # type: ignore[arg-type]
+    matcher = LLMatcher(constrained, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def in_json(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def in_xml(name: str, **arguments: str) -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+TIME = in_json("time", "{}")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        (in_json("weather", '{"city": "Zürich", "days": 2, "place": {"a": [1]}}'), True),
+        (in_json("weather", '{"city":"<tool_call","unit":"C"}'), True),
+        (TIME + "\n" + in_json("weather", '{"city": ""}'), True),
+        (in_json("weather", '{"days": 2}'), False),
+        (in_json("weather", '{"city": "x", "days": "2"}'), False),
+        (in_json("weather", '{"city": "x", "place": {"a": }}'), False),
+        (in_json("weather", "{" + " " * 40 + '"city": "x"}'), False),
+        (in_json("time", '{"a": 1}'), False),
+        (in_json("date", "{}"), False),
+        ("Hi", False),
+        (f"Hi {TIME}", False),
+        (TIME[:-1], False),
+    ],
+)
+def test_calls_in_json(kind: str, text: str, accepted: bool) -> None:
+    assert accepts(text, kind) is accepted
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        (in_xml("weather", city="a\n</x>", days="2", unit="C", place='{"a": 1}'), True),
+        (in_xml("weather", city="", unit="F"), True),
+        (in_xml("time"), True),
+        (in_xml("weather", days="2"), False),
+        (in_xml("weather", city="x", days="two"), False),
+        (in_xml("weather", city="x", unit="K"), False),
+        (in_xml("weather", city="x", place="1"), False),
+        (in_xml("time", a="1"), False),
+    ],
+)
+def test_calls_in_xml(kind: str, text: str, accepted: bool) -> None:
+    assert accepts(text, kind, "xml") is accepted
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_one_call_or_several(kind: str) -> None:
+    assert accepts(TIME, kind, several=False)
+    assert not accepts(f"{TIME}\n{TIME}", kind, several=False)
+    assert accepts("\n".join([TIME] * 3), kind)
+    assert not accepts(TIME, kind, date={})
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_reasoning_before_the_calls(kind: str) -> None:
+    texts = (TIME, f"<think>\nI call <it>.\n</think>\n\n{TIME}", f"hm\n</think>\n\n{TIME}\n{TIME}")
+    accepted = {
+        "none": (True, False, False),
+        "may": (True, True, False),
+        "open": (False, kind == "text", True),  # without a token of its own, <think> is text like any other
+    }
+    for reasoning, expected in accepted.items():
+        assert tuple(accepts(text, kind, reasoning=reasoning) for text in texts) == expected
+        assert not accepts(f"<think>hm</think>Hi{TIME}", kind, reasoning=reasoning)
+
+
+@pytest.mark.parametrize("form", ["json", "xml"])
+def test_the_parser_reads_what_the_grammar_accepts(form: str) -> None:
+    arguments: dict[str, Any] = {"city": "Zürich\n", "days": 2, "unit": "C", "place": {"a": None}}
+    text = (
+        in_json("weather", json.dumps(arguments, ensure_ascii=False))
+        if form == "json"
+        else in_xml("weather", **{key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()})
+    )
+    assert accepts(text, "tokens", form)
+    parser = ChatParser(thinks=False, new_call=JsonCall if form == "json" else partial(XmlCall, SCHEMAS))
+    begun, *rest = parser.push(text) + parser.finish()
+    assert isinstance(begun, CallBegun)
+    assert json.loads("".join(each.text for each in rest if isinstance(each, CallArguments))) == arguments
