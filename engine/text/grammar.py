@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from cachetools import LRUCache
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
@@ -28,6 +29,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _MAX_ERROR_CHARS = 300
+# Grammars that a model keeps compiled. Many requests of one program have the same schema, and so have the choices of a request.
+_MOST_COMPILED = 32
 # Whitespace between the parts of JSON. Without a limit, a small model that finds no next word writes whitespace for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
@@ -114,28 +117,41 @@ class Compiler:
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
         self._lock = Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._compiled: LRUCache[str, LLMatcher] = LRUCache(_MOST_COMPILED)
 
     def matcher(self, grammar: str, options: SamplingOptions) -> "Matcher":
         """Raises: InvalidInput for a grammar that does not compile, with the compiler's message."""
-        check(grammar)
         with self._lock:
-            if self._tokenizer is None:
-                try:
-                    self._tokenizer = LLTokenizer(self._tokenizer_json(), eos_token=self._eos_ids or None)
-                except ValueError as error:
-                    raise InvalidInput(f"this model's tokenizer takes no grammars, leave them out: {error}") from error
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        compiled.compute_bitmask()  # a regex that is too large fails here
-        if compiled.is_error():
-            raise _invalid(compiled.get_error())
+            tokenizer = self._tokenizer = self._tokenizer or self._load()
+            compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = _compile(grammar, tokenizer)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            compiled = compiled.deep_copy()
         possible = np.zeros(32 * -(-self._vocab_size // 32), dtype=np.bool_)
         if options.allowed is None:
             possible[: self._vocab_size] = True
         else:
             possible[list(options.allowed)] = True
         # A token that ends a text ends an answer only where it is a stop id; else the answer goes on while the grammar allows it.
-        possible[[id for id in self._tokenizer.eos_tokens if id < self._vocab_size and id not in options.stop_ids]] = False
+        possible[[id for id in tokenizer.eos_tokens if id < self._vocab_size and id not in options.stop_ids]] = False
         return Matcher(compiled, np.packbits(possible, bitorder="little").view("<i4"))
+
+    def _load(self) -> LLTokenizer:
+        try:
+            return LLTokenizer(self._tokenizer_json(), eos_token=self._eos_ids or None)
+        except ValueError as error:
+            raise InvalidInput(f"this model's tokenizer takes no grammars, leave them out: {error}") from error
+
+
+def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    check(grammar)
+    compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    compiled.compute_bitmask()  # a regex that is too large fails here
+    if compiled.is_error():
+        raise _invalid(compiled.get_error())
+    return compiled
 
 
 class Matcher:
