@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.errors import InvalidInput
 from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions, TokenIds
+from engine.schedule.request import Slice
 from engine.schedule.stream import Stream, Token
 from engine.text.chat import ChatTemplate
 from engine.text.prompts import Prompts
@@ -84,6 +85,11 @@ class FakeGenerator:
         while any(not stream.future.done() for stream in streams):
             for index, stream in enumerate(streams):
                 stream.first_scheduled_at = time.perf_counter()
+                if step == 0 and stream.options.prompt_logprobs is not None:
+                    targets = [_token(token, stream.options.prompt_logprobs) for token in stream.prompt[1:].tolist()]
+                    stream.accept_scores(Slice(stream, 0, 0, len(stream.prompt)), targets)
+                    if stream.future.done():
+                        continue
                 if self._error is not None and step >= self._fail_after:
                     stream.fail(self._error)
                     continue
