@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,20 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import InvalidInput, ModelError
 from engine.options import TokenIds
-from engine.text.chat import ChatTemplate
+from engine.text.chat import ChatTemplate, tokenizer_settings
 from engine.text.detokenizer import Detokenizer, token_bytes_of
 
 
 class Prompts:
     """The tokenizer of a model that generates. Safe to call from several threads."""
 
-    def __init__(self, tokenizer: HFTokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: HFTokenizer, template: ChatTemplate | None, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """`settings`: `chat.tokenizer_settings` of the model's folder."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer, self.template, self.settings = tokenizer, template, settings
         token_bytes_of(tokenizer)  # a decoder that is not supported stops the start
 
     @classmethod
@@ -30,7 +34,7 @@ class Prompts:
             tokenizer = HFTokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} cannot be loaded: {error}") from error
-        return cls(tokenizer, ChatTemplate.load(folder))
+        return cls(tokenizer, ChatTemplate.load(folder), tokenizer_settings(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""
@@ -44,6 +48,11 @@ class Prompts:
         if self.template is None:
             raise InvalidInput("this model has no chat template, so it takes no messages; give it a text to continue")
         return self._ids(self.template.render(messages, **options), add_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary has it. None: the tokenizer has no such token."""
+        token: str | None = self.tokenizer.id_to_token(token_id)
+        return token
 
     def decode(self, prompt: TokenIds) -> str:
         """The text of a prompt, special tokens included."""

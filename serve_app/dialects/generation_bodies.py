@@ -19,7 +19,7 @@ from serve_app.dialects.fields import Inputs
 from serve_app.errors import BadRequest
 from serve_app.models import ModelInfo
 
-T = TypeVar("T", bound="GenerationBody")
+T = TypeVar("T", bound=ModelBody)
 
 # The limits of OpenAI and vLLM.
 MAX_STOPS = 4

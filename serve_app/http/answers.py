@@ -93,6 +93,26 @@ TOKENS = {
         },
     },
 }
+PROMPT_TOKENS = {
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens", "token_strs"],
+    "properties": {
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer"},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "token_strs": {"type": "array", "nullable": True, "items": {"type": "string", "nullable": True}},
+    },
+}
+TOKENIZED = {"anyOf": [TOKENS, PROMPT_TOKENS]}
+PROMPT = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+TOKENIZER_INFO = {
+    "type": "object",
+    "required": ["tokenizer_class", "bos_token", "eos_token", "pad_token", "chat_template"],
+    "properties": {
+        "tokenizer_class": {"type": "string"},
+        **{name: {"type": "string", "nullable": True} for name in ("bos_token", "eos_token", "pad_token", "chat_template")},
+    },
+}
 INFO = {
     "type": "object",
     "required": ["model_id", "model_type", "max_input_length", "max_client_batch_size"],
