@@ -146,6 +146,8 @@ def _without_null(schema: Any) -> Any:
         return schema
     if (bound := schema.get("exclusiveMinimum", True)) is not True:
         schema = schema | {"minimum": bound, "exclusiveMinimum": True}  # a flag in OpenAPI 3.0
+    if "const" in schema:  # a word of OpenAPI 3.1
+        schema = {key: value for key, value in schema.items() if key != "const"} | {"enum": [schema["const"]]}
     members = [member for member in schema.get("anyOf", []) if member != {"type": "null"}]
     rest = {key: _without_null(value) for key, value in schema.items() if key != "anyOf"}
     if "anyOf" not in schema:

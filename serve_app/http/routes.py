@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from cluster.error_forms import Form, form_of
 from serve_app.compute.service import Service
-from serve_app.dialects import cohere, generation, openai, tei, tokens
+from serve_app.dialects import cohere, decisions, generation, openai, tei, tokens
 from serve_app.dialects.bodies import parse_body
 from serve_app.dialects.cohere import CohereEmbedRequest, CohereRerankRequest
+from serve_app.dialects.decision_bodies import DecisionRequest
 from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest, GenerationBody, parse_request
 from serve_app.dialects.handler import Handler, Headers, Reply
 from serve_app.dialects.openai import OpenAIEmbeddingsRequest
@@ -148,6 +149,10 @@ ROUTES: tuple[Route, ...] = (
     _post_streaming(
         "/v1/completions", generation.completions, CompletionRequest, answers.COMPLETION,
         "The continuation of a text, in OpenAI's form",
+    ),
+    _post_any(
+        "/v1/decisions", decisions.decisions, decisions.parse_decisions, (DecisionRequest,), answers.DECISIONS,
+        "Probabilities for typed questions about one input, in OpenAI's form", only_400=True,
     ),
     _post("/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "As /v1/embeddings"),
     _post(

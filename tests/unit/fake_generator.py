@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class FakeGenerator:
     """Each stream gets the bytes of the next of `answers`, then the end. An exception in place of an answer ends the stream.
 
     `fail_after` tokens, each stream gets `error`. `held` streams get tokens without end. `stall`: 20 of them, and then
-    none until they are cancelled.
+    none until they are cancelled. `late_s`: the first token
+    takes so many seconds.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class FakeGenerator:
         fail_after: int = 0,
         held: bool = False,
         stall: bool = False,
+        late_s: float = 0.0,
     ) -> None:
         (folder / "chat_template.jinja").write_text(TEMPLATE)
         self.tokenizer = None
@@ -66,7 +69,7 @@ class FakeGenerator:
         self.generation = GenerationConfig(tied=True, eos_ids=(EOS,), temperature=0.5)
         self.streams: list[Stream] = []
         self._answers, self._error, self._fail_after, self._held = answers, error, fail_after, held or stall
-        self._stall = stall
+        self._stall, self._late_s = stall, late_s
         self.thread: threading.Thread | None = None
 
     def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
@@ -82,6 +85,7 @@ class FakeGenerator:
     def _compute(self, streams: list[Stream]) -> None:
         scripts = [answer.encode() for answer in self._answers]
         step = 0
+        wait([stream.future for stream in streams], self._late_s)
         while any(not stream.future.done() for stream in streams):
             for index, stream in enumerate(streams):
                 stream.first_scheduled_at = time.perf_counter()
@@ -100,7 +104,9 @@ class FakeGenerator:
                     stream.accept(Token(script[step % len(script)]))
                     time.sleep(0.001)
                 else:
-                    stream.accept(_token(script[step] if step < len(script) else EOS, stream.options.logprobs))
+                    token = _token(script[step] if step < len(script) else EOS, stream.options.logprobs)
+                    # -1 for the first id that the request names, -2 for the second one
+                    stream.accept(token._replace(logprobs_of=tuple(-1.0 - k for k in range(len(stream.options.logprobs_of)))))
             step += 1
 
 

@@ -37,7 +37,7 @@ def post(
     served: Any, path: str, headers: dict[str, str] | None = None, *, raw: bytes | None = None, **fields: Any
 ) -> httpx.Response:
     """The response to a request with the path's smallest body and these fields."""
-    app = Api(FakeBackend(served), Settings(max_client_batch_size=8, **LIMITS), Metrics("fake")).app
+    app = Api(FakeBackend(served), Settings(**LIMITS), Metrics("fake")).app
 
     async def scenario() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://fake") as client:
@@ -50,7 +50,7 @@ def post(
     return answer
 
 
-LIMITS: dict[str, Any] = {"payload_limit": 10_000, "request_timeout_s": 20.0}
+LIMITS: dict[str, Any] = {"max_client_batch_size": 8, "payload_limit": 10_000, "request_timeout_s": 20.0}
 
 
 def text_of(answer: httpx.Response) -> list[str]:

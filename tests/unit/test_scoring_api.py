@@ -1,6 +1,9 @@
 """Log-probabilities of prompts, tokens of texts, and decisions, over a model that generates what the test has written down."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,9 @@ import pytest
 from fake_generator import CONTEXT, EOS, TEMPLATE, FakeGenerator, events
 from fake_models import FakeBackend, FakeModel
 from starlette.testclient import TestClient
-from test_generation_api import CHAT, COMPLETIONS, post
+from test_generation_api import CHAT, COMPLETIONS, LIMITS, post
 
+from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
 from engine.model.folder import load_model_config
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
@@ -176,3 +180,176 @@ def test_detokenize_refuses(tmp_path: Path, status: int, sent: dict[str, Any]) -
 def test_the_document_has_the_statuses_of_detokenize() -> None:
     documented = {int(status) for status in openapi.document("")["paths"]["/detokenize"]["post"]["responses"]}
     assert documented == {200, 401, 429} | {status for status, _ in DETOKENIZE}
+
+
+# Decisions
+
+DECISIONS = "/v1/decisions"
+TICKET = "I was charged twice."
+PREDICATE = {"type": "predicate", "instructions": "The customer is angry."}
+CHOICE = {
+    "type": "choice",
+    "name": "kind",
+    "instructions": "What is it about?",
+    "choices": [{"value": "billing", "description": "Money"}, {"value": "true"}, {"value": True}],
+}
+SCORE = {"type": "score", "name": "urgency", "instructions": "How urgent?", "levels": [{"label": "low"}, {"label": "high"}]}
+
+
+def decide(served: FakeGenerator, headers: dict[str, str] | None = None, **fields: Any) -> Any:
+    """The response about these questions, with room for them in the context."""
+    served.info = replace(served.info, max_input_length=8000)
+    body = {"input": TICKET, "questions": [PREDICATE]} | fields
+    return post(served, DECISIONS, headers, raw=body.pop("raw", None) or json.dumps(body).encode())
+
+
+def prompts_of(model: FakeGenerator) -> list[str]:
+    return [bytes(stream.prompt.tolist()).decode() for stream in model.streams]
+
+
+def share(*logprobs: float) -> list[float]:
+    return [exp(each) / sum(map(exp, logprobs)) for each in logprobs]
+
+
+def test_every_kind_of_question_is_answered(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    answer = decide(model, questions=[PREDICATE, CHOICE, SCORE], safety_identifier="a", prompt_cache_key="b", model="fake")
+    assert answer.status_code == 200, answer.text
+    two, three = share(-1, -2), share(-1, -2, -3)
+    assert answer.json()["answers"] == [
+        {"type": "predicate", "name": None, "probability": pytest.approx(two[1])},
+        {
+            "type": "choice",
+            "name": "kind",
+            "choice": "billing",
+            "probabilities": [
+                {"value": value, "probability": pytest.approx(each)}
+                for value, each in zip(["billing", "true", True], three, strict=True)
+            ],
+            "confidence": pytest.approx(exp(-1)),
+        },
+        {
+            "type": "score",
+            "name": "urgency",
+            "score": pytest.approx(two[1]),
+            "probabilities": [
+                {"value": 0, "label": "low", "probability": pytest.approx(two[0])},
+                {"value": 1, "label": "high", "probability": pytest.approx(two[1])},
+            ],
+            "confidence": pytest.approx(exp(-1)),
+        },
+    ]
+    num_tokens = sum(map(len, prompts_of(model)))
+    assert answer.json()["usage"] == {
+        "input_tokens": num_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_tokens + 3,
+    }
+    assert prompts_of(model)[1] == (
+        f"<user>{TICKET}\n\nChoose the option that fits the text above best.\nWhat is it about?\n\n"
+        'A. "billing": Money\nB. "true"\nC. true\n\nReply with the label of one option, and nothing else.<a>'
+    )
+    assert {stream.options.logprobs_of for stream in model.streams} == {(65, 66, 67)}
+    assert {(stream.options.max_tokens, stream.options.stop_ids) for stream in model.streams} == {(1, ())}
+
+
+@pytest.mark.parametrize(("state", "num_first"), [("x" * 121, 2), ("x" * 122, 1)])
+def test_a_state_of_a_page_is_computed_before_the_other_questions(tmp_path: Path, state: str, num_first: int) -> None:
+    """The beginning is `<user>`, the state, and what the introductions have in common: none."""
+    model = FakeGenerator(tmp_path, "x")
+    submitted: list[int] = []
+    submit = model.submit
+    model.submit = lambda streams: (submitted.append(len(streams)), submit(streams))[1]  # type: ignore[method-assign]
+    questions = [PREDICATE | {"name": "0"}, CHOICE]
+    answer = decide(model, input=state[:-2], questions=questions)
+    assert [each["name"] for each in answer.json()["answers"]] == ["0", "kind"]
+    assert submitted == ([2] if num_first == 2 else [1, 1])
+    assert decide(FakeGenerator(tmp_path, "x"), input=state * 9).status_code == 200  # one question alone
+
+
+def test_an_input_of_messages_is_one_text(tmp_path: Path) -> None:
+    parts = [{"type": "input_text", "text": "one", "prompt_cache_breakpoint": {"mode": "explicit"}}]
+    parts.append({"type": "input_json", "data": {"a": [1, None]}})  # type: ignore[dict-item]
+    user = {"role": "user", "content": parts}
+    model = FakeGenerator(tmp_path, "x")
+    assert decide(model, input=[user, {"role": "user", "content": "two", "type": "message"}]).status_code == 200
+    assert prompts_of(model)[0].startswith('<user>one\n{"a": [1, null]}\n\ntwo\n\nIs this')
+    model = FakeGenerator(tmp_path, "x")
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "three"}, {"type": "refusal", "refusal": "no"}]}
+    assert decide(model, input=[{"role": "user", "content": "two"}, said]).status_code == 200
+    assert prompts_of(model)[0].startswith("<user>user: two\n\nassistant: three\nno\n\nIs this")
+
+
+def choices(count: int) -> dict[str, Any]:
+    return {"type": "choice", "instructions": "Which?", "choices": [{"value": str(each)} for each in range(count)]}
+
+
+UNDECIDED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"input": " "}, "input", "cannot be empty"),
+    ({"input": []}, "input", "at least 1 item"),
+    ({"input": 1}, "input", "valid array"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input", "'user', 'developer'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "'input_image'"),
+    ({"input": [{"type": "function_call", "call_id": "a"}]}, "input", "Field required"),
+    ({"questions": []}, "questions", "at least 1 item"),
+    ({"questions": [PREDICATE] * 201}, "questions", "at most 200 items"),
+    ({"questions": [{"type": "essay"}]}, "questions", "'essay'"),
+    ({"questions": [PREDICATE | {"weight": 1}]}, "questions", "Extra inputs are not permitted"),
+    ({"questions": [choices(1)]}, "questions", "at least 2 items"),
+    ({"questions": [choices(256)]}, "questions", "at most 255 items"),
+    ({"questions": [choices(27)]}, None, "27 options; this model's tokenizer has labels for 26"),
+    ({"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]}, "questions", "must be unique"),
+    ({"questions": [SCORE | {"levels": [{"label": "a"}] * 11}]}, "questions", "at most 10 items"),
+    ({"cache_salt": "x"}, "cache_salt", "Extra inputs are not permitted"),
+    ({"temperature": 1}, "temperature", "Extra inputs are not permitted"),
+    ({"input": "x" * 7900}, "input_tokens", "maximum context length is 8000 tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "text"), UNDECIDED, ids=[text for *_, text in UNDECIDED])
+def test_what_cannot_be_decided_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str | None, text: str
+) -> None:
+    monkeypatch.setitem(LIMITS, "payload_limit", 100_000)
+    monkeypatch.setitem(LIMITS, "max_client_batch_size", 1000)
+    model = FakeGenerator(tmp_path, "x")
+    answer = decide(model, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("BadRequestError", param)
+    assert text in error["message"]
+    assert not model.streams
+
+
+def test_a_model_that_does_not_chat_decides_nothing(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    model.prompts = Prompts(model.prompts.tokenizer, None)
+    answer = decide(model)
+    assert (answer.status_code, "no chat template" in answer.json()["message"]) == (400, True)
+
+
+FAILING: list[tuple[int, Callable[[Path], Any], dict[str, Any]]] = [
+    (400, lambda folder: FakeGenerator(folder, "x"), {"headers": {"x-priority": "now"}}),
+    (404, lambda folder: FakeGenerator(folder, "x"), {"model": "missing"}),
+    (413, lambda folder: FakeGenerator(folder, "x"), {"raw": b" " * 10_001}),
+    (415, lambda folder: FakeGenerator(folder, "x"), {"headers": {"content-type": "text/plain"}}),
+    (424, lambda folder: FakeGenerator(folder, "x", error=BackendError("it fell over")), {}),
+    (429, lambda folder: FakeGenerator(folder, "x", error=DeadlineOutOfReach(9.0, 1.0)), {}),
+    (503, lambda folder: FakeGenerator(folder, "x", error=EngineStopped("over")), {}),
+    (504, lambda folder: FakeGenerator(folder, "x", late_s=5.0), {"headers": {"x-request-deadline-ms": "20"}}),
+]
+
+
+@pytest.mark.parametrize(("status", "make", "sent"), FAILING)
+def test_decisions_fail_as_generation_does(
+    tmp_path: Path, status: int, make: Callable[[Path], Any], sent: dict[str, Any]
+) -> None:
+    answer = decide(make(tmp_path), **sent)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, status), answer.text
+
+
+def test_the_document_has_the_statuses_of_decisions() -> None:
+    documented = {int(status) for status in openapi.document("")["paths"][DECISIONS]["post"]["responses"]}
+    assert documented == {200, 401} | {status for status, *_ in FAILING}
