@@ -1,4 +1,7 @@
-"""The request body of OpenAI's decisions: typed questions about one input. The limits are vLLM's."""
+"""The request body of OpenAI's decisions: typed questions about one input.
+
+The limits are vLLM's. Texts have none of their own: `payload_limit` bounds the whole body, and the context each prompt.
+"""
 
 import json
 from typing import Annotated, Any, Literal
@@ -9,9 +12,6 @@ from serve_app.compute.parameters import Body
 from serve_app.dialects.bodies import ModelBody
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 200, 255, 10
-
-_Text = Annotated[str, Field(max_length=10 << 20)]
-_ShortText = Annotated[str, Field(max_length=1 << 20)]
 
 
 class Strict(Body):
@@ -28,7 +28,7 @@ class CacheBreakpoint(Strict):
 
 class TextPart(Strict):
     type: Literal["input_text", "output_text"]
-    text: _Text
+    text: str
     prompt_cache_breakpoint: CacheBreakpoint | None = None
 
     @property
@@ -38,7 +38,7 @@ class TextPart(Strict):
 
 class RefusalPart(Strict):
     type: Literal["refusal"]
-    refusal: _Text
+    refusal: str
 
     @property
     def as_text(self) -> str:
@@ -60,8 +60,8 @@ def _kind(value: Any) -> str:
 
 
 _Part = Annotated[TextPart | RefusalPart | JsonPart, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], Field(min_length=1, max_length=16_384)]
-_Content = Annotated[Annotated[_Text, Tag("text")] | Annotated[_Parts, Tag("list")], Discriminator(_kind)]
+_Parts = Annotated[list[_Part], Field(min_length=1)]
+_Content = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("list")], Discriminator(_kind)]
 
 
 def text_of(content: str | list[Any]) -> str:
@@ -77,7 +77,7 @@ class Message(Strict):
 
 class Question(Strict):
     instructions: _Content
-    name: _ShortText | None = None
+    name: str | None = None
 
     @property
     def options(self) -> list[tuple[str, str | None]]:
@@ -94,8 +94,8 @@ class PredicateQuestion(Question):
 
 
 class ChoiceOption(Strict):
-    value: bool | _ShortText
-    description: _ShortText | None = None
+    value: bool | str
+    description: str | None = None
 
 
 class ChoiceQuestion(Question):
@@ -116,8 +116,8 @@ class ChoiceQuestion(Question):
 
 
 class ScoreLevel(Strict):
-    label: _ShortText
-    description: _ShortText | None = None
+    label: str
+    description: str | None = None
 
 
 class ScoreQuestion(Question):
@@ -131,7 +131,7 @@ class ScoreQuestion(Question):
         return [(each.label, each.description) for each in self.levels]
 
 
-_Messages = Annotated[list[Message], Field(min_length=1, max_length=131_072)]
+_Messages = Annotated[list[Message], Field(min_length=1)]
 AnyQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
 
 
@@ -145,7 +145,7 @@ class DecisionRequest(ModelBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    input: Annotated[Annotated[_Text, Tag("text")] | Annotated[_Messages, Tag("list")], Discriminator(_kind)]
+    input: Annotated[Annotated[str, Tag("text")] | Annotated[_Messages, Tag("list")], Discriminator(_kind)]
     questions: Annotated[list[AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
     safety_identifier: Annotated[str, Field(max_length=128)] | None = None
     prompt_cache_key: str | None = None

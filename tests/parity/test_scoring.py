@@ -5,22 +5,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from starlette.testclient import TestClient
 
 from engine import Engine
 from engine.errors import InvalidInput, NotFinite
 from engine.heads import scores
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
+from engine.loop import EngineLoop
 from engine.model.gguf import GGUFWeights
-from engine.options import SamplingOptions
+from engine.options import SamplingOptions, TokenIds
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Stream, Token
+from serve_app.compute.decisions import labels_of
+from serve_app.http.app import Api
+from serve_app.models import ModelInfo, ServedModel
+from serve_app.observe.metrics import Metrics
+from serve_app.replica.local import LocalGenerator
+from serve_app.settings import Settings
 
 SCORE = SamplingOptions(max_tokens=0, prompt_logprobs=3)
 LENGTHS = (1, 3, 150, 127, 200, 2)
@@ -204,8 +213,13 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone(
     assert engine.pages.num_free == engine.pages.num_pages
 
 
-@torch.inference_mode()
-def test_smollm2_scores_a_text_as_transformers_does() -> None:
+@pytest.fixture(scope="module")
+def smollm2() -> Engine:
+    return load(resolve_model(EMBEDDED_GENERATOR), max_batch_tokens=512)
+
+
+@pytest.fixture(scope="module")
+def their_smollm2() -> Any:
     """With the weights of the GGUF file, which `test_gguf_model.py` compares with transformers' own."""
     folder = resolve_model(EMBEDDED_GENERATOR)
     weights = GGUFWeights(folder / "model.gguf")
@@ -214,9 +228,76 @@ def test_smollm2_scores_a_text_as_transformers_does() -> None:
     model.to_empty(device="cpu").load_state_dict({name: weights.tensor(name) for name in weights.names}, strict=False)
     model.tie_weights()
     model.model.rotary_emb.__init__(model.config)  # its buffers are in no file
-    engine = load(folder, max_batch_tokens=16)
-    assert engine.prompts is not None
-    ids = engine.prompts.encode("The giant panda lives on bamboo, twenty kilograms of it a day. Bears sleep in winter.")
-    (answer,) = engine.generate([ids], SCORE)
-    expected = model.float()(torch.from_numpy(ids)[None].long()).logits[0].log_softmax(-1)
-    check(answer.prompt_tokens, ids.tolist(), expected, atol=1e-3)
+    return model.float()
+
+
+@torch.inference_mode()
+def smollm2_log_probs(model: Any, ids: TokenIds) -> torch.Tensor:
+    whole: torch.Tensor = model(torch.from_numpy(ids)[None].long()).logits[0].log_softmax(-1)
+    return whole
+
+
+def test_smollm2_scores_a_text_as_transformers_does(smollm2: Engine, their_smollm2: Any) -> None:
+    assert smollm2.prompts is not None
+    ids = smollm2.prompts.encode("The giant panda lives on bamboo, twenty kilograms of it a day. Bears sleep in winter.")
+    stream = smollm2.new_stream(ids, SCORE)
+    Passes(smollm2, 16).run([stream])
+    check(stream.future.result().prompt_tokens, ids.tolist(), smollm2_log_probs(their_smollm2, ids), atol=1e-3)
+
+
+class OnlyModel:
+    """The models of an API that has one. Keeps the prompts that it computes."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
+        info = ModelInfo("smollm2", "smollm2", "float32", "cpu", "last_token", 0, 8192, 512, 0, task="generation")
+        self.prompts: list[TokenIds] = []
+        self._model = LocalGenerator(replace(info, vocab_size=engine.config.vocab_size), engine, loop)
+        new_stream = self._model.new_stream
+
+        def keep(prompt: TokenIds, options: SamplingOptions) -> Stream:
+            self.prompts.append(prompt)
+            return new_stream(prompt, options)
+
+        self._model.new_stream = keep  # type: ignore[method-assign]
+
+    def get(self, _name: str | None) -> ServedModel:
+        return self._model
+
+    def backlog_s(self) -> float:
+        return 0.0
+
+
+def test_decisions_are_transformers_probabilities_of_the_labels(smollm2: Engine, their_smollm2: Any) -> None:
+    """Of more options than letters, too. The questions after the first find the input in the cache."""
+    assert smollm2.prompts is not None
+    loop = EngineLoop(smollm2, 512)
+    backend = OnlyModel(smollm2, loop)
+    client = TestClient(Api(backend, Settings(), Metrics("smollm2")).app)  # type: ignore[arg-type]
+    questions = [
+        {"type": "predicate", "instructions": "The text is about animals."},
+        {"type": "score", "instructions": "Long?", "levels": [{"label": "no"}, {"label": "somewhat"}, {"label": "yes"}]},
+        {"type": "choice", "instructions": "Which number?", "choices": [{"value": str(each)} for each in range(40)]},
+    ]
+    text = "The giant panda lives on bamboo, twenty kilograms of it a day. " * 9
+    try:
+        answer = client.post("/v1/decisions", json={"input": text, "questions": questions})
+    finally:
+        loop.stop()
+    assert answer.status_code == 200, answer.text
+    labels = labels_of(smollm2.prompts).all
+    assert [each.text for each in labels[:27]] == [*ascii_uppercase, "AA"]
+    predicate, score, choice = answer.json()["answers"]
+    told = [
+        [1 - predicate["probability"], predicate["probability"]],
+        [each["probability"] for each in score["probabilities"]],
+        [each["probability"] for each in choice["probabilities"]],
+    ]
+    for prompt, probabilities in zip(backend.prompts, told, strict=True):
+        ids = [each.token_id for each in labels[: len(probabilities)]]
+        whole = smollm2_log_probs(their_smollm2, prompt)[-1][ids]
+        np.testing.assert_allclose(probabilities, whole.softmax(0), atol=1e-3)
+    assert score["score"] == pytest.approx(told[1][1] + 2 * told[1][2])
+    assert choice["choice"] == str(np.argmax(told[2]))
+    usage = answer.json()["usage"]
+    assert usage["input_tokens"] == sum(map(len, backend.prompts))
+    assert usage["input_tokens_details"]["cached_tokens"] == 2 * PAGE_SIZE  # of a page each

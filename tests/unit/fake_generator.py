@@ -16,7 +16,7 @@ from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions, TokenIds
 from engine.schedule.request import Slice
 from engine.schedule.stream import Stream, Token
-from engine.text.chat import ChatTemplate
+from engine.text.chat import ChatTemplate, tokenizer_settings
 from engine.text.prompts import Prompts
 from serve_app.models import ModelInfo
 
@@ -65,7 +65,7 @@ class FakeGenerator:
         self.info = replace(
             ModelInfo("fake", "fake", "float32", "cpu", "mean", 16, CONTEXT, 1000, 0), task="generation", vocab_size=257
         )
-        self.prompts = Prompts(byte_tokenizer(), ChatTemplate.load(folder))
+        self.prompts = Prompts(byte_tokenizer(), ChatTemplate.load(folder), tokenizer_settings(folder))
         self.generation = GenerationConfig(tied=True, eos_ids=(EOS,), temperature=0.5)
         self.streams: list[Stream] = []
         self._answers, self._error, self._fail_after, self._held = answers, error, fail_after, held or stall
