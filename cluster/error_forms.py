@@ -30,7 +30,7 @@ PATH_RULES = (
     PathRule("cohere", "end", ("/v1/embed", "/v1/rerank")),
     PathRule("cohere", "sub", ("/v2/",)),
     PathRule("openai", "sub", ("/v1/",)),
-    PathRule("openai", "end", ("/embeddings",)),
+    PathRule("openai", "end", ("/embeddings", "/detokenize", "/tokenizer_info")),
 )
 
 

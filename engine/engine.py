@@ -221,7 +221,7 @@ class Engine:
         check_sampling(options, self.config.vocab_size)
         ids = checked_ids(0, prompt, self.config.vocab_size).astype(np.int32)
         room = self.config.max_input_length - len(ids)
-        if room < 1:
+        if room < min(1, options.max_tokens):
             raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {self.config.max_input_length} tokens")
         options = replace(options, max_tokens=min(options.max_tokens, room))
         matcher = None

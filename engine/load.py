@@ -27,7 +27,6 @@ from engine.model.weights import Checkpoint
 from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
-from engine.text.chat import ChatTemplate
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
@@ -119,7 +118,7 @@ def load(
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
     network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
-    prompts = None if config.generation is None else Prompts(tokenizer.shared, ChatTemplate.load(folder))
+    prompts = None if config.generation is None else Prompts.of(folder, tokenizer.shared)
     return Loaded(tokenizer, network, packer, prompts)
 
 

@@ -63,7 +63,9 @@ class SamplingOptions:
     `no_repeat_ngram` n bans each token that would repeat n tokens of prompt and answer in the same order; 0 bans none.
     The same `seed` and prompt give the same tokens, whatever else runs; None draws a seed.
     `stop_ids` end the answer, and are not part of it, from `min_tokens` tokens on. `logprobs` asks for the log-probability of
-    each token and for so many of the likeliest ones; None asks for neither.
+    each token and for so many of the likeliest ones; None asks for neither. `logprobs_of` asks for those of exactly these ids,
+    too. `prompt_logprobs` is `logprobs` for the tokens of the prompt. With it, `max_tokens` may be 0: the prompt is scored, and
+    there is no answer.
     `grammar` holds the answer to a form; `engine/text/grammar.py` makes such texts. It narrows `allowed`. The answer ends
     where the grammar allows no more, even before `min_tokens`. Where it may end or go on, a stop id ends it.
     """
@@ -82,6 +84,8 @@ class SamplingOptions:
     min_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    logprobs_of: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
     no_repeat_ngram: int = 0
     grammar: str | None = None
 
@@ -108,7 +112,7 @@ class SamplingOptions:
 def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     """Raises: InvalidInput naming the option, its value, and the values that it may have."""
     limits = {
-        "max_tokens": (1, inf),
+        "max_tokens": (1 if options.prompt_logprobs is None else 0, inf),
         "temperature": (0, inf),
         "top_k": (0, inf),
         "top_p": (0, 1),
@@ -119,6 +123,7 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
         "min_tokens": (0, inf),
         "no_repeat_ngram": (0, inf),
         "logprobs": (0, vocab_size),
+        "prompt_logprobs": (0, vocab_size),
     }
     for name, (least, most) in limits.items():
         value = getattr(options, name)
@@ -130,9 +135,10 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     for token, bias in options.logit_bias:
         if not 0 <= token < vocab_size or not isfinite(bias):
             raise InvalidInput(f"logit_bias gives token {token} {bias}, expected a token below {vocab_size} and a finite number")
-    may_not = [token for token in options.allowed or () if not 0 <= token < vocab_size]
-    if may_not:
-        raise InvalidInput(f"allowed has token {may_not[0]}, the vocabulary ends at {vocab_size - 1}")
+    for name in ("allowed", "logprobs_of"):
+        may_not = [token for token in getattr(options, name) or () if not 0 <= token < vocab_size]
+        if may_not:
+            raise InvalidInput(f"{name} has token {may_not[0]}, the vocabulary ends at {vocab_size - 1}")
     if options.allowed is not None and set(options.allowed) <= (set(options.stop_ids) if options.min_tokens else set()):
         raise InvalidInput("no token may be chosen: allowed has none besides stop_ids, which min_tokens forbids at first")
 

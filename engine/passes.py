@@ -22,6 +22,8 @@ from engine.step import Step
 
 log = logging.getLogger(__name__)
 
+_NOT_FINITE = "the model gave logits that are not finite"
+
 
 class Runner(Protocol):
     """What starts forward passes: the engine, or a stub in tests and benchmarks."""
@@ -198,14 +200,20 @@ class Passes:
             return []
 
     def _deliver_tokens(self, step: Step, output: Output) -> None:
-        """Give each stream the token that was chosen for it. The streams that go on can be scheduled again."""
+        """Give each stream its scores and the token that was chosen for it. The streams that go on can be scheduled again."""
         assert self.scheduler.streams is not None, "a runner with pages computes streams"
         with self.lock:
             keep(step.parts)
+        scored = [part for part, piece in zip(step.parts, step.pieces, strict=True) if piece.scored is not None]
+        for part, scores in zip(scored, output.scores, strict=True):
+            if scores is None:
+                part.request.fail(NotFinite(_NOT_FINITE))
+            else:
+                part.request.accept_scores(part, scores)
         chosen = [part.request for part, piece in zip(step.parts, step.pieces, strict=True) if piece.row is not None]
         for stream, token in zip(chosen, output.tokens, strict=True):
             if token is None:
-                stream.fail(NotFinite("the model gave logits that are not finite"))
+                stream.fail(NotFinite(_NOT_FINITE))
             else:
                 stream.accept(token)
         with self.lock:

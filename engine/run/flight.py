@@ -28,6 +28,8 @@ class Output:
     device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured
     # The next token of each stream that got one, in the order of the pass; None where the logits are not finite.
     tokens: Sequence[Token | None] = ()
+    # The scored tokens of each piece that asks for them, in the order of the pass; None where the logits are not finite.
+    scores: Sequence[Sequence[Token] | None] = ()
 
     @property
     def finite(self) -> NDArray[np.bool_]:

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.draws import Row
 from engine.errors import InvalidInput
 from engine.heads.base import OutputHead, Outputs, VectorHead
 from engine.heads.language import LanguageHead
 from engine.heads.sampler import Sampling, sample, tokens_of
+from engine.heads.scores import score_prompts, with_logprobs_of
 from engine.model.base import Model
 from engine.model.config import OutputName
 from engine.run.batch import BatchShape, PackedBatch
-from engine.schedule.stream import Token
+from engine.schedule.stream import Piece, Token
 
 # The vectors [B, embedding_size], and the rows of each output head, all fp32 on the model's device.
 Results = tuple[Tensor, list[Tensor]]
@@ -51,18 +51,29 @@ class Network:
         vectors = self.vector_head(hidden, batch, pooled_only)
         return vectors, [head(hidden, vectors, batch) for head in heads]
 
-    def next_tokens(self, batch: PackedBatch, rows: Sequence[Row | None]) -> list[Token | None]:
-        """The next token of each stream that has a row, in order; None where its logits are not finite."""
+    def next_tokens(self, batch: PackedBatch, pieces: Sequence[Piece]) -> tuple[list[Token | None], list[list[Token] | None]]:
+        """What a pass gives to the streams of a batch, in order.
+
+        Returns: the next token of each piece that has a row, and the scored tokens of each piece that asks for them; None where
+            the logits are not finite.
+        """
         assert self.language_head is not None, "only a model that generates has next tokens"
-        hidden = self.model.forward(batch, pooled_only=True)  # [B, C]
-        chosen = [row for row in rows if row is not None]
+        scores: list[list[Token] | None] = []
+        if any(piece.scored is not None for piece in pieces):
+            whole = self.model.forward(batch)  # [T, C]
+            scores = score_prompts(whole, pieces, self.language_head)
+            hidden = whole.index_select(0, batch.pooled_rows)  # [B, C]
+        else:
+            hidden = self.model.forward(batch, pooled_only=True)
+        chosen = [piece.row for piece in pieces if piece.row is not None]
         if not chosen:
-            return []
-        if len(chosen) < len(rows):
-            wanted = torch.tensor([index for index, row in enumerate(rows) if row is not None], device=hidden.device)
+            return [], scores
+        if len(chosen) < len(pieces):
+            wanted = torch.tensor([index for index, piece in enumerate(pieces) if piece.row is not None], device=hidden.device)
             hidden = hidden.index_select(0, wanted)
         logits = self.language_head(hidden)
-        return tokens_of(sample(logits, Sampling.of(chosen, logits.shape[1], logits.device)), chosen)
+        tokens = tokens_of(sample(logits, Sampling.of(chosen, logits.shape[1], logits.device)), chosen)
+        return with_logprobs_of(tokens, logits, chosen), scores
 
     def wide_values(self, shape: BatchShape, heads: Sequence[OutputHead]) -> int:
         """How many numbers a pass gives besides vectors of a usual width."""

@@ -53,9 +53,9 @@ class CpuRunner:
         start = perf_counter()
         assert self._cache is not None, "pieces are for a model that generates"
         batch = with_cache(self.packer.pack([piece.token_ids for piece in pieces]), pieces, self._cache)
-        tokens = self._network.next_tokens(batch, [piece.row for piece in pieces])
+        tokens, scores = self._network.next_tokens(batch, pieces)
         vectors = np.empty((0, 1), dtype=np.float32)
-        return Finished(Output(vectors, device_s=perf_counter() - start, tokens=tokens))
+        return Finished(Output(vectors, device_s=perf_counter() - start, tokens=tokens, scores=scores))
 
 
 def with_cache(batch: PackedBatch, pieces: Sequence[Piece], cache: KVCache) -> PackedBatch:

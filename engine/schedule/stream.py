@@ -23,32 +23,46 @@ from engine.text.grammar import Matcher
 FinishReason = Literal["stop", "length"]
 
 
+class Scored(NamedTuple):
+    """The tokens of a prompt whose log-probabilities a pass computes."""
+
+    targets: TokenIds  # the token after each token of the piece; the prompt's last token has none
+    num_top: int  # how many of the likeliest tokens are wanted at each place
+
+
 class Piece(NamedTuple):
     """What a pass computes of a stream."""
 
     token_ids: TokenIds
     start: int  # the position of the first of these tokens
     pages: tuple[int, ...]  # where the keys and values of all tokens of the stream are, these included
-    row: Row | None  # how the token after them is chosen; None where the stream goes on in a later pass
+    row: Row | None  # how the token after them is chosen; None where the stream goes on in a later pass, or ends without one
+    scored: Scored | None = None
 
 
 class Token(NamedTuple):
-    """One token of an answer. `logprob` and `top` are None where nobody asked for them."""
+    """One token of an answer, or of a prompt. `logprob` and `top` are None where nobody asked for them."""
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] | None = None  # (token id, log-probability) of the likeliest ones, the likeliest first
+    logprobs_of: tuple[float, ...] = ()  # of the ids in `SamplingOptions.logprobs_of`, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a stream. `tokens` are without the one that ended it."""
+    """The result of a stream. `tokens` are without the one that ended it, which is `end`; None where the length ended it.
+
+    `prompt_tokens` are there with `prompt_logprobs`. The first one has no log-probability.
+    """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt, found in the cache
     queue_s: float
+    end: Token | None = None
+    prompt_tokens: tuple[Token, ...] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +76,7 @@ class Stream(Waiting):
     matcher: Matcher | None = None  # of a grammar
     # Progress, kept by the scheduler.
     answer: list[Token] = field(default_factory=list)
+    scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
     num_cached_tokens: int = 0
@@ -75,6 +90,17 @@ class Stream(Waiting):
     def length(self) -> int:
         """Tokens of the prompt and of the answer."""
         return len(self.prompt) + len(self.answer)
+
+    @property
+    def prompt_tokens(self) -> tuple[Token, ...] | None:
+        """The prompt's tokens and their log-probabilities. None where nobody asked, or not all are scored."""
+        if self.options.prompt_logprobs is None or len(self.scores) < len(self.prompt) - 1:
+            return None
+        return Token(int(self.prompt[0])), *(self.scores[at] for at in range(1, len(self.prompt)))
+
+    @property
+    def _is_scored(self) -> bool:
+        return self.options.prompt_logprobs is None or len(self.scores) == len(self.prompt) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +139,8 @@ class Stream(Waiting):
             return 0
         if not may_take_pages:
             return None
-        shared = self.pool.match(self.ids)
+        # A prompt is scored by the hidden state of each of its tokens, and the cache has none.
+        shared = self.pool.match(self.ids) if self._is_scored else []
         fresh = self.pool.take(-(-self.length // self.pool.page_size) - len(shared))
         if fresh is None:
             self.pool.release(shared)
@@ -139,7 +166,7 @@ class Stream(Waiting):
         if self.pool is None or len(pages) * self.pool.page_size < part.stop:
             return None
         row = None
-        if part.stop == self.length:
+        if part.stop == self.length and self.options.max_tokens:
             banned = self.options.stop_ids if len(self.answer) < self.options.min_tokens else ()
             if self.options.no_repeat_ngram:
                 banned = (*banned, *banned_by_ngrams(self.ids, self.options.no_repeat_ngram))
@@ -154,14 +181,28 @@ class Stream(Waiting):
                     self._end("stop")
                     return None
             row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned, allowed)
-        return Piece(part.token_ids, part.start, pages, row)
+        return Piece(part.token_ids, part.start, pages, row, self._scored(part))
+
+    def _scored(self, part: Slice) -> Scored | None:
+        """What a pass scores of one slice. A stream that was preempted is scored once."""
+        if self.options.prompt_logprobs is None or part.start >= len(self.prompt) or (self._is_scored and self.answer):
+            return None
+        return Scored(self.prompt[part.start + 1 : part.stop + 1], self.options.prompt_logprobs)
+
+    def accept_scores(self, part: Slice, tokens: Sequence[Token]) -> None:
+        """Keep the scored tokens of one slice. Ends the stream with its prompt if it wants no answer."""
+        if self.future.done():
+            return  # the caller has left
+        self.scores |= enumerate(tokens, start=part.start + 1)
+        if part.stop == len(self.prompt) and not self.options.max_tokens:
+            self._end("length")
 
     def accept(self, token: Token) -> None:
         """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""
         if self.future.done():
             return  # the caller has left
         if token.id in self.options.stop_ids:
-            return self._end("stop")
+            return self._end("stop", token)
         self.answer.append(token)
         if self.counts is not None:
             self.counts.add(token.id)
@@ -177,10 +218,11 @@ class Stream(Waiting):
         elif len(self.answer) >= self.options.max_tokens:
             self._end("length")
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason, token: Token | None = None) -> None:
         assert self.first_scheduled_at is not None, "a stream that has a token was scheduled"
         queue_s = self.first_scheduled_at - self.submitted_at
-        result = Answer(tuple(self.answer), reason, len(self.prompt), self.num_cached_tokens, queue_s)
+        counts = len(self.prompt), self.num_cached_tokens
+        result = Answer(tuple(self.answer), reason, *counts, queue_s, token, self.prompt_tokens)
         with suppress(InvalidStateError):  # the caller has left
             self.future.set_result(result)
 

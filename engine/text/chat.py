@@ -145,6 +145,18 @@ class ChatTemplate:
         return _up_to_end(_rendered(template, {**variables, "messages": prepared}), final)
 
 
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """What a client needs to prepare texts as the model's own tokenizer does: special tokens and chat template. null: none.
+
+    Raises: ModelError naming a file that cannot be read.
+    """
+    config = _json_object(folder / "tokenizer_config.json")
+    _, template = _sources(folder, config).get("default", (folder, None))
+    common = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    kind = config.get("tokenizer_class", "PreTrainedTokenizerFast")
+    return {"tokenizer_class": kind, **common, **_special_tokens(folder, config), "chat_template": template}
+
+
 def _rendered(template: Template, variables: dict[str, Any]) -> str:
     """Raises: InvalidInput for whatever goes wrong in the template."""
     chunks, num_chars = [], 0

@@ -1,6 +1,8 @@
 """Texts and messages -> the token ids of a prompt, and the tokens of an answer -> text."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -8,19 +10,29 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import InvalidInput
 from engine.options import TokenIds
-from engine.text.chat import ChatFormat, ChatTemplate
+from engine.text.chat import ChatFormat, ChatTemplate, tokenizer_settings
 from engine.text.detokenizer import Detokenizer, token_bytes_of
 
 
 class Prompts:
     """The tokenizer of a model that generates. Safe to call from several threads."""
 
-    def __init__(self, tokenizer: HFTokenizer, template: ChatTemplate | None) -> None:
-        """Raises: ModelError for a tokenizer whose decoder is not supported."""
+    def __init__(
+        self, tokenizer: HFTokenizer, template: ChatTemplate | None, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """`settings`: `chat.tokenizer_settings` of the model's folder.
+
+        Raises: ModelError for a tokenizer whose decoder is not supported.
+        """
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer, self.template, self.settings = tokenizer, template, settings
         token_bytes_of(tokenizer)  # a decoder that is not supported stops the start
+
+    @classmethod
+    def of(cls, folder: Path, tokenizer: HFTokenizer) -> "Prompts":
+        """Raises: ModelError for a broken chat template too."""
+        return cls(tokenizer, ChatTemplate.load(folder), tokenizer_settings(folder))
 
     @property
     def chat_format(self) -> ChatFormat:
@@ -39,6 +51,11 @@ class Prompts:
         if self.template is None:
             raise InvalidInput("this model has no chat template, so it takes no messages; give it a text to continue")
         return self._ids(self.template.render(messages, **options), add_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary has it. None: the tokenizer has no such token."""
+        token: str | None = self.tokenizer.id_to_token(token_id)
+        return token
 
     def decode(self, prompt: TokenIds) -> str:
         """The text of a prompt, special tokens included."""

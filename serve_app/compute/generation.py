@@ -54,6 +54,7 @@ class Delta:
     token: Token | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None  # the stop string that ended the answer
+    end: Token | None = None  # the token that ended the answer, and is no part of it
 
 
 class Usage(NamedTuple):
@@ -99,6 +100,12 @@ class Generation:
     def prompts(self) -> list[TokenIds]:
         """The token ids of the prompts, from the first delta on."""
         return [answer.stream.prompt for answer in self._answers[:: self._wanted.n]]
+
+    def prompt_tokens(self, index: int) -> tuple[Token, ...]:
+        """The prompt of an answer, with `prompt_logprobs`. All are there from the answer's first delta on."""
+        tokens = self._answers[index].stream.prompt_tokens
+        assert tokens is not None, "the request asked for them, and the answer has begun"
+        return tokens
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """The deltas of all answers, as they come. To close the generator frees the pages of answers that have not ended.
@@ -168,7 +175,7 @@ class Generation:
         context = self._model.info.max_input_length
         if not num_tokens:
             raise BadRequest("the prompt has no tokens; send a longer one", "prompt")
-        if num_tokens >= context:
+        if num_tokens > context - min(1, self._wanted.sampling.max_tokens):
             raise BadRequest(
                 f"This model's maximum context length is {context} tokens. However, your prompt contains {num_tokens} input "
                 "tokens, which leaves none for the answer; send a shorter prompt",
@@ -198,7 +205,7 @@ class Generation:
             answer.stream.future.cancel()
             return Delta(index, text, event, "stop", answer.writer.stopped)
         answer.has_ended = True
-        reason = event.result().finish_reason
+        result = event.result()
         text = answer.writer.finish()  # may complete a stop string
         stopped = answer.writer.stopped
-        return Delta(index, text, None, reason if stopped is None else "stop", stopped)
+        return Delta(index, text, None, result.finish_reason if stopped is None else "stop", stopped, result.end)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from cluster.settings import ServerSettings
@@ -14,7 +14,7 @@ from serve_app.admission.admission import Admission
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
-from serve_app.errors import ApiError, DeadlineExceeded, Overloaded
+from serve_app.errors import ApiError, BadHeader, DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.tei_metrics import Task
@@ -65,11 +65,10 @@ class Service:
 
     @asynccontextmanager
     async def whole_request(self, headers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[None]:
-        """The time of a request, from its first line to its answer: its deadline, or the server's timeout.
-
-        Raises: BadHeader; DeadlineExceeded.
-        """
-        timeout_s = read_qos(headers, self.settings.request_timeout_s).deadline_s or self.settings.request_timeout_s
+        """The time of a request, from its head to its answer: its deadline, or the server's timeout. Raises: DeadlineExceeded."""
+        timeout_s = self.settings.request_timeout_s
+        with suppress(BadHeader):  # the route tells the client, in its own form
+            timeout_s = read_qos(headers, timeout_s).deadline_s or timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 yield

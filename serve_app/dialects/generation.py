@@ -14,19 +14,19 @@ from serve_app.errors import BadHeader, BadRequest
 
 async def chat(service: Service, body: ChatRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model))
-    generation = Generation(service, model, body.wanted(model), _qos(headers))
+    generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
     answers = ChatAnswers(body, model.info.served_model_name, model.prompts, generation)
     return Reply(answers.chunks() if body.stream else await answers.whole())
 
 
 async def completions(service: Service, body: CompletionRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model))
-    generation = Generation(service, model, body.wanted(model), _qos(headers))
+    generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
     answers = CompletionAnswers(body, model.info.served_model_name, model.prompts, generation)
     return Reply(answers.chunks() if body.stream else await answers.whole())
 
 
-def _qos(headers: Headers) -> Qos:
+def read_generation_qos(headers: Headers) -> Qos:
     """The request's QoS. A deadline may be later than the server's timeout, which ends with the first token."""
     try:
         return read_qos(headers, inf)

@@ -27,7 +27,7 @@ class Answers(ABC):
     chunk_object: str
 
     def __init__(self, body: GenerationBody, model_name: str, prompts: Prompts, generation: Generation) -> None:
-        self._prompts, self._generation = prompts, generation
+        self._body, self._prompts, self._generation = body, prompts, generation
         self._has_logprobs = body.num_logprobs is not None
         options = body.stream_options
         self._usage_last = options is not None and bool(options.include_usage)
@@ -73,6 +73,25 @@ class Answers(ABC):
     def _text_of(self, token_id: int) -> str:
         """A token as text. Parts of a character become the replacement character."""
         return self._prompts.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """vLLM's field of that name, if the request wants it: the log-probabilities by token id, for each token of a prompt."""
+        most = self._body.prompt_logprobs
+        if most is None:
+            return {}
+        return {"prompt_logprobs": [self._by_id(token, most) for token in self._generation.prompt_tokens(index)]}
+
+    def _by_id(self, token: Token, most: int) -> dict[str, Any] | None:
+        """The likeliest tokens at one place and the prompt's own, whose rank is null where it is none of these."""
+        if token.top is None:
+            return None
+        ranked: list[tuple[int, float, int | None]] = [(*each, rank) for rank, each in enumerate(token.top[:most], start=1)]
+        if all(token_id != token.id for token_id, *_ in ranked):
+            ranked.append((token.id, _finite(token.logprob), None))
+        return {
+            str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text_of(token_id)}
+            for token_id, logprob, rank in ranked
+        }
 
     @abstractmethod
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
@@ -165,11 +184,15 @@ def _reasoning(text: str | None) -> dict[str, Any]:
 
 class ChatAnswers(Answers):
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _body: ChatRequest
 
     def __init__(self, body: ChatRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
         super().__init__(body, model_name, prompts, generation)
-        self._body, self._format = body, prompts.chat_format
+        self._format = prompts.chat_format
         self._readers: dict[int, _Reader] = {}
+
+    async def whole(self) -> dict[str, Any]:
+        return await super().whole() | self._prompt_logprobs(0)
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         message = _Message()
@@ -254,32 +277,40 @@ class CompletionAnswers(Answers):
 
     def __init__(self, body: CompletionRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
         super().__init__(body, model_name, prompts, generation)
-        self._body = body
+        self._echoed = body.prompt if body.echo else None
+        self._num_top = body.logprobs or 0
         self._offsets: dict[int, int] = defaultdict(int)  # of each answer: characters of the tokens that were told
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         text = self._echo(index) + "".join(delta.text for delta in deltas)
-        return {"index": index, "text": text, "logprobs": self._logprobs(index, deltas)} | _end(deltas[-1])
+        told = self._logprobs(index, self._echoed_tokens(index) + _tokens(deltas))
+        return {"index": index, "text": text, "logprobs": told} | _end(deltas[-1]) | self._prompt_logprobs(index)
 
     def _first_choices(self, index: int) -> list[dict[str, Any]]:
-        text = self._echo(index)
-        return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}] if text else []
+        text, told = self._echo(index), self._logprobs(index, self._echoed_tokens(index))
+        return [{"index": index, "text": text, "logprobs": told, "finish_reason": None}] if text else []
 
     def _chunk_choices(self, delta: Delta) -> list[dict[str, Any]]:
         if not delta.text and not self._is_told(delta):
             return []
-        return [{"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta.index, [delta])} | _end(delta)]
+        return [
+            {"index": delta.index, "text": delta.text, "logprobs": self._logprobs(delta.index, _tokens([delta]))} | _end(delta)
+        ]
 
     def _echo(self, index: int) -> str:
         """The text of an answer's prompt, if the request wants it."""
-        if not self._body.echo:
+        if self._echoed is None:
             return ""
         number = index // (self._body.n or 1)
-        prompt = self._body.prompt[number]
+        prompt = self._echoed[number]
         return prompt if isinstance(prompt, str) else self._prompts.decode(self._generation.prompts[number])
 
-    def _logprobs(self, index: int, deltas: list[Delta]) -> dict[str, Any] | None:
-        tokens = [delta.token for delta in deltas if delta.token is not None]
+    def _echoed_tokens(self, index: int) -> list[Token]:
+        """The tokens of an answer's prompt, if the request wants their log-probabilities."""
+        wanted = self._echoed is not None and self._has_logprobs
+        return list(self._generation.prompt_tokens(index)) if wanted else []
+
+    def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._has_logprobs or not tokens:
             return None
         texts, offsets = [self._text_of(token.id) for token in tokens], []
@@ -288,17 +319,24 @@ class CompletionAnswers(Answers):
             self._offsets[index] += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "token_logprobs": [None if token.logprob is None else _finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
 
-    def _top(self, token: Token) -> dict[str, float]:
-        """The likeliest tokens and the chosen one. Of tokens with the same text, the likeliest counts."""
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """The likeliest tokens and the chosen one. Of tokens with the same text, the likeliest counts. None: a prompt's first."""
+        if token.logprob is None:
+            return None
         top: dict[str, float] = {}
-        for token_id, logprob in (*(token.top or ()), (token.id, token.logprob)):
+        for token_id, logprob in (*(token.top or ())[: self._num_top], (token.id, token.logprob)):
             top.setdefault(self._text_of(token_id), _finite(logprob))
         return top
+
+
+def _tokens(deltas: list[Delta]) -> list[Token]:
+    """The tokens of an answer, with the one that ended it: lm-eval takes all but the last one for the prompt's."""
+    return [token for delta in deltas for token in (delta.token, delta.end) if token is not None]
 
 
 def _end(delta: Delta) -> dict[str, Any]:

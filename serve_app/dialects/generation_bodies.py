@@ -26,7 +26,7 @@ from serve_app.dialects.tools import NamedTool, ToolChoice, Tools, schemas_of, w
 from serve_app.errors import BadRequest
 from serve_app.models import GeneratingModel, ModelInfo
 
-T = TypeVar("T", bound="GenerationBody")
+T = TypeVar("T", bound=ModelBody)
 
 # The limits of OpenAI and vLLM.
 MAX_STOPS = 4
@@ -56,7 +56,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "thinking_token_budget": (),
     "chat_template": (),
@@ -159,6 +158,7 @@ class GenerationBody(ModelBody):
     stop_token_ids: list[Unsigned] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -188,6 +188,8 @@ class GenerationBody(ModelBody):
         """Raises: BadRequest for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise BadRequest("`stream_options` is for requests with `stream`; leave it out", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("`prompt_logprobs` is for requests without `stream`; leave one out", "prompt_logprobs")
         if self.min_tokens and self.stop:
             raise BadRequest("`min_tokens` is not supported together with `stop`; leave one out", "min_tokens")
         most = self.most_tokens
@@ -204,6 +206,11 @@ class GenerationBody(ModelBody):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens the answer tells with each token; None: no log-probabilities at all."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
 
     def wanted(self, model: GeneratingModel) -> Wanted:
         """What the request wants of a model. Raises: BadRequest for what the model cannot do."""
@@ -269,6 +276,7 @@ class GenerationBody(ModelBody):
             min_tokens=self.min_tokens,
             stop_ids=stop_ids if self.ignore_eos else (*said.eos_ids, *stop_ids),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
         )
 
 
@@ -384,20 +392,25 @@ class ChatRequest(GenerationBody):
 
 class CompletionRequest(GenerationBody):
     prompt: Inputs
-    max_tokens: Annotated[int, Field(ge=1)] | None = _COMPLETION_TOKENS
+    max_tokens: Annotated[int, Field(ge=0)] | None = _COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _completion_agrees(self) -> "CompletionRequest":
-        if self.echo and self.logprobs is not None:
-            raise BadRequest("`logprobs` of the prompt are not supported; leave out `echo` or `logprobs`", "echo")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise BadRequest("`max_tokens` 0 is for requests with `echo` or `prompt_logprobs`; send 1 or more", "max_tokens")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
+        return max(asked, default=0 if self.max_tokens == 0 else None)
 
     def wanted(self, model: GeneratingModel) -> Wanted:
         if not self.prompt:

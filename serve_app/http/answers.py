@@ -76,6 +76,52 @@ CHAT = _generated(
         "properties": {"role": {"type": "string", "enum": ["assistant"]}, "content": {"type": "string"}},
     },
 )
+_VALUE = {"anyOf": [{"type": "string"}, {"type": "boolean"}]}
+
+
+def _decided(kind: str, **fields: Any) -> dict[str, Any]:
+    properties = {"type": {"type": "string", "enum": [kind]}, "name": {"type": "string", "nullable": True}} | fields
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def _probabilities(**fields: Any) -> dict[str, Any]:
+    properties = fields | {"probability": {"type": "number"}}
+    return {"type": "array", "items": {"type": "object", "required": list(properties), "properties": properties}}
+
+
+DECISIONS = {
+    "type": "object",
+    "required": ["model", "answers", "usage"],
+    "properties": {
+        "model": {"type": "string"},
+        "answers": {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    _decided("predicate", probability={"type": "number"}),
+                    _decided("choice", choice=_VALUE, probabilities=_probabilities(value=_VALUE), confidence={"type": "number"}),
+                    _decided(
+                        "score",
+                        score={"type": "number"},
+                        probabilities=_probabilities(value={"type": "integer"}, label={"type": "string"}),
+                        confidence={"type": "number"},
+                    ),
+                ]
+            },
+        },
+        "usage": {
+            "type": "object",
+            "required": ["input_tokens", "input_tokens_details", "output_tokens", "output_tokens_details", "total_tokens"],
+            "properties": {
+                "input_tokens": {"type": "integer"},
+                "input_tokens_details": {"type": "object"},
+                "output_tokens": {"type": "integer"},
+                "output_tokens_details": {"type": "object"},
+                "total_tokens": {"type": "integer"},
+            },
+        },
+    },
+}
 TOKENS = {
     "type": "array",
     "items": {
@@ -91,6 +137,26 @@ TOKENS = {
                 "stop": {"type": "integer", "nullable": True},
             },
         },
+    },
+}
+PROMPT_TOKENS = {
+    "type": "object",
+    "required": ["count", "max_model_len", "tokens", "token_strs"],
+    "properties": {
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer"},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "token_strs": {"type": "array", "nullable": True, "items": {"type": "string", "nullable": True}},
+    },
+}
+TOKENIZED = {"anyOf": [TOKENS, PROMPT_TOKENS]}
+PROMPT = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
+TOKENIZER_INFO = {
+    "type": "object",
+    "required": ["tokenizer_class", "bos_token", "eos_token", "pad_token", "chat_template"],
+    "properties": {
+        "tokenizer_class": {"type": "string"},
+        **{name: {"type": "string", "nullable": True} for name in ("bos_token", "eos_token", "pad_token", "chat_template")},
     },
 }
 INFO = {

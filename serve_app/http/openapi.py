@@ -111,11 +111,11 @@ def _operation(route: Route) -> dict[str, Any]:
 def _errors(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
     """The error responses of a route, by status."""
     if route.method == "GET":
-        statuses = {401: not route.public, 503: route.checks_health}
+        statuses = {400: route.only_400, 401: not route.public, 404: route.only_400, 503: route.checks_health}
         texts = {status: _STATUSES[status] for status, answered in statuses.items() if answered}
     else:
         texts = {status: text for status, text in _STATUSES.items() if route.computes or status not in _COMPUTING}
-    if route.streams:
+    if route.only_400:
         texts = {status: text for status, text in texts.items() if status != 422} | {400: _GENERATION_STATUS}
     if route.form == "cohere":
         texts = {status: text for status, text in texts.items() if status not in COHERE_STATUS} | _COHERE_STATUSES
@@ -146,6 +146,8 @@ def _without_null(schema: Any) -> Any:
         return schema
     if (bound := schema.get("exclusiveMinimum", True)) is not True:
         schema = schema | {"minimum": bound, "exclusiveMinimum": True}  # a flag in OpenAPI 3.0
+    if "const" in schema:  # a word of OpenAPI 3.1
+        schema = {key: value for key, value in schema.items() if key != "const"} | {"enum": [schema["const"]]}
     members = [member for member in schema.get("anyOf", []) if member != {"type": "null"}]
     rest = {key: _without_null(value) for key, value in schema.items() if key != "anyOf"}
     if "anyOf" not in schema:

@@ -17,9 +17,10 @@ from starlette.responses import Response
 from cluster.error_forms import Form, form_of
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
-from serve_app.dialects import cohere, generation, openai, tei
+from serve_app.dialects import cohere, decisions, generation, openai, tei, tokens
 from serve_app.dialects.bodies import parse_body
 from serve_app.dialects.cohere import CohereEmbedRequest, CohereRerankRequest
+from serve_app.dialects.decision_bodies import DecisionRequest
 from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest, GenerationBody, parse_request
 from serve_app.dialects.handler import Handler, Headers, Reply
 from serve_app.dialects.openai import OpenAIEmbeddingsRequest
@@ -35,6 +36,7 @@ from serve_app.dialects.tei_bodies import (
     TokenizeRequest,
     VertexRequest,
 )
+from serve_app.dialects.tokens import DetokenizeRequest, PromptTokenizeRequest
 from serve_app.http import about, answers
 from serve_app.http.body import read_body
 from serve_app.http.encode import json_answer
@@ -59,7 +61,8 @@ class Route:
     media_type: str = "application/json"  # of the response
     bodies: tuple[type[BaseModel], ...] = ()  # the route takes any of these
     computes: bool = False  # runs the model: takes QoS headers, and can fail as a computation does
-    streams: bool = False  # answers with events if the body says `stream`, and 400 to every bad field
+    streams: bool = False  # answers with events if the body says `stream`
+    only_400: bool = False  # answers 400 to every bad field, and to a model of another kind
     checks_health: bool = False  # answers 503 while the engine is down
     public: bool = False  # needs no API key
 
@@ -90,9 +93,13 @@ def _post_any(
     bodies: tuple[type[BaseModel], ...],
     answer: Schema,
     summary: str,
+    *,
+    computes: bool = True,
+    only_400: bool = False,
 ) -> Route:
-    """A route that takes several kinds of body. `parse` tells them apart."""
-    return Route("POST", path, _endpoint(parse, handler), summary, answer, bodies=bodies, computes=True)
+    """A route that takes several kinds of body, or has a `parse` of its own. `parse` tells the kinds apart."""
+    endpoint = _endpoint(parse, handler)
+    return Route("POST", path, endpoint, summary, answer, bodies=bodies, computes=computes, only_400=only_400)
 
 
 def _post_streaming(
@@ -109,7 +116,7 @@ def _post_streaming(
                 return await EventStream.begin(service, form_of(path), reply.content)
             return json_answer(reply.content, None, hold)
 
-    return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True)
+    return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
 
 def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) -> Endpoint:
@@ -160,6 +167,10 @@ ROUTES: tuple[Route, ...] = (
         "/v1/completions", generation.completions, CompletionRequest, answers.COMPLETION,
         "The continuation of a text, in OpenAI's form",
     ),
+    _post_any(
+        "/v1/decisions", decisions.decisions, decisions.parse_decisions, (DecisionRequest,), answers.DECISIONS,
+        "Probabilities for typed questions about one input, in OpenAI's form", only_400=True,
+    ),
     _post("/embeddings", openai.embeddings, OpenAIEmbeddingsRequest, answers.OPENAI_LIST, "As /v1/embeddings"),
     _post(
         "/v1/rerank", partial(cohere.rerank, version="1"), CohereRerankRequest, answers.COHERE_RANKS,
@@ -194,11 +205,22 @@ ROUTES: tuple[Route, ...] = (
     _post("/embed_all", tei.task, EmbedAllRequest, answers.TOKEN_VECTORS, "One vector for each token"),
     _post("/similarity", tei.task, SimilarityRequest, answers.FLOATS, "Cosine similarity of one sentence to others"),
     _post("/vertex", tei.vertex, VertexRequest, answers.VERTEX, "Several bodies of other routes, in Vertex AI's wrapper"),
-    _post("/tokenize", tei.tokenize, TokenizeRequest, answers.TOKENS, "Tokens of texts", computes=False),
+    _post_any(
+        "/tokenize", tokens.tokenize, tokens.parse_tokenize, (TokenizeRequest, PromptTokenizeRequest), answers.TOKENIZED,
+        "Tokens of texts in TEI's form, or of one text or conversation in vLLM's", computes=False,
+    ),
+    _post_any(
+        "/detokenize", tokens.detokenize, tokens.parse_detokenize, (DetokenizeRequest,), answers.PROMPT,
+        "The text of token ids, in vLLM's form", computes=False, only_400=True,
+    ),
     _post("/decode", tei.decode, DecodeRequest, answers.TEXTS, "Texts of token ids", computes=False),
     _health("/", summary="As /health"),
     _health("/health", summary="200 while the engine works, 503 otherwise"),
     _health("/ping", summary="As /health"),
+    _get(
+        "/tokenizer_info", about.tokenizer_info, "Special tokens and chat template, in vLLM's form", answers.TOKENIZER_INFO,
+        only_400=True,
+    ),
     _get("/info", about.info, "The model and its limits", answers.INFO),
     _get(
         "/metrics", about.metrics, "Prometheus metrics of this process", {"type": "string"}, media_type="text/plain", public=True

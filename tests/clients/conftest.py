@@ -87,6 +87,14 @@ def plain_server(prepared: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def generator_server(prepared: Path) -> Iterator[Server]:
+    """The embedded model that generates, and no key."""
+    name = "SmolLM2-135M-Instruct"
+    with _serving([name], [name], [], prepared / "generator.log", 30_600) as server:
+        yield server
+
+
 def _free_port() -> int:
     """None that a connection may get before the server listens on it."""
     for port in random.sample(range(20_000, 30_000), 100):

@@ -14,3 +14,10 @@ DOCUMENTS = [
 ]
 PAIR = ("a man eats", "somebody is eating")
 LABELS = ["entailment", "neutral", "contradiction"]
+
+# A question, and what may follow it; the first is right.
+FACTS = [
+    ("The capital of France is", [" Paris", " London", " a banana"]),
+    ("Grass is usually", [" green", " purple", " made of iron"]),
+    ("Water boils at 100 degrees", [" Celsius.", " of love.", " tables."]),
+]

@@ -10,14 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from material import DIMENSIONS, DOCUMENTS, LABELS, LONG, PAIR, PROMPT, QUERY, TEXTS
+from material import DIMENSIONS, DOCUMENTS, FACTS, LABELS, LONG, PAIR, PROMPT, QUERY, TEXTS
 from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, BertTokenizerFast, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    PreTrainedModel,
+)
 
-from engine.hub import EMBEDDED_MODEL, resolve_model
+from engine.hub import EMBEDDED_GENERATOR, EMBEDDED_MODEL, resolve_model
+from engine.model.gguf import GGUFWeights
 
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 
@@ -31,7 +41,7 @@ def main(folder: Path) -> None:
     mlm = BertForMaskedLM(_config())
     mlm.cls.predictions.bias.data.fill_(-3.0)  # or most of the vocabulary would be in each text
     _save(mlm, tokenizer, folder / "mlm")
-    reference = _embeddings(minilm) | _rerank(reranker) | _predict(classifier) | _sparse(folder)
+    reference = _embeddings(minilm) | _rerank(reranker) | _predict(classifier) | _sparse(folder) | _loglikelihoods()
     (folder / "reference.json").write_text(json.dumps(reference))
 
 
@@ -86,6 +96,25 @@ def _sparse(folder: Path) -> dict[str, Any]:
     model.save(str(folder / "splade"))
     rows = model.encode(TEXTS[:2], convert_to_sparse_tensor=False)
     return {"sparse": [{int(i): float(row[i]) for i in row.nonzero()} for row in rows]}
+
+
+@torch.inference_mode()
+def _loglikelihoods() -> dict[str, Any]:
+    """Of each text that may follow a question: its log-probability, and whether it is the likeliest one."""
+    folder = resolve_model(EMBEDDED_GENERATOR)
+    weights, tokenizer = GGUFWeights(folder / "model.gguf"), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
+    model.load_state_dict({name: weights.tensor(name) for name in weights.names}, strict=False)
+    model.tie_weights()
+    told = []
+    for question, choices in FACTS:
+        start = len(tokenizer(question).input_ids)
+        for choice in choices:
+            ids = torch.tensor([tokenizer(question + choice).input_ids])
+            rows = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+            chosen = rows.gather(1, ids[0, start:, None])[:, 0]
+            told.append([chosen.sum().item(), bool((chosen == rows.amax(1)).all())])
+    return {"loglikelihoods": told, "tokenizer": str(folder)}
 
 
 def _config(**more: Any) -> BertConfig:

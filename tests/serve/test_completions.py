@@ -104,6 +104,34 @@ def test_logprobs(sdk: openai.OpenAI) -> None:
     assert told.text_offset == [0, len(told.tokens[0]), len(told.tokens[0] + told.tokens[1])]
 
 
+def test_a_prompt_is_scored(sdk: openai.OpenAI) -> None:
+    told = complete(sdk, echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert (told.text, "".join(told.logprobs.tokens), told.finish_reason) == (COUNT, COUNT, "length")
+    assert told.logprobs.token_logprobs[0] is None
+    assert told.logprobs.token_logprobs[-1] == max(told.logprobs.top_logprobs[-1].values())  # the comma
+
+
+def test_decisions(sdk: openai.OpenAI) -> None:
+    choices = [{"value": "billing", "description": "payments and refunds"}, {"value": "sports"}]
+    done = sdk.decisions.create(
+        model=EMBEDDED_GENERATOR,
+        input="I was charged twice for my subscription, please give me my money back!",
+        questions=[
+            {"type": "choice", "name": "topic", "instructions": "What is the message about?", "choices": choices},  # type: ignore[typeddict-item]
+            {"type": "predicate", "instructions": "The customer asks for a refund."},
+        ],
+    )
+    topic, refund = done.answers
+    assert (topic.type, topic.name, refund.type, refund.name) == ("choice", "topic", "predicate", None)
+    assert topic.type == "choice"
+    assert topic.choice == "billing"
+    assert sum(each.probability for each in topic.probabilities) == pytest.approx(1)
+    assert (done.usage.output_tokens, done.usage.total_tokens) == (2, done.usage.input_tokens + 2)
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.decisions.create(model=EMBEDDED_GENERATOR, input="x", questions=[])
+    assert caught.value.param == "questions"
+
+
 def test_a_bias_forces_a_token(sdk: openai.OpenAI) -> None:
     answer = complete(sdk, max_tokens=3, logit_bias={"28": 100}, extra_body={"ignore_eos": True}).choices[0]
     assert len(set(answer.text)) == 1

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.errors import InvalidInput
 from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions, TokenIds
+from engine.schedule.request import Slice
 from engine.schedule.stream import Stream, Token
-from engine.text.chat import ChatTemplate
+from engine.text.chat import ChatTemplate, tokenizer_settings
 from engine.text.prompts import Prompts
 from serve_app.models import ModelInfo
 
@@ -44,7 +46,8 @@ class FakeGenerator:
     """Each stream gets the bytes of the next of `answers`, then the end. An exception in place of an answer ends the stream.
 
     `fail_after` tokens, each stream gets `error`. `held` streams get tokens without end. `stall`: 20 of them, and then
-    none until they are cancelled.
+    none until they are cancelled. `late_s`: the first token
+    takes so many seconds.
     """
 
     def __init__(
@@ -57,17 +60,18 @@ class FakeGenerator:
         stall: bool = False,
         template: str = TEMPLATE,
         context: int = CONTEXT,
+        late_s: float = 0.0,
     ) -> None:
         (folder / "chat_template.jinja").write_text(template)
         self.tokenizer = None
         self.info = replace(
             ModelInfo("fake", "fake", "float32", "cpu", "mean", 16, context, 1000, 0), task="generation", vocab_size=257
         )
-        self.prompts = Prompts(byte_tokenizer(), ChatTemplate.load(folder))
+        self.prompts = Prompts(byte_tokenizer(), ChatTemplate.load(folder), tokenizer_settings(folder))
         self.generation = GenerationConfig(tied=True, eos_ids=(EOS,), temperature=0.5)
         self.streams: list[Stream] = []
         self._answers, self._error, self._fail_after, self._held = answers, error, fail_after, held or stall
-        self._stall = stall
+        self._stall, self._late_s = stall, late_s
         self.thread: threading.Thread | None = None
 
     def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
@@ -83,9 +87,15 @@ class FakeGenerator:
     def _compute(self, streams: list[Stream]) -> None:
         scripts = [answer.encode() for answer in self._answers]
         step = 0
+        wait([stream.future for stream in streams], self._late_s)
         while any(not stream.future.done() for stream in streams):
             for index, stream in enumerate(streams):
                 stream.first_scheduled_at = time.perf_counter()
+                if step == 0 and stream.options.prompt_logprobs is not None:
+                    targets = [_token(token, stream.options.prompt_logprobs) for token in stream.prompt[1:].tolist()]
+                    stream.accept_scores(Slice(stream, 0, 0, len(stream.prompt)), targets)
+                    if stream.future.done():
+                        continue
                 if self._error is not None and step >= self._fail_after:
                     stream.fail(self._error)
                     continue
@@ -96,7 +106,9 @@ class FakeGenerator:
                     stream.accept(Token(script[step % len(script)]))
                     time.sleep(0.001)
                 else:
-                    stream.accept(_token(script[step] if step < len(script) else EOS, stream.options.logprobs))
+                    token = _token(script[step] if step < len(script) else EOS, stream.options.logprobs)
+                    # -1 for the first id that the request names, -2 for the second one
+                    stream.accept(token._replace(logprobs_of=tuple(-1.0 - k for k in range(len(stream.options.logprobs_of)))))
             step += 1
 
 

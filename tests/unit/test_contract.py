@@ -114,6 +114,7 @@ RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
 EMBED = (*NATIVE, "/similarity", *OPENAI, *COHERE)
 MORE = ("/embed_sparse", "/embed_hybrid")
 GENERATION = ("/v1/chat/completions", "/v1/completions")  # in test_generation_api.py
+SCORING = ("/v1/decisions", "/detokenize")  # in test_scoring_api.py
 COMPUTE = (*EMBED, *MORE, *RERANK, "/predict")
 TOKENS = ("/tokenize", "/decode")
 ALL = (*COMPUTE, *TOKENS)
@@ -401,7 +402,7 @@ def test_what_needs_a_key(tokenizers: dict[str, Tokenizer]) -> None:
     app = Api(FakeBackend(FakeModel(tokenizers["embedding"], "")), settings, Metrics("fake")).app
     status = {path: asyncio.run(_get(app, path)).status_code for path in openapi.document("")["paths"] if _is_get(path)}
     open_routes = {"/health": 200, "/ping": 200, "/": 200, "/metrics": 200}
-    assert status == {"/info": 401, "/v1/models": 401} | open_routes
+    assert status == {"/info": 401, "/tokenizer_info": 401, "/v1/models": 401} | open_routes
 
 
 def test_a_path_or_method_that_is_not_there(tokenizers: dict[str, Tokenizer]) -> None:
@@ -427,7 +428,7 @@ def _is_get(path: str) -> bool:
 
 def _documented() -> Iterator[tuple[str, int]]:
     for path, operations in openapi.document("")["paths"].items():
-        if "post" in operations and path not in GENERATION:
+        if "post" in operations and path not in (*GENERATION, *SCORING):
             yield from ((path, int(code)) for code in operations["post"]["responses"])
 
 

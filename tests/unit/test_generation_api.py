@@ -45,7 +45,7 @@ def post(
     served: Any, path: str, headers: dict[str, str] | None = None, *, raw: bytes | None = None, **fields: Any
 ) -> httpx.Response:
     """The response to a request with the path's smallest body and these fields."""
-    app = Api(FakeBackend(served), Settings(max_client_batch_size=8, **LIMITS), Metrics("fake")).app
+    app = Api(FakeBackend(served), Settings(**LIMITS), Metrics("fake")).app
 
     async def scenario() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://fake") as client:
@@ -58,7 +58,7 @@ def post(
     return answer
 
 
-LIMITS: dict[str, Any] = {"payload_limit": 10_000, "request_timeout_s": 20.0}
+LIMITS: dict[str, Any] = {"max_client_batch_size": 8, "payload_limit": 10_000, "request_timeout_s": 20.0}
 
 
 def text_of(answer: httpx.Response) -> list[str]:
@@ -181,13 +181,13 @@ def test_logprobs_of_a_chat(tmp_path: Path) -> None:
 def test_logprobs_of_a_completion(tmp_path: Path) -> None:
     told = post(FakeGenerator(tmp_path, "ab"), COMPLETIONS, logprobs=2).json()["choices"][0]["logprobs"]
     assert told == {
-        "tokens": ["a", "b"],
-        "token_logprobs": [-0.5, -0.5],
-        "top_logprobs": [{"a": -0.5, "\x02": -1.0}, {"b": -0.5, "\x02": -1.0}],
-        "text_offset": [0, 1],
+        "tokens": ["a", "b", "<|end|>"],  # also the one that ended the text
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "top_logprobs": [{"a": -0.5, "\x02": -1.0}, {"b": -0.5, "\x02": -1.0}, {"<|end|>": -0.5, "\x02": -1.0}],
+        "text_offset": [0, 1, 2],
     }
     none_but_the_chosen = post(FakeGenerator(tmp_path, "a"), COMPLETIONS, logprobs=0).json()["choices"][0]["logprobs"]
-    assert none_but_the_chosen["top_logprobs"] == [{"a": -0.5}]
+    assert none_but_the_chosen["top_logprobs"] == [{"a": -0.5}, {"<|end|>": -0.5}]
 
 
 # Streams
@@ -239,7 +239,7 @@ def test_every_chunk_has_its_tokens_logprobs(tmp_path: Path) -> None:
     """Also the first byte of a character, whose text comes with the second one."""
     *chunks, _ = events(post(FakeGenerator(tmp_path, "éa"), COMPLETIONS, stream=True, logprobs=1).text)
     told = [choice["logprobs"] for each in chunks for choice in json.loads(each)["choices"]]
-    assert [None if each is None else each["text_offset"] for each in told] == [[0], [1], [2], None]
+    assert [None if each is None else each["text_offset"] for each in told] == [[0], [1], [2], [3]]
 
 
 def test_a_stop_string_over_several_tokens_is_never_sent(tmp_path: Path) -> None:
@@ -398,7 +398,10 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (BOTH, {"stop": ""}, "stop", "from 1 to 1000 characters"),
     (BOTH, {"stop": list("abcde")}, "stop", "the limit is 4"),
     (BOTH, {"stop": [1]}, "stop", "a string or a list of strings"),
-    (BOTH, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ((CHAT,), {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ((COMPLETIONS,), {"max_tokens": 0}, "max_tokens", "for requests with `echo`"),
+    (BOTH, {"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+    (BOTH, {"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
     (BOTH, {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "at most `max_tokens`, 3"),
     (BOTH, {"min_tokens": 1, "stop": "a"}, "min_tokens", "together with `stop`"),
     (BOTH, {"logit_bias": {"a": 1}}, "logit_bias", "'a' is not a token id"),
@@ -467,7 +470,6 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     ((COMPLETIONS,), {"prompt": {"a": 1}}, "prompt", "expected a string"),
     ((COMPLETIONS,), {"prompt": ["x"] * 9}, "", "batch size 9"),
     ((COMPLETIONS,), {"logprobs": 21}, "logprobs", "less than or equal to 20"),
-    ((COMPLETIONS,), {"logprobs": 1, "echo": True}, "echo", "leave out `echo` or `logprobs`"),
     ((COMPLETIONS,), {"suffix": "x"}, "suffix", "not supported"),
     ((COMPLETIONS,), {"best_of": 2}, "best_of", "not supported"),
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
 # The kind of model that answers a route; BGE-M3 the others.
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/decisions", "/detokenize", "/tokenizer_info")
 KINDS = (
     dict.fromkeys(GENERATION, "generation")
     | {"/predict": "classifier", "/embed_sparse": "splade"}

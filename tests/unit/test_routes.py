@@ -21,7 +21,8 @@ from serve_app.http.routes import ROUTES
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
-OPENAI = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/embeddings", "/v1/models", "/v1/models/{name:path}"}
+OPENAI = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/embeddings", "/v1/models", "/v1/models/{name:path}",
+          "/v1/decisions", "/detokenize", "/tokenizer_info"}  # fmt: skip
 COHERE = {"/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank"}
 
 

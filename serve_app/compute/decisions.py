@@ -1,0 +1,173 @@
+"""Questions with fixed options: the model's log-probabilities of the options' labels, as the first token of its reply.
+
+Each question is a prompt of its own: the state, the question, and the options with their labels. The prompts share the state,
+which the cache computes once: where it fills a page or more, the first question's prompt is computed before the others.
+"""
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import exp
+from string import ascii_uppercase
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.errors import InvalidInput
+from engine.options import SamplingOptions, TokenIds
+from engine.text.prompts import Prompts
+from serve_app.admission.qos import Qos
+from serve_app.compute.generation import Generation, Usage, Wanted
+from serve_app.compute.service import Service
+from serve_app.models import GeneratingModel
+
+# Tokens of a page of the cache: a shorter beginning is never found there.
+_PAGE_TOKENS = 128
+_VARIABLES = {"enable_thinking": False}  # the label is the reply's first token, so the model may not think before
+_PROBE = "zyx"  # in no template
+_BETWEEN = "\n\n"  # the state and a question
+
+
+class Label(NamedTuple):
+    text: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels that are one token each at the start of a model's reply, in order, and how its prompts end."""
+
+    all: tuple[Label, ...]
+    ending: str
+
+
+@lru_cache(16)
+def labels_of(prompts: Prompts) -> Labels:
+    """A to Z, then AA to ZZ: those that are one token. Raises: InvalidInput where the model has no chat template."""
+    text = _rendered(prompts, _PROBE)
+    ids = _ids(prompts, text)
+    found: dict[int, str] = {}
+    for letters in (*product(ascii_uppercase), *product(ascii_uppercase, repeat=2)):
+        longer = _ids(prompts, text + "".join(letters))
+        if len(longer) == len(ids) + 1 and (longer[:-1] == ids).all():
+            found.setdefault(int(longer[-1]), "".join(letters))
+    return Labels(tuple(Label(label, token_id) for token_id, label in found.items()), text.rpartition(_PROBE)[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question: what the model reads after the state, before the options, and the options with their descriptions."""
+
+    text: str
+    options: Sequence[tuple[str, str | None]]
+
+
+class Read(NamedTuple):
+    """The answer to one question."""
+
+    probabilities: list[float]  # of the options, by softmax over their labels alone: the sum is 1
+    mass: float  # of all tokens, the probability that the labels have together
+
+    @property
+    def top(self) -> int:
+        return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
+
+    @property
+    def confidence(self) -> float:
+        """The probability of the likeliest option's label among all tokens."""
+        return self.probabilities[self.top] * self.mass
+
+
+class Decisions:
+    """The questions of one request about one state."""
+
+    def __init__(self, state: str, questions: Sequence[Asked]) -> None:
+        self._state, self._questions = state, questions
+        self._prompts: list[TokenIds] = []
+
+    async def read(self, service: Service, model: GeneratingModel, qos: Qos) -> tuple[list[Read], Usage]:
+        """The answers in order, and the tokens of all prompts. Raises: as `Generation.deltas`."""
+        start = perf_counter()
+        labels = (await service.in_thread(labels_of, model.prompts)).all
+        if len(labels) < (most := max(len(each.options) for each in self._questions)):
+            raise InvalidInput(f"a question has {most} options; this model's tokenizer has labels for {len(labels)}")
+        options = SamplingOptions(max_tokens=1, temperature=0.0, logprobs_of=tuple(each.token_id for each in labels[:most]))
+        num_chars = (len(self._state) + max(len(str(each)) for each in self._questions)) * len(self._questions)
+        generation = Generation(service, model, Wanted(len(self._questions), num_chars, self._encode, options), qos)
+        reads, usage = await self._read(generation, 0), generation.usage
+        if rest := self._prompts[len(reads) :]:
+            qos = qos.after(perf_counter() - start)
+            generation = Generation(service, model, Wanted(len(rest), 0, lambda _: rest, options), qos)
+            reads += await self._read(generation, len(reads))
+            usage = Usage(*map(sum, zip(usage, generation.usage, strict=True)))
+        return reads, usage
+
+    async def _read(self, generation: Generation, first: int) -> list[Read]:
+        """The answers to the questions of one generation. `first` is the number of its first question."""
+        found: dict[int, Read] = {}
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.token is not None:
+                    num_options = len(self._questions[first + delta.index].options)
+                    found[delta.index] = read_of(delta.token.logprobs_of[:num_options])
+        return [found[index] for index in sorted(found)]
+
+    def _encode(self, prompts: Prompts) -> list[TokenIds]:
+        """The prompts to compute first: one whose beginning the others then find in the cache, or all."""
+        texts = [self._text(prompts, question) for question in self._questions]
+        self._prompts = _encode(prompts, self._state + _BETWEEN, texts)
+        return self._prompts[:1] if _num_shared(self._prompts) >= _PAGE_TOKENS else self._prompts
+
+    def _text(self, prompts: Prompts, question: Asked) -> str:
+        labels = labels_of(prompts)
+        lines = [question.text, ""]
+        for label, (option, description) in zip(labels.all, question.options, strict=False):
+            lines.append(f"{label.text}. {option}: {description}" if description else f"{label.text}. {option}")
+        lines += ["", "Reply with the label of one option, and nothing else."]
+        text = _rendered(prompts, self._state + _BETWEEN + "\n".join(lines))
+        if not text.endswith(labels.ending):
+            raise InvalidInput("the chat template ends this prompt in its own way, so no label's token is known")
+        return text
+
+
+def read_of(logprobs: Sequence[float]) -> Read:
+    """The probabilities of options whose labels have these log-probabilities."""
+    largest = max(logprobs)
+    weights = [exp(each - largest) for each in logprobs]
+    return Read([each / sum(weights) for each in weights], exp(largest) * sum(weights))
+
+
+def _encode(prompts: Prompts, state: str, texts: Sequence[str]) -> list[TokenIds]:
+    """The ids of prompts that have the state in common. All up to its end is tokenised once, where the tokenizer allows it."""
+    cut = texts[0].find(state) + len(state)
+    beginning = texts[0][:cut]
+    halves = np.concatenate((_ids(prompts, _PROBE + _BETWEEN), _ids(prompts, _PROBE)))
+    # A tokenizer that puts a space before each text must have whole texts.
+    splits = prompts.decode(halves) == _PROBE + _BETWEEN + _PROBE
+    if cut < len(state) or not splits or not all(text.startswith(beginning) for text in texts):
+        return [_ids(prompts, text) for text in texts]
+    first = _ids(prompts, beginning)
+    return [np.concatenate((first, _ids(prompts, text[cut:]))) for text in texts]
+
+
+def _num_shared(sequences: Sequence[TokenIds]) -> int:
+    """Tokens at the beginning that all have in common; 0 for a single sequence."""
+    if len(sequences) < 2:
+        return 0
+    shortest = min(map(len, sequences))
+    differs = [(each[:shortest] != sequences[0][:shortest]) for each in sequences[1:]]
+    return min(int(each.argmax()) if each.any() else shortest for each in differs)
+
+
+def _rendered(prompts: Prompts, text: str) -> str:
+    """The prompt of a text. Raises: InvalidInput where the model has no chat template, or it cannot take the text."""
+    if prompts.template is None:
+        raise InvalidInput("this model has no chat template, so it answers no questions; decisions need one that chats")
+    return prompts.template.render([{"role": "user", "content": text}], template_kwargs=_VARIABLES)
+
+
+def _ids(prompts: Prompts, text: str) -> TokenIds:
+    return prompts.encode(text, add_special_tokens=False)
