@@ -4,10 +4,8 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
-from engine.text.grammar import of_lark
+from engine.text.grammar import bounded, of_lark
 
-# Whitespace between the parts of JSON. Without a limit, a small model that finds no next word writes whitespace for ever.
-_WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # The parts of a schema that a `$ref` in one of its properties may point to.
 _DEFINITIONS = ("$defs", "definitions")
@@ -92,7 +90,7 @@ def _text(schema: Any) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(schema if "x-guidance" in schema else {**schema, "x-guidance": _WHITESPACE})
+    return "%json " + json.dumps(bounded(schema))
 
 
 def _list(value: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from engine.run.flight import Finished, Output
 from engine.schedule.pages import Pages
 from engine.schedule.stream import Answer, Piece, Stream
 from engine.text import grammar
-from engine.text.grammar import Compiler, Tagged
+from engine.text.grammar import Compiler
 
 VOCAB_SIZE = 300  # the tokenizer has 257 tokens; the model's other rows have no text
 COMPILER = Compiler(byte_tokenizer().to_str, VOCAB_SIZE, (EOS,))
@@ -118,19 +118,6 @@ def test_a_regex_and_choices() -> None:
         assert re.fullmatch("[a-c]{2,4}x/?", text_of(run(grammar.of_regex("^[a-c]{2,4}x/?$"), seed=seed)))
     choices = ["yes", 'n"o\\', "é\n", "\x7f", "yes, but"]
     assert {text_of(run(grammar.of_choices(choices), seed=seed)) for seed in range(40)} == set(choices)
-
-
-def test_tagged_json() -> None:
-    numbers, flag = {"type": "integer", "minimum": 0, "maximum": 9}, {"$defs": {"f": {"type": "boolean"}}, "$ref": "#/$defs/f"}
-    tags = [
-        Tagged('<call>{"name": "f", "arguments": ', numbers, "}</call>"),
-        Tagged('<call>{"name": "g", "arguments": ', flag, "}</call>"),
-    ]
-    one = re.compile(r'<call>{"name": ("f", "arguments": \d|"g", "arguments": (true|false))}</call>')
-    assert all(one.fullmatch(text_of(run(grammar.of_tagged(tags), seed=seed))) for seed in range(5))
-    several = {text_of(run(grammar.of_tagged(tags, "; "), seed=seed)) for seed in range(8)}
-    assert all(one.fullmatch(call) for text in several for call in text.split("; "))
-    assert any("; " in text for text in several)
 
 
 def test_the_answer_ends_with_the_grammar_or_with_a_stop_id() -> None:
