@@ -1,10 +1,8 @@
 """`Engine`: one loaded model on one device; ids in, vectors out. Usable alone, with no server around it."""
 
 import logging
-import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +18,7 @@ from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
-from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions, check_sampling
+from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
@@ -32,7 +30,6 @@ from engine.run.tune import tune
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Piece, Stream, Token
-from engine.text.ids import checked_ids
 
 log = logging.getLogger(__name__)
 
@@ -211,13 +208,7 @@ class Engine:
 
         Raises: InvalidInput for options out of range, ids without an embedding, and a prompt beyond the model's context.
         """
-        check_sampling(options, self.config.vocab_size)
-        ids = checked_ids(0, prompt, self.config.vocab_size).astype(np.int32)
-        room = self.config.max_input_length - len(ids)
-        if room < 1:
-            raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {self.config.max_input_length} tokens")
-        options = replace(options, max_tokens=min(options.max_tokens, room))
-        return Stream(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
+        return Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
 
     def launch(
         self,

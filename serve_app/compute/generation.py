@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -79,7 +78,7 @@ class Generation:
 
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._delivery = asyncio.get_running_loop(), service.delivery
         self._events: asyncio.Queue[tuple[int, Token | Future[Answer] | TimeoutError]] = asyncio.Queue()
         self._answers: list[_Answer] = []
 
@@ -146,8 +145,9 @@ class Generation:
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
                 stream.priority, stream.deadline = self._qos.priority, deadline
-                stream.on_token = partial(self._post, len(answers))
-                stream.future.add_done_callback(partial(self._post, len(answers)))
+                stream.on_token = partial(self._got, len(answers))
+                stream.on_pass = self._delivery.wake
+                stream.future.add_done_callback(partial(self._ended, len(answers)))
                 writer = self._model.prompts.detokenizer(
                     prompt,
                     self._wanted.stop,
@@ -171,10 +171,14 @@ class Generation:
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
 
-    def _post(self, index: int, event: Token | Future[Answer]) -> None:
-        """Hand an event to the event loop. The engine's threads call this."""
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+    def _got(self, index: int, token: Token) -> None:
+        """Keep a token until its pass has been delivered. The engine's threads call this."""
+        self._delivery.add(self._events.put_nowait, (index, token))
+
+    def _ended(self, index: int, future: Future[Answer]) -> None:
+        """A stream has its end, in whatever thread that is."""
+        self._delivery.add(self._events.put_nowait, (index, future))
+        self._delivery.wake()
 
     def _delta(self, index: int, event: Token | Future[Answer] | TimeoutError) -> Delta | None:
         """What an event adds; None for events after an answer's end. Raises: the error that ended a stream."""

@@ -96,6 +96,8 @@ class FakeGenerator:
                 else:
                     stream.accept(_token(script[step] if step < len(script) else EOS, stream.options.logprobs))
             step += 1
+            for on_pass in {stream.on_pass for stream in streams} - {None}:
+                on_pass()
 
 
 def _token(token_id: int, logprobs: int | None) -> Token:
