@@ -99,7 +99,7 @@ class Channel:
             streams.append(stream)
         try:
             self._model.submit(streams)
-        except EngineStopped as error:
+        except Exception as error:
             for stream in streams:
                 stream.fail(error)
 
