@@ -137,10 +137,10 @@ def run(settings: Settings, share: Share) -> None:
         serve.run_many(targets(settings, share))
 
 
-def targets(settings: Settings, share: Share) -> list[serve.RunTarget]:
-    """The applications of a server with several models. All of them start at once."""
+def targets(settings: Settings, share: Share, route_prefix: str = "/") -> list[serve.RunTarget]:
+    """The applications of a server with several models, to start at once."""
     pools = [serve.RunTarget(pool.bind(args, **share.options()), args.pool, None) for args in _pools(settings)]
-    return [*pools, serve.RunTarget(gateway.bind(_gateway(settings), **_GATEWAY_OPTIONS), GATEWAY, "/")]
+    return [*pools, serve.RunTarget(gateway.bind(_gateway(settings), **_GATEWAY_OPTIONS), GATEWAY, route_prefix)]
 
 
 # The gateway books no core: a redeploy needs room for a second one.

@@ -12,6 +12,7 @@ from engine.schedule.stream import Token
 from engine.text.prompts import Prompts
 from serve_app.compute.generation import Delta, Generation
 from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest, GenerationBody
+from serve_app.http.encode import to_json
 
 # JSON has no -inf. vLLM sends this number for a token that cannot be chosen.
 _LEAST_LOGPROB = -9999.0
@@ -23,6 +24,9 @@ class Answers(ABC):
     id_prefix: str
     object: str
     chunk_object: str
+    # The JSON around the text in a choice of a chunk.
+    before_text: bytes
+    after_text: bytes
 
     def __init__(self, body: GenerationBody, model_name: str, prompts: Prompts, generation: Generation) -> None:
         self._prompts, self._generation = prompts, generation
@@ -36,28 +40,42 @@ class Answers(ABC):
         """The response without `stream`. Raises: as `Generation.deltas`."""
         by_index: dict[int, list[Delta]] = defaultdict(list)
         async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                by_index[delta.index].append(delta)
+            async for ready in deltas:
+                for delta in ready:
+                    by_index[delta.index].append(delta)
         choices = [self._choice(index, by_index[index]) for index in sorted(by_index)]
         return self._head | {"object": self.object, "choices": choices, "usage": self._usage()}
 
-    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """The chunks of a response with `stream`. Raises: as `Generation.deltas`."""
-        has_begun: set[int] = set()
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.index not in has_begun:
-                    has_begun.add(delta.index)
-                    for first in self._first_choices(delta.index):
-                        yield self._chunk([first])
-                if delta.text or delta.finish_reason or (self._has_logprobs and delta.token):
-                    yield self._chunk([self._chunk_choice(delta)])
-        if self._usage_last:
-            yield self._chunk([]) | {"usage": self._usage()}
+    async def chunks(self) -> AsyncGenerator[list[bytes]]:
+        """The chunks of a response with `stream`, as JSON: at least one, and all that are there.
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": self._usage()} if self._usage_always else {}
-        return self._head | {"object": self.chunk_object, "choices": choices} | usage
+        Raises: as `Generation.deltas`.
+        """
+        has_begun: set[int] = set()
+        # Most chunks differ in their text alone. To encode the rest once halves the cost of a token.
+        head = to_json(self._head | {"object": self.chunk_object}).removesuffix(b"}") + b',"choices":[{"index":'
+        is_plain = not self._has_logprobs and not self._usage_always
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for ready in deltas:
+                chunks: list[bytes] = []
+                for delta in ready:
+                    if delta.index not in has_begun:
+                        has_begun.add(delta.index)
+                        chunks += [self._chunk([first]) for first in self._first_choices(delta.index)]
+                    if is_plain and delta.text and delta.finish_reason is None:
+                        parts = head, b"%d" % delta.index, self.before_text, to_json(delta.text), self.after_text
+                        chunks.append(b"".join(parts))
+                    elif delta.text or delta.finish_reason or (self._has_logprobs and delta.token):
+                        chunks.append(self._chunk([self._chunk_choice(delta)]))
+                if chunks:
+                    yield chunks
+        if self._usage_last:
+            yield [self._chunk([], {"usage": self._usage()})]
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        if usage is None:
+            usage = {"usage": self._usage()} if self._usage_always else {}
+        return to_json(self._head | {"object": self.chunk_object, "choices": choices} | usage)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage
@@ -87,6 +105,7 @@ class Answers(ABC):
 
 class ChatAnswers(Answers):
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    before_text, after_text = b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}'
 
     def __init__(self, body: ChatRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
         super().__init__(body, model_name, prompts, generation)
@@ -123,6 +142,7 @@ class ChatAnswers(Answers):
 
 class CompletionAnswers(Answers):
     id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    before_text, after_text = b',"text":', b',"logprobs":null,"finish_reason":null}]}'
 
     def __init__(self, body: CompletionRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
         super().__init__(body, model_name, prompts, generation)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -19,18 +18,21 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the secon
 
 
 class EventStream(StreamingResponse):
-    """One event for each object, then `[DONE]`. An error becomes an event of its own, because the status was sent before."""
+    """An event for each JSON object, then `[DONE]`. The objects that come together are sent together.
+
+    An error becomes an event of its own, because the status was sent before.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, form: Form, first: Any, rest: AsyncGenerator[Any]) -> None:
+    def __init__(self, service: Service, form: Form, first: list[bytes], rest: AsyncGenerator[list[bytes]]) -> None:
         super().__init__(self._events(first), headers=_HEADERS)
         self._service, self._form, self._rest = service, form, rest
         self._was_sent = False
 
     @classmethod
-    async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[Any]) -> "EventStream":
-        """Waits for the first object. What goes wrong before it is raised, and gets its HTTP status."""
+    async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]]) -> "EventStream":
+        """Waits for the first objects. What goes wrong before it is raised, and gets its HTTP status."""
         return cls(service, form, await anext(contents), contents)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,11 +43,11 @@ class EventStream(StreamingResponse):
             if not self._was_sent:
                 self._service.metrics.cancelled.inc()
 
-    async def _events(self, first: Any) -> AsyncGenerator[bytes]:
-        yield _event(first)
+    async def _events(self, first: list[bytes]) -> AsyncGenerator[bytes]:
+        yield _events_of(first)
         try:
-            async for content in self._rest:
-                yield _event(content)
+            async for contents in self._rest:
+                yield _events_of(contents)
         except EmberError as error:
             self._service.metrics.tei.failed(error)
             yield self._error(error)
@@ -58,8 +60,8 @@ class EventStream(StreamingResponse):
     def _error(self, error: EmberError) -> bytes:
         status, error_type, message = describe(error)
         param = error.param if isinstance(error, ApiError) else None
-        return _event({"error": error_body(self._form, status, error_type, message, param)["error"]})
+        return _events_of([to_json({"error": error_body(self._form, status, error_type, message, param)["error"]})])
 
 
-def _event(content: Any) -> bytes:
-    return b"data: " + to_json(content) + b"\n\n"
+def _events_of(contents: list[bytes]) -> bytes:
+    return b"data: " + b"\n\ndata: ".join(contents) + b"\n\n"
