@@ -121,7 +121,7 @@ def test_a_prompt_seen_before_is_found_in_the_cache(sdk: openai.OpenAI) -> None:
 
 
 def test_a_client_that_leaves_gives_its_pages_back(http: httpx.Client) -> None:
-    asked = {"prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    asked = {"model": EMBEDDED_GENERATOR, "prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     cancelled = metric(http, "cancelled_requests_total")
     with http.stream("POST", "v1/completions", json=asked) as answer:
         next(answer.iter_lines())
