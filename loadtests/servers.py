@@ -263,7 +263,7 @@ def _uvicorn(port: int) -> None:
 
     canary = engine.tokenizer.encode(["health"], EncodeOptions())
     health = Health(loop, lambda: Request(canary, EmbedOptions()))
-    backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health, {})
+    backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health)
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
 

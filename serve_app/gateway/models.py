@@ -22,13 +22,13 @@ from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import Asleep as ModelAsleep
-from serve_app.errors import Unhealthy, UnknownModel, WrongModel
+from serve_app.errors import Unhealthy, UnknownModel, WrongModel, WrongTask
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
 from serve_app.gateway.remote import LOST, in_background
 from serve_app.gather import gather
-from serve_app.models import ModelInfo
+from serve_app.models import Check, ModelInfo
 from serve_app.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -220,9 +220,10 @@ class PooledModels:
         for model in self._models:
             model.show_in(metrics)
 
-    def get(self, name: str | None) -> PooledModel:
+    def get(self, name: str | None, check: Check | None = None) -> PooledModel:
         if name is None:
-            return self._default
+            able = [] if check is None else [self._default, *self._models]
+            return next((model for model in able if _passes(check, model.info)), self._default)
         if name not in self._by_name:
             raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
         return self._by_name[name]
@@ -238,6 +239,15 @@ class PooledModels:
 
     def backlog_s(self) -> float:
         return self._default.finish_s(0)
+
+
+def _passes(check: Check | None, info: ModelInfo) -> bool:
+    try:
+        if check is not None:
+            check(info)
+    except (WrongTask, WrongModel):
+        return False
+    return True
 
 
 def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:

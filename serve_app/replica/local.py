@@ -15,7 +15,7 @@ from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import WrongModel
-from serve_app.models import ModelInfo, ServedModel
+from serve_app.models import Check, ModelInfo, ServedModel
 from serve_app.replica.health import Health
 
 
@@ -64,7 +64,7 @@ class LocalModels:
     def __init__(self, model: ServedModel, loop: EngineLoop, health: Health) -> None:
         self._model, self._loop, self._health = model, loop, health
 
-    def get(self, name: str | None) -> ServedModel:
+    def get(self, name: str | None, check: Check | None = None) -> ServedModel:
         """The model. Any name means it, as in TEI."""
         return self._model
 

@@ -150,7 +150,8 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
     assert (embedder.id, generator.id, generator.max_model_len) == (EMBEDDED_MODEL, EMBEDDED_GENERATOR, 8192)
     assert http.get("info").json()["model_type"] == {"embedding": {"pooling": "mean"}}
     assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
-    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model, where a request names none
+    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model that can, where a request names none
+    assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
     replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{name}"}} 1.0' for name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR)}
     assert replicas <= set(http.get("metrics").text.splitlines())
     with pytest.raises(openai.NotFoundError, match=f"there is {EMBEDDED_MODEL}, {EMBEDDED_GENERATOR}"):
