@@ -15,17 +15,17 @@ from serve_app.models import GeneratingModel
 
 log = logging.getLogger(__name__)
 
-# A channel with more tokens than this to send has a gateway that no longer reads. Its streams end.
+# A gateway that lets so many tokens wait, or a message for so long, reads no more. Its streams end. It may be on a node whose
+# cable is pulled, which no connection tells of for minutes.
 MOST_UNSENT = 1 << 17
-# A channel whose messages nobody asks for ends after this time.
 UNREAD_S = 10.0
 
 
 class Channels:
     """All channels of this replica, by the ids that gateways gave them. Called on one event loop."""
 
-    def __init__(self, model: GeneratingModel, unread_s: float = UNREAD_S) -> None:
-        self._model, self._unread_s = model, unread_s
+    def __init__(self, model: GeneratingModel) -> None:
+        self._model = model
         self._channels: dict[str, Channel] = {}
 
     @property
@@ -58,7 +58,7 @@ class Channels:
         channel = self._channels.get(channel_id)
         if channel is None:
             channel = self._channels[channel_id] = Channel(self._model)
-            asyncio.get_running_loop().call_later(self._unread_s, self._close_unread, channel_id, channel)
+            asyncio.get_running_loop().call_later(UNREAD_S, self._close_unread, channel_id, channel)
         return channel
 
     def _close_unread(self, channel_id: str, channel: "Channel") -> None:
@@ -72,10 +72,12 @@ class Channel:
 
     def __init__(self, model: GeneratingModel) -> None:
         self.is_read = False
-        self._model, self._delivery = model, Delivery(asyncio.get_running_loop())
+        self._model, self._loop = model, asyncio.get_running_loop()
+        self._delivery = Delivery(self._loop)
         self._streams: dict[int, Stream] = {}
         self._fresh: set[int] = set()  # the streams without a token
         self._unsent, self._ready = Unsent(), asyncio.Event()
+        self._sent_at: float | None = None  # when the message under way was handed over
         self._is_closed = False
 
     @property
@@ -117,11 +119,13 @@ class Channel:
 
     async def message(self) -> Steps:
         """The next message. Raises: EngineStopped if the channel has been closed."""
+        self._sent_at = None
         await self._ready.wait()
         if self._is_closed:
-            raise EngineStopped(f"the gateway has left more than {MOST_UNSENT} tokens unread, so its streams were cancelled")
+            raise EngineStopped("the gateway has not read its messages, so its streams were cancelled")
         self._ready.clear()
         unsent, self._unsent = self._unsent, Unsent()
+        self._sent_at = self._loop.time()
         return unsent.packed()
 
     def _got(self, number: int, token: Token) -> None:
@@ -145,7 +149,8 @@ class Channel:
             self._fresh.discard(number)
             self._unsent.cached[number] = stream.num_cached_tokens
         self._unsent.add(number, token)
-        if len(self._unsent.numbers) > MOST_UNSENT:
+        is_late = self._sent_at is not None and self._loop.time() > self._sent_at + UNREAD_S
+        if is_late or len(self._unsent.numbers) > MOST_UNSENT:
             log.error("a gateway does not read its messages: %d streams are cancelled", len(self._streams))
             self.close()
 

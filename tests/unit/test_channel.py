@@ -240,12 +240,13 @@ def test_a_gateway_that_dies_takes_its_streams_with_it() -> None:
     run(scenario)
 
 
-def test_a_channel_that_nobody_reads_ends() -> None:
+def test_a_channel_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway died between its two calls."""
+    monkeypatch.setattr(replica, "UNREAD_S", 0.01)
 
     async def scenario() -> None:
         model = ByHand()
-        channels = replica.Channels(model, unread_s=0.01)
+        channels = replica.Channels(model)
         channels.change("its id", [NewStream(0, np.array([1]), SamplingOptions(max_tokens=CONTEXT), "interactive", 1e9)], [])
         await until(lambda: model.streams[0].future.cancelled())
         assert channels._channels == {}
@@ -326,6 +327,21 @@ def test_a_gateway_that_reads_too_slowly_binds_bounded_memory(monkeypatch: pytes
         for each in slow:
             with pytest.raises(EngineStopped):
                 await each.over
+
+    run(scenario)
+
+
+def test_a_gateway_that_leaves_a_message_unread_for_long_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        link = Link()
+        (begun,) = await link.begin([1])
+        link.calls[0].may_read.clear()
+        link.model.compute(5)  # the call that is under way takes it
+        await until(lambda: len(begun.heard) == 2)
+        monkeypatch.setattr(replica, "UNREAD_S", 0.02)
+        await asyncio.sleep(0.05)
+        link.model.compute(6)
+        await until(lambda: link.model.streams[0].future.cancelled())
 
     run(scenario)
 
