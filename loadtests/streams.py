@@ -54,9 +54,7 @@ class Reader(asyncio.Protocol):
 
 
 def request(num_tokens: int) -> bytes:
-    body = orjson.dumps(
-        {"model": "any", "prompt": "Once upon a time", "max_tokens": num_tokens, "stream": True, "ignore_eos": True}
-    )
+    body = orjson.dumps({"prompt": "Once upon a time", "max_tokens": num_tokens, "stream": True, "ignore_eos": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 

@@ -96,7 +96,7 @@ class GeneratingModel(ServedModel, Protocol):
         ...
 
     def submit(self, streams: Sequence[Stream]) -> None:
-        """Start to compute. `on_token` and `future` of each stream hear of its progress, in another thread.
+        """Start to compute. `on_token`, `on_pass` and `future` of each stream hear of its progress, often in another thread.
 
         Cancelling `future` ends the stream and frees its pages. Raises: EngineStopped.
         """
