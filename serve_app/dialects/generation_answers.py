@@ -8,11 +8,12 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+import orjson
+
 from engine.schedule.stream import Token
 from engine.text.prompts import Prompts
 from serve_app.compute.generation import Delta, Generation
 from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest, GenerationBody
-from serve_app.http.encode import to_json
 
 # JSON has no -inf. vLLM sends this number for a token that cannot be chosen.
 _LEAST_LOGPROB = -9999.0
@@ -53,7 +54,7 @@ class Answers(ABC):
         """
         has_begun: set[int] = set()
         # Most chunks differ in their text alone. To encode the rest once halves the cost of a token.
-        head = to_json(self._head | {"object": self.chunk_object}).removesuffix(b"}") + b',"choices":[{"index":'
+        head = orjson.dumps(self._head | {"object": self.chunk_object}).removesuffix(b"}") + b',"choices":[{"index":'
         is_plain = not self._has_logprobs and not self._usage_always
         async with aclosing(self._generation.deltas()) as deltas:
             async for ready in deltas:
@@ -63,7 +64,7 @@ class Answers(ABC):
                         has_begun.add(delta.index)
                         chunks += [self._chunk([first]) for first in self._first_choices(delta.index)]
                     if is_plain and delta.text and delta.finish_reason is None:
-                        parts = head, b"%d" % delta.index, self.before_text, to_json(delta.text), self.after_text
+                        parts = head, b"%d" % delta.index, self.before_text, orjson.dumps(delta.text), self.after_text
                         chunks.append(b"".join(parts))
                     elif delta.text or delta.finish_reason or (self._has_logprobs and delta.token):
                         chunks.append(self._chunk([self._chunk_choice(delta)]))
@@ -75,7 +76,7 @@ class Answers(ABC):
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         if usage is None:
             usage = {"usage": self._usage()} if self._usage_always else {}
-        return to_json(self._head | {"object": self.chunk_object, "choices": choices} | usage)
+        return orjson.dumps(self._head | {"object": self.chunk_object, "choices": choices} | usage)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._generation.usage
