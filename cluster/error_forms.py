@@ -39,14 +39,6 @@ def form_of(path: str) -> Form:
     return next((rule.form for rule in PATH_RULES if rule.matches(path)), "tei")
 
 
-def decides_form(name: str) -> bool:
-    """Whether paths under a prefix that ends in `name` would match a rule because of the name.
-
-    Errors at these paths would then have the name's form, whatever the route is.
-    """
-    return form_of(f"/{name}/") != "tei" or form_of(f"/{name}") != "tei"
-
-
 def error_body(form: Form, status: int, error_type: str, message: str, param: str | None = None) -> dict[str, Any]:
     """The JSON of an error. `param` is the field at fault.
 

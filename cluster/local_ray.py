@@ -206,16 +206,19 @@ def _stop(me: psutil.Process) -> None:
 def _finish_requests() -> None:
     """Stops the replicas while HAProxy can still carry their last answers. `serve.shutdown` would end HAProxy first.
 
-    Applications that are still loading have no requests, so they are not waited for.
+    Applications that are still loading have no requests, so they are not waited for. A gateway stops before its pools, whose
+    answers its requests need.
     """
     from ray import serve
 
-    states = serve.status().applications.items()
-    serving = [name for name, state in states if state.status in ("RUNNING", "UNHEALTHY")]
-    for name in serving:
-        serve.delete(name, _blocking=False)
-    for name in serving:
-        serve.delete(name)  # waits
+    states = serve.status().applications
+    serving = [name for name, state in states.items() if state.status in ("RUNNING", "UNHEALTHY")]
+    gateways = [name for name in serving if "Gateway" in states[name].deployments]
+    for group in (gateways, [name for name in serving if name not in gateways]):
+        for name in group:
+            serve.delete(name, _blocking=False)
+        for name in group:
+            serve.delete(name)  # waits
 
 
 def _within(seconds: float, step: Callable[[], None], needed: Sequence[psutil.Process] = ()) -> bool:

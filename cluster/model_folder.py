@@ -14,7 +14,7 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
     """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only if asked for.
 
     Args:
-        generates: the caller serves models that generate, too. A gateway and its pools do not.
+        generates: the caller serves models that generate, too. A plan of a cluster does not.
     Raises: ModelError.
     """
     folder = resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
@@ -28,8 +28,8 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
     )
     if config.generation is not None and not generates:
         raise ModelError(
-            f"{spec.model} generates text, and a gateway with pools does not serve such models yet; "
-            f"`emberforge serve {spec.model}` serves it without a gateway; for its vectors, give `pooling`"
+            f"{spec.model} generates text, and plans place no such models yet; `emberforge serve {spec.model}` serves it, "
+            "also beside other models; for its vectors, give `pooling`"
         )
     return folder, shortened(config, spec.max_input_tokens)
 

@@ -31,6 +31,8 @@ class TokenRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         by_name = {_name(each.replica_id): each for each in candidate_replicas}
         ticket = pending_request.kwargs["ticket"]
+        if ticket.replica is not None:  # the caller notices if this replica is gone, and takes the request back
+            return [[by_name[ticket.replica]]] if ticket.replica in by_name else []
         ranked = [name for name in self._load.ranked(ticket, monotonic()) if name in by_name]
         if ranked:
             # Not in `on_request_routed`, because Serve calls that after the answer. Replicas do not refuse requests, so the first

@@ -34,6 +34,7 @@ class Report:
     batch_tokens: int = 0  # the part of queued_tokens with batch priority
     max_batch_tokens: int = 0  # in one pass
     dtype: str = ""  # the dtype that the replica has loaded the model in
+    pages_held: int = 0  # of the KV cache, by streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,14 @@ class Ticket:
     """The facts about a request that routing needs. A ticket travels with its request.
 
     `longest` is the request's longest input in tokens. `batch` is True for batch priority. An interactive request waits for at
-    most one pass of batch work.
+    most one pass of batch work. With `replica` the request goes to this replica and to no other.
     """
 
     id: int
     num_tokens: int
     longest: int
     batch: bool = False
+    replica: str | None = None
 
 
 @dataclass
@@ -143,6 +145,8 @@ class PoolLoad:
         if not failed:
             load.failures = 0
             return
+        if load.shunned_until > now:  # one of many requests that failed at once
+            return
         load.failures += 1
         load.shunned_until = now + min(_MOST_SHUNNED_S, _SHUNNED_S * 2 ** (load.failures - 1))
 
@@ -166,6 +170,11 @@ class PoolLoad:
     def heard(self) -> list[ReplicaLoad]:
         """The replicas that exist and report."""
         return [load for load in self.replicas.values() if not self._silent(load)]
+
+    def is_heard(self, replica: str) -> bool:
+        """Whether the replica exists and reports."""
+        load = self.replicas.get(replica)
+        return load is not None and not self._silent(load)
 
     def _silent(self, load: ReplicaLoad) -> bool:
         return load.heard_at < self._heard.at - SILENT_S

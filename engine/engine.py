@@ -1,10 +1,8 @@
 """`Engine`: one loaded model on one device; ids in, vectors out. Usable alone, with no server around it."""
 
 import logging
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +18,7 @@ from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
-from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions, check_sampling
+from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
@@ -33,7 +31,6 @@ from engine.schedule.pages import Pages
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Piece, Stream, Token
 from engine.text.grammar import Compiler
-from engine.text.ids import checked_ids
 
 log = logging.getLogger(__name__)
 
@@ -218,17 +215,10 @@ class Engine:
         Raises: InvalidInput for options out of range, ids without an embedding, a prompt beyond the model's context, and a
             grammar that does not compile.
         """
-        check_sampling(options, self.config.vocab_size)
-        ids = checked_ids(0, prompt, self.config.vocab_size).astype(np.int32)
-        room = self.config.max_input_length - len(ids)
-        if room < min(1, options.max_tokens):
-            raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {self.config.max_input_length} tokens")
-        options = replace(options, max_tokens=min(options.max_tokens, room))
-        matcher = None
+        stream = Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
         if options.grammar is not None and self._grammars is not None:
-            matcher = self._grammars.matcher(options.grammar, options)
-        seed = random.getrandbits(63) if options.seed is None else options.seed
-        return Stream(ids, options, seed, matcher=matcher)
+            stream.matcher = self._grammars.matcher(options.grammar, stream.options)
+        return stream
 
     def launch(
         self,

@@ -269,12 +269,12 @@ class EngineLoop:
             self._polled = None
         with self._delivering:
             again = self._passes.deliver(launched)
-        if again or self._passes.device_lost:
+        if again or self._is_ending:
             with self._changed:
                 for part in again:
                     self._scheduler.add_alone(part)
                 if self._is_ending:
-                    self._end()
+                    self._end()  # once more: the streams of this pass wait for a next one, which does not come
                 self._changed.notify_all()
 
     def _end(self) -> None:

@@ -219,6 +219,9 @@ class Passes:
         with self.lock:
             for stream in chosen:
                 self.scheduler.streams.advance(stream)
+        for on_pass in {stream.on_pass for stream in chosen}:
+            if on_pass is not None:
+                on_pass()
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""

@@ -8,6 +8,7 @@ from ray import serve
 from cluster.model_spec import ModelSpec
 from engine.schedule.request import Request, Slice
 from loadtests.servers import StubEngine
+from loadtests.stub_streams import StreamingServer
 from serve_app.replica.model_server import ModelServer
 
 
@@ -30,4 +31,9 @@ class CutByServeBatch(ModelServer):
             self._loop._deliver(launched)
 
 
-REPLICAS: dict[str, type[ModelServer]] = {"stub": StubServer, "model": ModelServer, "model-cut": CutByServeBatch}
+REPLICAS: dict[str, type[ModelServer]] = {
+    "stub": StubServer,
+    "stub-streams": StreamingServer,
+    "model": ModelServer,
+    "model-cut": CutByServeBatch,
+}

@@ -3,6 +3,8 @@
 KIND is one of
   stub           emberforge with a stub engine that gives a fixed vector: what serving costs
   stub-gateway   the same engine in a pool, behind a gateway
+  stub-streams   emberforge with a stub engine that generates a token for each stream every BENCH_PASS_S
+  stub-streams-gateway  the same engine in a pool, behind a gateway
   fast-gateways  an engine about as fast as an H200 in a pool, behind BENCH_GATEWAYS gateways
   stub-uvicorn   the same API and stub on plain uvicorn, no Ray: the floor of the API
   model          emberforge with the embedded model
@@ -148,27 +150,38 @@ def _serve(kind: str, port: int) -> None:
         from serve_app.app import ModelArgs, bind
         from serve_app.settings import Settings
 
-        settings = Settings(num_threads=os.cpu_count(), max_client_batch_size=MAX_CLIENT_BATCH, max_concurrent_requests=4096)
+        settings = Settings(
+            models=(_model_of(kind),),
+            num_threads=os.cpu_count(),
+            max_client_batch_size=MAX_CLIENT_BATCH,
+            max_concurrent_requests=4096,
+        )
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         serve.run(bind(ModelArgs(model=settings.models[0], settings=settings), REPLICAS[kind]), name="bench", route_prefix="/")
         sys.stdin.read()
 
 
+def _model_of(kind: str) -> str:
+    from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
+
+    return EMBEDDED_GENERATOR if kind.startswith("stub-streams") else EMBEDDED_MODEL
+
+
 def _serve_stub_behind_gateways(kind: str, port: int) -> None:
     """Until standard input closes."""
     from cluster.local_ray import local_ray
-    from engine.hub import EMBEDDED_MODEL
 
     with local_ray(num_cpus=os.cpu_count() or 1):
         from ray import serve
 
         from loadtests.stub_pool import FastPool, FreePool
+        from loadtests.stub_streams import StreamingPool
         from serve_app.gateway import app as gateway
         from serve_app.gateway.config import GatewayArgs
         from serve_app.replica import pool
 
-        server = FastPool if kind == "fast-gateways" else FreePool
-        ref, spec = {"tokens_per_s": server.planned_tokens_per_s}, {"name": SERVED_NAME, "model": EMBEDDED_MODEL}
+        server = {"fast-gateways": FastPool, "stub-streams-gateway": StreamingPool}.get(kind, FreePool)
+        ref, spec = {"tokens_per_s": server.planned_tokens_per_s}, {"name": SERVED_NAME, "model": _model_of(kind)}
         given = {"spec": spec, "pools": [ref | {"name": "stub", "node_class": "stub"}]}
         args = GatewayArgs.model_validate(
             {"models": [given], "default": SERVED_NAME, "settings": {"max_concurrent_requests": 4096}}
@@ -250,7 +263,7 @@ def _uvicorn(port: int) -> None:
 
     canary = engine.tokenizer.encode(["health"], EncodeOptions())
     health = Health(loop, lambda: Request(canary, EmbedOptions()))
-    backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health, {})
+    backend = LocalModels(LocalModel(info, engine.tokenizer, loop, collect), loop, health)
     api = Api(backend, Settings(), Metrics("stub"))
     _until_stdin_closes(uvicorn.Server(uvicorn.Config(api.app, port=port, log_level="warning", access_log=False)))
 
@@ -320,7 +333,7 @@ if __name__ == "__main__":
         _uvicorn(on)
     elif chosen == "st":
         _sentence_transformers(on)
-    elif chosen in ("stub-gateway", "fast-gateways"):
+    elif chosen in ("stub-gateway", "fast-gateways", "stub-streams-gateway"):
         _serve_stub_behind_gateways(chosen, on)
     elif chosen == "serve":
         _serve_folder(on)

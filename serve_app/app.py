@@ -1,4 +1,7 @@
-"""The applications of a server without a gateway: one Ray Serve application for each model. Read this first.
+"""The Serve applications of a server on one machine. Read this first.
+
+One model is one application, whose replica answers HTTP itself. Several models are a pool each behind a gateway, which has the
+address: `model` in a request's body chooses (docs/decisions/032).
 
 `emberforge serve` runs the applications on this machine. `emberforge config` writes them as YAML for `serve deploy`.
 """
@@ -10,14 +13,22 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from cluster.model_spec import pool_name
+from cluster.model_spec import ModelSpec, pool_name
+from cluster.settings import ServerSettings
 from serve_app.deployment import deployment_options
+from serve_app.gateway import app as gateway
+from serve_app.gateway.config import GatewayArgs, GatewayModel, PoolRef
+from serve_app.replica import pool
 from serve_app.replica.model_server import ModelServer
-from serve_app.settings import Settings
+from serve_app.replica.pool import PoolArgs
+from serve_app.settings import GATEWAY, Settings
+
+# The rate of a pool until a replica has measured its own.
+_TOKENS_PER_S = 1_000.0
 
 
 class ModelArgs(BaseModel):
-    """The `args` of one application. `model` is one of `settings.models`. A misspelt key is refused."""
+    """The `args` of the application of one model. `model` is one of `settings.models`. A misspelt key is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,16 +47,10 @@ def bind(args: ModelArgs, server: type[ModelServer] = ModelServer, **options: An
     if args.model not in settings.models:
         raise ValueError(f"args.model {args.model!r} is not one of settings.models {list(settings.models)}")
     spec = settings.specs[settings.models.index(args.model)]
-    elsewhere = {other: route_prefix(settings, other) for other in settings.names if other != spec.name}
     ingress = serve.ingress()(server)
     deployment = serve.deployment(name="ModelServer")(ingress).options(**deployment_options(settings), **options)
-    application: serve.Application = deployment.bind(spec, settings, settings.num_threads, elsewhere)
+    application: serve.Application = deployment.bind(spec, settings, settings.num_threads)
     return application
-
-
-def route_prefix(settings: Settings, name: str) -> str:
-    """The first model answers at `/`, every other at `/pools/<name>`."""
-    return "/" if name == settings.names[0] else f"/pools/{pool_name(name)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +83,46 @@ def machine_share(num_models: int, num_cpus: int, num_gpus: int) -> Share:
 def deploy_config(settings: Settings, share: Share) -> dict[str, Any]:
     """The Serve config of these settings as plain data for YAML."""
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
-    arguments = settings.model_dump(mode="json", exclude_defaults=True) | {"models": list(settings.models)}
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
         **settings.grpc_options,
-        "applications": [
-            {
-                "name": pool_name(name),
-                "route_prefix": route_prefix(settings, name),
-                "import_path": "serve_app.app:build",
-                "args": {"model": model, "settings": arguments},
-                "deployments": [{"name": "ModelServer", "num_replicas": 1, **share.options()}],
-            }
-            for model, name in zip(settings.models, settings.names, strict=True)
-        ],
+        "applications": _one_model(settings, share) if len(settings.models) == 1 else _several_models(settings, share),
     }
+
+
+def _one_model(settings: Settings, share: Share) -> list[dict[str, Any]]:
+    arguments = _plain(settings) | {"models": list(settings.models)}
+    return [
+        {
+            "name": pool_name(settings.names[0]),
+            "route_prefix": "/",
+            "import_path": "serve_app.app:build",
+            "args": {"model": settings.models[0], "settings": arguments},
+            "deployments": [{"name": "ModelServer", "num_replicas": 1, **share.options()}],
+        }
+    ]
+
+
+def _several_models(settings: Settings, share: Share) -> list[dict[str, Any]]:
+    pools = [
+        {
+            "name": args.pool,
+            "route_prefix": None,
+            "import_path": "serve_app.replica.pool:build",
+            "args": _plain(args),
+            "deployments": [{"name": "Engine", "num_replicas": 1, **share.options()}],
+        }
+        for args in _pools(settings)
+    ]
+    front = {
+        "name": GATEWAY,
+        "route_prefix": "/",
+        "import_path": "serve_app.gateway.app:build",
+        "args": _plain(_gateway(settings)),
+        "deployments": [{"name": "Gateway", "num_replicas": 1, **_GATEWAY_OPTIONS}],
+    }
+    return [*pools, front]
 
 
 def run(settings: Settings, share: Share) -> None:
@@ -101,6 +130,50 @@ def run(settings: Settings, share: Share) -> None:
     http = HTTPOptions(host=settings.host, port=settings.port)
     serve.start(proxy_location="HeadOnly", http_options=http, **settings.grpc_options)
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
-    for model, name in zip(settings.models, settings.names, strict=True):
-        app = bind(ModelArgs(model=model, settings=settings), **share.options())
-        serve.run(app, name=pool_name(name), route_prefix=route_prefix(settings, name))
+    if len(settings.models) == 1:
+        app = bind(ModelArgs(model=settings.models[0], settings=settings), **share.options())
+        serve.run(app, name=pool_name(settings.names[0]), route_prefix="/")
+    else:
+        serve.run_many(targets(settings, share))
+
+
+def targets(settings: Settings, share: Share, route_prefix: str = "/") -> list[serve.RunTarget]:
+    """The applications of a server with several models, to start at once."""
+    pools = [serve.RunTarget(pool.bind(args, **share.options()), args.pool, None) for args in _pools(settings)]
+    return [*pools, serve.RunTarget(gateway.bind(_gateway(settings), **_GATEWAY_OPTIONS), GATEWAY, route_prefix)]
+
+
+# The gateway books no core: a redeploy needs room for a second one.
+_GATEWAY_OPTIONS: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}}
+
+
+def _pools(settings: Settings) -> list[PoolArgs]:
+    return [
+        PoolArgs(
+            pool=pool_name(spec.name),
+            spec=spec,
+            num_threads=settings.num_threads,
+            tokens_per_s=_TOKENS_PER_S,
+            settings=_shared(settings),
+        )
+        for spec in settings.specs
+    ]
+
+
+def _gateway(settings: Settings) -> GatewayArgs:
+    models = [_gateway_model(spec) for spec in settings.specs]
+    return GatewayArgs(models=tuple(models), default=settings.names[0], settings=_shared(settings))
+
+
+def _gateway_model(spec: ModelSpec) -> GatewayModel:
+    ref = PoolRef(name=pool_name(spec.name), node_class="local", tokens_per_s=_TOKENS_PER_S)
+    return GatewayModel(spec=spec, pools=(ref,))
+
+
+def _shared(settings: Settings) -> ServerSettings:
+    """The part of the settings that holds for all models."""
+    return ServerSettings.model_validate({name: getattr(settings, name) for name in ServerSettings.model_fields})
+
+
+def _plain(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude_defaults=True)

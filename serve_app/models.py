@@ -3,7 +3,7 @@
 A replica implements the two protocols with its own engine (`replica/local.py`), a gateway with pools (`gateway/models.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time
@@ -96,18 +96,26 @@ class GeneratingModel(ServedModel, Protocol):
         ...
 
     def submit(self, streams: Sequence[Stream]) -> None:
-        """Start to compute. `on_token` and `future` of each stream hear of its progress, in another thread.
+        """Start to compute. `on_token`, `on_pass` and `future` of each stream hear of its progress, often in another thread.
 
         Cancelling `future` ends the stream and frees its pages. Raises: EngineStopped.
         """
         ...
 
 
+Check = Callable[[ModelInfo], None]
+
+
 class ServedModels(Protocol):
     """The models behind one API."""
 
-    def get(self, name: str | None) -> ServedModel:
-        """The model that a request names in `model`. Raises: UnknownModel."""
+    def get(self, name: str | None, check: Check | None = None) -> ServedModel:
+        """The model that a request names in `model`. Without a name it is the first model that can do the task.
+
+        Args:
+            check: raises WrongTask or WrongModel for a model that cannot do the task. If no model can, the first is returned.
+        Raises: UnknownModel.
+        """
         ...
 
     def models(self) -> list[dict[str, Any]]:

@@ -11,12 +11,13 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cluster.error_forms import decides_form
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import Names, ServerSettings
 from engine.errors import EmberError
 from engine.model_id import EMBEDDED_MODEL, is_path, split_revision
 
+# The application in front of several models.
+GATEWAY = "gateway"
 ENV_PREFIX = "EMBERFORGE_"
 # Variables with our prefix that are no settings. Other code reads them, for every command.
 _NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_IMAGE", "EMBERFORGE_KERNEL_CACHE")
@@ -48,12 +49,10 @@ class Settings(ServerSettings, ModelOptions):
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):
             raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
-        for slug in slugs[1:]:  # the first model has no prefix
-            if decides_form(slug):
-                raise ValueError(
-                    f"a model named {slug} would answer at /pools/{slug}, a path whose errors have another API's form; "
-                    "give it another name with served_model_name"
-                )
+        if len(slugs) > 1 and GATEWAY in slugs:
+            raise ValueError(
+                f"a model named {GATEWAY} would have the name of the server's front; choose another served_model_name"
+            )
         return self
 
     @property

@@ -5,20 +5,22 @@ chosen. The keys and values of a stream's tokens lie in pages of the cache. Wher
 gives its pages back and waits in the queue again; its prompt and its answer are then computed anew.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput
-from engine.options import SamplingOptions, TokenIds
+from engine.options import SamplingOptions, TokenIds, check_sampling
 from engine.schedule.pages import Pages
 from engine.schedule.request import Slice, Waiting
 from engine.text.grammar import Matcher
+from engine.text.ids import checked_ids
 
 FinishReason = Literal["stop", "length"]
 
@@ -67,12 +69,16 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class Stream(Waiting):
-    """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end."""
+    """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end.
+
+    `on_pass` is called in that thread after each pass that gave the stream a token: once for all streams that share it.
+    """
 
     prompt: TokenIds
     options: SamplingOptions
     seed: int  # of the draws
     on_token: Callable[[Token], None] | None = None
+    on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # of a grammar
     # Progress, kept by the scheduler.
     answer: list[Token] = field(default_factory=list)
@@ -85,6 +91,20 @@ class Stream(Waiting):
 
     def __post_init__(self) -> None:
         self.counts = TokenCounts.wanted_by(self.options, self.prompt)
+
+    @classmethod
+    def begin(cls, prompt: Sequence[int] | TokenIds, options: SamplingOptions, vocab_size: int, context: int) -> "Stream":
+        """A stream that ends with the context at the latest. `context` is the most tokens of prompt and answer together.
+
+        Raises: InvalidInput for options out of range, ids without an embedding, and a prompt that fills the context.
+        """
+        check_sampling(options, vocab_size)
+        ids = checked_ids(0, prompt, vocab_size).astype(np.int32)
+        room = context - len(ids)
+        if room < min(1, options.max_tokens):  # a prompt that is only scored may fill the context
+            raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {context} tokens")
+        options = replace(options, max_tokens=min(options.max_tokens, room))
+        return cls(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
 
     @property
     def length(self) -> int:

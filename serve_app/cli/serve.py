@@ -203,12 +203,10 @@ def _example(config: ModelConfig, name: str) -> tuple[str, str]:
 
 def _announce(settings: Settings, config: ModelConfig) -> None:
     """`config` is the first model's, which an example is for."""
-    from serve_app import app
-
     address = _address(settings)
     console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
-    for name in settings.names[1:]:
-        console.print(f"      {address}{app.route_prefix(settings, name)}  {name}")
+    if len(settings.models) > 1:
+        console.print(f"      `model` in a request chooses: {', '.join(settings.names)}")
     if settings.grpc_port is not None:
         console.print(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
     key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""

@@ -109,10 +109,11 @@ class Decisions:
         """The answers to the questions of one generation. `first` is the number of its first question."""
         found: dict[int, Read] = {}
         async with aclosing(generation.deltas()) as deltas:
-            async for delta in deltas:
-                if delta.token is not None:
-                    num_options = len(self._questions[first + delta.index].options)
-                    found[delta.index] = read_of(delta.token.logprobs_of[:num_options])
+            async for ready in deltas:
+                for delta in ready:
+                    if delta.token is not None:
+                        num_options = len(self._questions[first + delta.index].options)
+                        found[delta.index] = read_of(delta.token.logprobs_of[:num_options])
         return [found[index] for index in sorted(found)]
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:

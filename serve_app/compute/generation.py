@@ -1,9 +1,8 @@
 """Generated text: prompts become streams of the engine, and the streams' tokens become text. Knows nothing of HTTP."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -65,6 +64,10 @@ class Usage(NamedTuple):
     cached_tokens: int  # of the prompts
 
 
+# What an answer, by its index, has got: a token, its end, or the request's end.
+_Event = tuple[int, Token | Future[Answer] | TimeoutError]
+
+
 @dataclass(slots=True)
 class _Answer:
     """One answer on its way."""
@@ -83,8 +86,9 @@ class Generation:
 
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
-        self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[int, Token | Future[Answer] | TimeoutError]] = asyncio.Queue()
+        self._loop, self._delivery = asyncio.get_running_loop(), service.delivery
+        self._events: list[_Event] = []
+        self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
         self._answers: list[_Answer] = []
 
     @property
@@ -107,8 +111,10 @@ class Generation:
         assert tokens is not None, "the request asked for them, and the answer has begun"
         return tokens
 
-    async def deltas(self) -> AsyncGenerator[Delta]:
-        """The deltas of all answers, as they come. To close the generator frees the pages of answers that have not ended.
+    async def deltas(self) -> AsyncGenerator[list[Delta]]:
+        """The deltas of all answers, as they come: at least one, and all that are there.
+
+        To close the generator frees the pages of answers that have not ended.
 
         A request without a deadline gets its first delta within the server's timeout, and may then take as long as it takes.
 
@@ -117,7 +123,7 @@ class Generation:
         """
         service, wanted, qos = self._service, self._wanted, self._qos
         start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
-        timer = self._loop.call_later(timeout_s, self._events.put_nowait, (0, TimeoutError()))
+        timer = self._loop.call_later(timeout_s, self._put, (0, TimeoutError()))
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
@@ -126,16 +132,17 @@ class Generation:
                 self._model.submit([answer.stream for answer in self._answers])
                 num_open, is_first = len(self._answers), True
                 while num_open:
-                    delta = self._delta(*await self._events.get())
-                    if delta is None:
-                        continue
-                    if is_first:
+                    deltas, error = self._take(await self._next_events())
+                    if deltas and is_first:
                         is_first = False
                         service.metrics.first_token_seconds.observe(perf_counter() - start)
                         if qos.deadline_s is None:
                             timer.cancel()
-                    num_open -= delta.finish_reason is not None
-                    yield delta
+                    num_open -= sum(delta.finish_reason is not None for delta in deltas)
+                    if deltas:
+                        yield deltas
+                    if error is not None:
+                        raise error
         except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
             raise service.late(error, timeout_s) from None
         except (InvalidInput, TokenizerError, BatchTooLarge) as error:
@@ -158,8 +165,9 @@ class Generation:
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
                 stream.priority, stream.deadline = self._qos.priority, deadline
-                stream.on_token = partial(self._post, len(answers))
-                stream.future.add_done_callback(partial(self._post, len(answers)))
+                stream.on_token = partial(self._got, len(answers))
+                stream.on_pass = self._delivery.wake
+                stream.future.add_done_callback(partial(self._ended, len(answers)))
                 writer = self._model.prompts.detokenizer(
                     prompt,
                     self._wanted.stop,
@@ -184,10 +192,39 @@ class Generation:
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
 
-    def _post(self, index: int, event: Token | Future[Answer]) -> None:
-        """Hand an event to the event loop. The engine's threads call this."""
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+    def _got(self, index: int, token: Token) -> None:
+        """Keep a token until its pass has been delivered. The engine's threads call this."""
+        self._delivery.add(self._put, (index, token))
+
+    def _ended(self, index: int, future: Future[Answer]) -> None:
+        """A stream has its end, in whatever thread that is."""
+        self._delivery.add(self._put, (index, future))
+        self._delivery.wake()
+
+    def _put(self, event: _Event) -> None:
+        self._events.append(event)
+        if self._has_events is not None and not self._has_events.done():
+            self._has_events.set_result(None)
+
+    async def _next_events(self) -> list[_Event]:
+        """All events that are there, once there is one."""
+        if not self._events:
+            self._has_events = self._loop.create_future()
+            await self._has_events
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, events: Sequence[_Event]) -> tuple[list[Delta], Exception | None]:
+        """The deltas of these events, up to an error that ends the request."""
+        deltas: list[Delta] = []
+        for event in events:
+            try:
+                delta = self._delta(*event)
+            except Exception as error:
+                return deltas, error
+            if delta is not None:
+                deltas.append(delta)
+        return deltas, None
 
     def _delta(self, index: int, event: Token | Future[Answer] | TimeoutError) -> Delta | None:
         """What an event adds; None for events after an answer's end. Raises: the error that ended a stream."""

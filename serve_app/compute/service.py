@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 from cluster.settings import ServerSettings
@@ -14,6 +15,7 @@ from serve_app.admission.admission import Admission
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
+from serve_app.compute.delivery import Delivery
 from serve_app.errors import ApiError, BadHeader, DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
@@ -35,6 +37,11 @@ class Service:
         self.backend, self.settings, self.metrics = backend, settings, metrics
         self.admission = Admission(settings, metrics, backend.backlog_s)
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
+
+    @cached_property
+    def delivery(self) -> Delivery:
+        """What engines' threads hand their tokens to. First read on the event loop."""
+        return Delivery(asyncio.get_running_loop())
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair], headers: Iterable[tuple[bytes, bytes]]) -> RequestState:
         """The state of a request that starts now. Raises: BadHeader."""

@@ -10,9 +10,14 @@ from serve_app.models import GeneratingModel, ModelInfo, ServedModel
 
 def generating(model: ServedModel) -> GeneratingModel:
     """The model, if it generates text. Raises: WrongModel."""
-    if model.info.task != "generation":
-        raise WrongModel(f"model `{model.info.served_model_name}` does not generate text; GET /info says what it does")
+    check_generates(model.info)
     return cast(GeneratingModel, model)
+
+
+def check_generates(info: ModelInfo) -> None:
+    """Raises: WrongModel if the model does not generate text."""
+    if info.task != "generation":
+        raise WrongModel(f"model `{info.served_model_name}` does not generate text; GET /v1/models says what it does")
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:

@@ -88,7 +88,7 @@ class CohereRerankRequest(Ranking):
 
 
 async def embed(service: Service, body: CohereEmbedRequest, headers: Headers, *, version: Version) -> Reply:
-    model = service.backend.get(body.model)
+    model = service.backend.get(body.model, check_embed)
     check_embed(model.info)
     texts = body.all_texts()
     types = body.embedding_types or ["float"]
@@ -116,7 +116,7 @@ async def embed(service: Service, body: CohereEmbedRequest, headers: Headers, *,
 
 async def rerank(service: Service, body: CohereRerankRequest, headers: Headers, *, version: Version) -> Reply:
     """The documents by relevance, with Jina's `model` and `usage`."""
-    texts, model = body.texts, service.backend.get(body.model)
+    texts, model = body.texts, service.backend.get(body.model, check_rerank)
     if not texts:
         raise EmptyBatch("`documents` cannot be empty")
     check_rerank(model.info)

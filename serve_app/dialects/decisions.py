@@ -5,7 +5,7 @@ from typing import Any
 from engine.errors import InvalidInput
 from serve_app.compute.decisions import Asked, Decisions, Read
 from serve_app.compute.service import Service
-from serve_app.compute.tasks import generating
+from serve_app.compute.tasks import check_generates, generating
 from serve_app.dialects.decision_bodies import AnyQuestion, ChoiceQuestion, DecisionRequest, PredicateQuestion, text_of
 from serve_app.dialects.generation import read_generation_qos
 from serve_app.dialects.generation_bodies import parse_request
@@ -24,7 +24,7 @@ def parse_decisions(_service: Service, content: bytes) -> DecisionRequest:
 
 
 async def decisions(service: Service, body: DecisionRequest, headers: Headers) -> Reply:
-    model = generating(service.backend.get(body.model))
+    model = generating(service.backend.get(body.model, check_generates))
     if not (state := body.state):
         raise BadRequest("`input` cannot be empty", "input")
     asked = [Asked(f"{_INTRODUCTIONS[each.type]}\n{text_of(each.instructions)}", each.options) for each in body.questions]

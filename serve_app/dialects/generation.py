@@ -5,22 +5,23 @@ from math import inf
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.compute.generation import Generation
 from serve_app.compute.service import Service
-from serve_app.compute.tasks import generating
-from serve_app.dialects.generation_answers import ChatAnswers, CompletionAnswers
+from serve_app.compute.tasks import check_generates, generating
+from serve_app.dialects.chat_answers import ChatAnswers
+from serve_app.dialects.completion_answers import CompletionAnswers
 from serve_app.dialects.generation_bodies import ChatRequest, CompletionRequest
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.errors import BadHeader, BadRequest
 
 
 async def chat(service: Service, body: ChatRequest, headers: Headers) -> Reply:
-    model = generating(service.backend.get(body.model))
+    model = generating(service.backend.get(body.model, check_generates))
     generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
     answers = ChatAnswers(body, model.info.served_model_name, model.prompts, generation)
     return Reply(answers.chunks() if body.stream else await answers.whole())
 
 
 async def completions(service: Service, body: CompletionRequest, headers: Headers) -> Reply:
-    model = generating(service.backend.get(body.model))
+    model = generating(service.backend.get(body.model, check_generates))
     generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
     answers = CompletionAnswers(body, model.info.served_model_name, model.prompts, generation)
     return Reply(answers.chunks() if body.stream else await answers.whole())

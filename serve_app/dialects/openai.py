@@ -26,7 +26,7 @@ class OpenAIEmbeddingsRequest(Prompted):
 
 
 async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, headers: Headers) -> Reply:
-    model = service.backend.get(body.model)
+    model = service.backend.get(body.model, check_embed)
     check_embed(model.info)
     dtype = body.output_dtype or "float"
     with service.admission.admit(len(body.input)):

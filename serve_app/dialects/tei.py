@@ -94,7 +94,7 @@ async def decode(service: Service, body: DecodeRequest, _headers: Headers) -> Re
 
 def _able_model(service: Service, body: TaskBody) -> ServedModel:
     """The model that the body names. Raises: UnknownModel, WrongTask."""
-    model = service.backend.get(body.model)
+    model = service.backend.get(body.model, lambda info: check_task(info, body))
     check_task(model.info, body)
     return model
 

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from engine.options import TokenIds
 from engine.text.prompts import Prompts
 from serve_app.compute.service import Service
-from serve_app.compute.tasks import generating
+from serve_app.compute.tasks import check_generates, generating
 from serve_app.dialects import tei
 from serve_app.dialects.bodies import ModelBody, fields_of, parse_body
 from serve_app.dialects.generation_bodies import Unsigned, parse_request
@@ -74,7 +74,7 @@ def parse_detokenize(_service: Service, content: bytes) -> DetokenizeRequest:
 async def tokenize(service: Service, body: TokenizeRequest | PromptTokenizeRequest, headers: Headers) -> Reply:
     if isinstance(body, TokenizeRequest):
         return await tei.tokenize(service, body, headers)
-    model = generating(service.backend.get(body.model))
+    model = generating(service.backend.get(body.model, check_generates))
     with service.admission.admit(1):
         num_chars = len(body.prompt or "") or len(str(body.messages)) + len(str(body.tools))
         ids = (await service.off_loop(num_chars, body.encode, model.prompts)).tolist()
@@ -83,7 +83,7 @@ async def tokenize(service: Service, body: TokenizeRequest | PromptTokenizeReque
 
 
 async def detokenize(service: Service, body: DetokenizeRequest, _headers: Headers) -> Reply:
-    model = generating(service.backend.get(body.model))
+    model = generating(service.backend.get(body.model, check_generates))
     if (largest := max(body.tokens, default=0)) >= model.info.vocab_size:
         raise BadRequest(f"`tokens` has token id {largest}, the vocabulary ends at {model.info.vocab_size - 1}", "tokens")
     with service.admission.admit(1):

@@ -2,36 +2,35 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from contextvars import Context
+from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.router import Ticket, load_of
-from engine.errors import BackendError, DeviceLost, EmberError, EngineStopped
+from engine.errors import BackendError, EmberError
+from engine.schedule.stream import Stream
+from serve_app.gateway.channel import Channel
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, Answered, ReplicaCall, pack, unpack
+from serve_app.gateway.remote import LOST, Lost, in_background, remote
 
 log = logging.getLogger(__name__)
 
-# Errors of a lost replica or node. The request was not answered, and another replica can answer it.
-LOST = (RayActorError, RayServeException, RequestCancelledError, EngineStopped, DeviceLost)
 # The shortest time between two attempts to wake a pool.
 _WAKE_EVERY_S = 10.0
+# A stream looks this often for the first replica of its pool.
+_REPLICA_EVERY_S = 0.05
 # While a call waits, the gateway checks this often that the replica is still there.
 _LOOK_EVERY_S = 0.5
 # Requests that arrive together leave as one call if a replica computes the call within this time.
 _JOINT_CALL_S = 0.02
-
-
-class Lost(EngineStopped):
-    """The replica that has the request is gone, or has stopped reporting while other replicas report."""
 
 
 class PoolConnection:
@@ -42,6 +41,7 @@ class PoolConnection:
         self.load = load_of(ref.name, ref.tokens_per_s, ref.max_replicas)
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
+        self._channels: dict[str, Channel] = {}  # by replica
 
     async def connect(self) -> None:
         """Gets the pool's handle if the pool is deployed. From then on `load` follows the replicas."""
@@ -94,7 +94,7 @@ class PoolConnection:
 
     async def _answers(self, handle: DeploymentHandle[Any], calls: Sequence[ReplicaCall], ticket: Ticket) -> list[Answer]:
         awake, packed = bool(self.load.replicas), pack(calls)
-        response = _remote(handle.embed_parcels, [parcel for _, parcel in packed], ticket=ticket)
+        response = remote(handle.embed_parcels, [parcel for _, parcel in packed], ticket=ticket)
         waiting = asyncio.ensure_future(_answered(response))
         try:
             while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S))[0]:
@@ -107,20 +107,48 @@ class PoolConnection:
                 waiting.cancel()
                 response.cancel()
 
+    async def generate(self, stream: Stream, ticket: Ticket) -> None:
+        """Computes a stream on the replica that should finish it first. Returns when it has its end, or its caller has left.
+
+        Raises: one of LOST. `stream.answer` then has all tokens that came before.
+        """
+        if self._handle is None:
+            await self.connect()
+        if self._handle is None:
+            raise Lost(f"pool {self.ref.name} is not deployed")
+        while not (ranked := self.load.ranked(ticket, monotonic())):
+            if self.load.replicas:
+                raise Lost(f"pool {self.ref.name} has no replica with memory for {ticket.longest} tokens")
+            if stream.future.done():
+                return
+            self.wake()
+            await asyncio.sleep(_REPLICA_EVERY_S)
+        replica = ranked[0]
+        self.load.routed(replica, ticket)
+        if replica not in self._channels:
+            self._channels[replica] = self._open_channel(self._handle, replica)
+        await self._channels[replica].compute(stream)
+
+    def _open_channel(self, handle: DeploymentHandle[Any], replica: str) -> Channel:
+        """A channel to one replica: its calls carry tickets that name the replica."""
+
+        def change(*args: Any) -> Any:
+            return remote(handle.change_streams, *args, ticket=next_ticket(0, 0, batch=False, replica=replica))
+
+        def steps(channel_id: str) -> Any:
+            method = handle.options(stream=True).steps
+            return remote(method, channel_id, ticket=next_ticket(0, 0, batch=False, replica=replica))
+
+        def forget() -> None:
+            del self._channels[replica]
+
+        return Channel(steps, change, partial(self.load.is_heard, replica), forget)
+
     def wake(self) -> None:
         """Starts a first replica if the pool has none. Does nothing within 10 s of the last attempt."""
         if self._handle is not None and not self.load.replicas and monotonic() - self._woken_at > _WAKE_EVERY_S:
             self._woken_at = monotonic()
-            _in_background(_quietly(_remote(self._handle.wake, ticket=next_ticket(0, 0, batch=False))))
-
-
-def _remote(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `method.remote(...)` in a context of its own.
-
-    Calls out of one HTTP request would share the request id. Serve's router tells waiting calls apart by this id, and would
-    never send the second one.
-    """
-    return Context().run(method.remote, *args, **kwargs)
+            in_background(_quietly(remote(self._handle.wake, ticket=next_ticket(0, 0, batch=False))))
 
 
 async def _answered(response: Any) -> list[Answered]:
@@ -132,15 +160,6 @@ async def _answered(response: Any) -> list[Answered]:
             raise error.cause from None
         raise
     return answered
-
-
-_background: set["asyncio.Task[None]"] = set()
-
-
-def _in_background(work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.ensure_future(work)
-    _background.add(task)  # the event loop keeps only a weak reference
-    task.add_done_callback(_background.discard)
 
 
 async def _quietly(response: Any) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -11,20 +12,24 @@ import numpy as np
 from cluster.model_folder import read_model
 from cluster.model_spec import IDLE_PROMPTS
 from cluster.router import COLD_START_S, Ticket, choose, split
-from engine.errors import DeadlineOutOfReach, InvalidInput
+from engine.errors import DeadlineOutOfReach, EmberError, InvalidInput
 from engine.loop import Embeddings
+from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
-from engine.options import EmbedOptions, TokenIds
+from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.schedule.stream import Stream
+from engine.text import grammar
+from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import Asleep as ModelAsleep
-from serve_app.errors import Unhealthy, UnknownModel
+from serve_app.errors import Unhealthy, UnknownModel, WrongModel, WrongTask
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
-from serve_app.gateway.connection import LOST
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
+from serve_app.gateway.remote import LOST, in_background
 from serve_app.gather import gather
-from serve_app.models import ModelInfo
+from serve_app.models import Check, ModelInfo
 from serve_app.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -36,10 +41,9 @@ _WAKE_FROM_S = 2.0
 class PooledModel:
     """One model that runs in pools."""
 
-    def __init__(self, given: GatewayModel, asleep: Asleep) -> None:
-        """Reads the model's configuration and tokenizer, not its weights."""
+    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig) -> None:
+        """Reads the model's tokenizer, not its weights."""
         spec = given.spec
-        folder, config = read_model(spec)
         if config.idle_prompts:
             log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
         self.given, self._asleep = given, asleep
@@ -57,6 +61,10 @@ class PooledModel:
             max_batch_tokens=MOST_BATCH_TOKENS,  # an upper bound: each pool measures its own
         )
         self._dtypes: list[frozenset[str]] = []
+
+    def show_in(self, metrics: Metrics) -> None:
+        for pool in self.pools:
+            pool.show_in(metrics, self.given.spec.name)
 
     @property
     def info(self) -> ModelInfo:
@@ -134,11 +142,75 @@ class PooledModel:
         return pool
 
 
+class PooledGenerator(PooledModel):
+    """One model that generates text in pools."""
+
+    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig) -> None:
+        assert config.generation is not None, "the model generates"
+        super().__init__(given, asleep, folder, config)
+        self.prompts, self.generation = Prompts.of(folder, self.tokenizer.shared), config.generation
+
+    @property
+    def info(self) -> ModelInfo:
+        """`info.max_input_length` is what the replicas' caches hold, if that is less than the model's context."""
+        info, context = super().info, self._context
+        return info if info.max_input_length <= context else replace(info, max_input_length=context)
+
+    @property
+    def _context(self) -> int:
+        longest = (each.report.longest_input for pool in self.pools for each in pool.load.replicas.values())
+        return max((most for most in longest if most is not None), default=self.tokenizer.max_input_length)
+
+    def show_in(self, metrics: Metrics) -> None:
+        super().show_in(metrics)
+        for pool in self.pools:
+            pool.show_pages_in(metrics, self.given.spec.name)
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        raise WrongModel(f"model `{self.given.spec.name}` generates text and gives no vectors")
+
+    def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
+        if options.grammar is not None:
+            grammar.check(options.grammar)  # the replica finds the faults that show only with a tokenizer
+        return Stream.begin(prompt, options, self.info.vocab_size, self.info.max_input_length)
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            in_background(self._generate(stream))
+
+    async def _generate(self, stream: Stream) -> None:
+        """Computes a stream on one replica, and on a second one if the first is lost before the first token."""
+        name, num_tokens = self.given.spec.name, len(stream.prompt) + stream.options.max_tokens
+        try:
+            for attempt in (1, 2):
+                ticket = next_ticket(num_tokens, num_tokens, stream.priority == "batch")
+                pool = self._choose(ticket, Qos(stream.priority))  # a deadline is for the replica: it measures its speed
+                try:
+                    return await pool.generate(stream, ticket)
+                except LOST as error:
+                    log.warning("%s: attempt %d on pool %s failed: %r", name, attempt, pool.ref.name, error)
+                if stream.answer:
+                    raise Unhealthy(f"model {name}: the replica was lost after {len(stream.answer)} tokens; send it again")
+            raise Unhealthy(f"model {name}: two replicas in a row could not be reached; try again")
+        except EmberError as error:
+            stream.fail(error)
+        except Exception as error:
+            log.exception("a stream failed")
+            stream.fail(error)
+
+
+def _pooled(given: GatewayModel, asleep: Asleep) -> PooledModel:
+    """Raises: ModelError."""
+    folder, config = read_model(given.spec, generates=True)
+    kind = PooledModel if config.generation is None else PooledGenerator
+    return kind(given, asleep, folder, config)
+
+
 class PooledModels:
     """All models of the cluster."""
 
     def __init__(self, args: GatewayArgs) -> None:
-        self._models = [PooledModel(each, args.asleep) for each in args.models]
+        self._models = [_pooled(each, args.asleep) for each in args.models]
         self._by_name = {name: model for model in self._models for name in (model.given.spec.name, *model.given.aliases)}
         self._default = self._by_name[args.default]
 
@@ -149,12 +221,12 @@ class PooledModels:
 
     def show_in(self, metrics: Metrics) -> None:
         for model in self._models:
-            for pool in model.pools:
-                pool.show_in(metrics, model.given.spec.name)
+            model.show_in(metrics)
 
-    def get(self, name: str | None) -> PooledModel:
+    def get(self, name: str | None, check: Check | None = None) -> PooledModel:
         if name is None:
-            return self._default
+            able = [] if check is None else [self._default, *self._models]
+            return next((model for model in able if _passes(check, model.info)), self._default)
         if name not in self._by_name:
             raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
         return self._by_name[name]
@@ -164,11 +236,21 @@ class PooledModels:
 
     async def check_health(self) -> None:
         """Raises: Unhealthy if no model has a pool that is ready or asleep. A sleeping pool wakes when a request arrives."""
+        await self.connect()
         if not any(pool.state in ("ready", "asleep") for model in self._models for pool in model.pools):
             raise Unhealthy("unhealthy")
 
     def backlog_s(self) -> float:
         return self._default.finish_s(0)
+
+
+def _passes(check: Check | None, info: ModelInfo) -> bool:
+    try:
+        if check is not None:
+            check(info)
+    except (WrongTask, WrongModel):
+        return False
+    return True
 
 
 def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:

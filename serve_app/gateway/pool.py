@@ -7,10 +7,12 @@ from typing import Any
 from cluster.router import Ticket
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.schedule.stream import Stream
 from serve_app.admission.qos import Qos
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.outbox import Outbox
+from serve_app.gateway.remote import LOST
 from serve_app.observe.metrics import Metrics
 
 
@@ -37,6 +39,18 @@ class PoolClient:
         finally:
             self.load.finished(ticket, monotonic())  # does nothing if the connection has closed or replaced this ticket
 
+    async def generate(self, stream: Stream, ticket: Ticket) -> None:
+        """As `PoolConnection.generate`."""
+        self.load.opened(ticket)
+        failed = False
+        try:
+            await self.connection.generate(stream, ticket)
+        except LOST:
+            failed = True
+            raise
+        finally:
+            self.load.finished(ticket, monotonic(), failed=failed)
+
     @property
     def tokens_per_s(self) -> float:
         return sum(self.load.rate(each) for each in self.load.heard)
@@ -44,6 +58,11 @@ class PoolClient:
     @property
     def queued_tokens(self) -> float:
         return self.load.queued_tokens(monotonic())
+
+    @property
+    def pages_held(self) -> int:
+        """Pages of the KV caches that streams hold."""
+        return sum(each.report.pages_held for each in self.load.heard)
 
     def describe(self) -> dict[str, Any]:
         """The pool's entry in `GET /v1/models`."""
@@ -63,3 +82,6 @@ class PoolClient:
         metrics.watch_pool(
             model, self.ref.name, lambda: len(self.load.heard), lambda: self.queued_tokens, lambda: self.tokens_per_s
         )
+
+    def show_pages_in(self, metrics: Metrics, model: str) -> None:
+        metrics.watch_pool_pages(model, self.ref.name, lambda: self.pages_held)

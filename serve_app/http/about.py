@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 from engine.devices import CLOSENESS, DtypeName
 from engine.hub import EMBEDDED_MODEL, split_revision
 from serve_app.compute.service import TOKENIZING_THREADS, Service
-from serve_app.compute.tasks import generating
+from serve_app.compute.tasks import check_generates, generating
 from serve_app.errors import UnknownModel
 from serve_app.http.encode import json_response, to_json
 from serve_app.models import ModelInfo
@@ -50,7 +50,7 @@ async def info(service: Service, _request: Request) -> Response:
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
     """vLLM's `/tokenizer_info`. The parameter `model` names one of several models."""
-    model = generating(service.backend.get(request.query_params.get("model")))
+    model = generating(service.backend.get(request.query_params.get("model"), check_generates))
     return json_response(to_json(dict(model.prompts.settings)))
 
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Iterator
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -19,25 +18,27 @@ log = logging.getLogger(__name__)
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
 # A stream without an event for this time sends a comment. Proxies close a connection that is silent for a minute or so.
 _KEEP_ALIVE_S = 15.0
+# Events that are sent together. One event of a token has about 250 bytes.
+_EVENTS_AT_ONCE = 64
 _KEEP_ALIVE = b": keep-alive\n\n"  # clients skip lines that begin with a colon
 
 
 class EventStream(StreamingResponse):
-    """One event for each object, then `[DONE]`. An error becomes an event of its own, because the status was sent before.
+    """An event for each JSON object, then `[DONE]`. The objects that come together are sent together.
 
-    A client that does not read for `send_timeout_s` loses its stream and its connection. Until then the engine does not wait
-    for the client.
+    An error becomes an event of its own, because the status was sent before. A client that does not read for `send_timeout_s`
+    loses its stream and its connection. Until then the engine does not wait for the client.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, form: Form, first: Any, rest: AsyncGenerator[Any]) -> None:
+    def __init__(self, service: Service, form: Form, first: list[bytes], rest: AsyncGenerator[list[bytes]]) -> None:
         super().__init__(self._events(first), headers=_HEADERS)
         self._service, self._form, self._rest = service, form, rest
         self._was_sent = self._was_unread = False
 
     @classmethod
-    async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[Any]) -> "EventStream":
+    async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]]) -> "EventStream":
         """Waits for the first object. What goes wrong before it is raised, and gets its HTTP status.
 
         No comment is sent before the first object: a comment would need the status 200, and clients retry by the status. The
@@ -69,11 +70,13 @@ class EventStream(StreamingResponse):
             self._was_unread = True
             self._service.metrics.unread_streams.inc()
 
-    async def _events(self, first: Any) -> AsyncGenerator[bytes]:
-        yield _event(first)
+    async def _events(self, first: list[bytes]) -> AsyncGenerator[bytes]:
+        for part in _events_of(first):
+            yield part
         try:
-            async for content in self._rest:
-                yield _event(content)
+            async for contents in self._rest:
+                for part in _events_of(contents):
+                    yield part
         except EmberError as error:
             self._service.metrics.tei.failed(error)
             yield self._error(error)
@@ -86,11 +89,14 @@ class EventStream(StreamingResponse):
     def _error(self, error: EmberError) -> bytes:
         status, error_type, message = describe(error)
         param = error.param if isinstance(error, ApiError) else None
-        return _event({"error": error_body(self._form, status, error_type, message, param)["error"]})
+        content = to_json({"error": error_body(self._form, status, error_type, message, param)["error"]})
+        return b"data: " + content + b"\n\n"
 
 
-def _event(content: Any) -> bytes:
-    return b"data: " + to_json(content) + b"\n\n"
+def _events_of(contents: list[bytes]) -> Iterator[bytes]:
+    """The events, in parts: a slow client has `send_timeout_s` for each part."""
+    for begin in range(0, len(contents), _EVENTS_AT_ONCE):
+        yield b"data: " + b"\n\ndata: ".join(contents[begin : begin + _EVENTS_AT_ONCE]) + b"\n\n"
 
 
 class _Client:

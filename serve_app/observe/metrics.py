@@ -56,6 +56,7 @@ class Metrics:
         self._of_route = cache(self._series_of_route)  # `labels` looks series up under a lock, which costs 10 us a request
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
+        self._pool_pages = self._gauge("pool_kv_pages_held", "Pages of a pool's KV caches that streams hold", "pool")
         self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
 
     def watch_queue(self, tokens: Callable[[], int], requests: Callable[[], int], inputs: Callable[[], int]) -> None:
@@ -76,6 +77,10 @@ class Metrics:
         self._pool_replicas.labels(model, pool).set_function(replicas)
         self._pool_queued.labels(model, pool).set_function(queued)
         self._pool_rate.labels(model, pool).set_function(rate)
+
+    def watch_pool_pages(self, model: str, pool: str, held: Callable[[], float]) -> None:
+        """Add a gauge of the KV caches of a pool whose model generates."""
+        self._pool_pages.labels(model, pool).set_function(held)
 
     def observe_request(self, route: str, status: int | str, seconds: float) -> None:
         """Count a request. `status` is an HTTP status, or the name of a gRPC code."""

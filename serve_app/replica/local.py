@@ -1,6 +1,6 @@
 """The model of this process, behind the protocols of `serve_app/models.py`."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -14,8 +14,8 @@ from engine.schedule.stream import Stream
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
-from serve_app.errors import UnknownModel, WrongModel
-from serve_app.models import ModelInfo, ServedModel
+from serve_app.errors import WrongModel
+from serve_app.models import Check, ModelInfo, ServedModel
 from serve_app.replica.health import Health
 
 
@@ -59,19 +59,14 @@ class LocalGenerator:
 
 
 class LocalModels:
-    """The one model of this process. `elsewhere` maps the names of the server's other models to their paths."""
+    """The one model of this process."""
 
-    def __init__(self, model: ServedModel, loop: EngineLoop, health: Health, elsewhere: Mapping[str, str]) -> None:
-        self._model, self._loop, self._health, self._elsewhere = model, loop, health, elsewhere
+    def __init__(self, model: ServedModel, loop: EngineLoop, health: Health) -> None:
+        self._model, self._loop, self._health = model, loop, health
 
-    def get(self, name: str | None) -> ServedModel:
-        """Any name means the model if the server has only one, as in TEI. With several models the name must match."""
-        if name is None or name == self._model.info.served_model_name or not self._elsewhere:
-            return self._model
-        if name in self._elsewhere:
-            raise UnknownModel(f"model `{name}` is served at {self._elsewhere[name]}")
-        known = [self._model.info.served_model_name, *self._elsewhere]
-        raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(known)}")
+    def get(self, name: str | None, check: Check | None = None) -> ServedModel:
+        """The model. Any name means it, as in TEI."""
+        return self._model
 
     def models(self) -> list[dict[str, Any]]:
         return [self._model.info.openai_entry()]

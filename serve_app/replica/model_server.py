@@ -5,7 +5,7 @@ A replica is one Ray actor with one engine.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import ray
 from ray import serve
@@ -91,11 +91,11 @@ class EngineServer:
 
 
 class ModelServer(EngineServer, TeiServicer):
-    """A replica that answers HTTP and gRPC itself. `elsewhere` maps the names of the server's other models to their paths."""
+    """A replica that answers HTTP and gRPC itself: the server's only model."""
 
-    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None, elsewhere: Mapping[str, str]) -> None:
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         EngineServer.__init__(self, spec, settings, num_threads)
-        models = LocalModels(self._model, self._loop, self._health, elsewhere)
+        models = LocalModels(self._model, self._loop, self._health)
         self._api = Api(models, settings, self._metrics)
         TeiServicer.__init__(self, self._api.service)
         if idle := self._engine.config.idle_prompts:

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from time import monotonic, time
 from typing import Any
@@ -23,6 +24,9 @@ from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.qos import Qos
 from serve_app.deployment import deployment_options
 from serve_app.gateway.parcel import Answer, Answered, Parcel, ReplicaCall
+from serve_app.gateway.steps import NewStream, Steps
+from serve_app.replica.channel import Channels
+from serve_app.replica.local import LocalGenerator
 from serve_app.replica.model_server import EngineServer
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class PoolServer(EngineServer):
         self._busy = _BusyShare(self._loop), _BusyShare(self._loop)  # one for routing, one for autoscaling
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
+        self._channels = Channels(self._model) if isinstance(self._model, LocalGenerator) else None
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`."""
@@ -77,21 +82,42 @@ class PoolServer(EngineServer):
             log.exception("a request failed")
             return BackendError(f"the replica failed: {error!r}")
 
+    async def steps(self, channel: str, *, ticket: Ticket) -> AsyncGenerator[Steps]:
+        """The messages about a gateway's streams, one after each pass, until the caller cancels the call."""
+        async with aclosing(self._generating().steps(channel)) as messages:
+            async for message in messages:
+                yield message
+
+    async def change_streams(self, channel: str, begun: Sequence[NewStream], left: Sequence[int], *, ticket: Ticket) -> None:
+        """Begins streams, and cancels streams whose callers have left. `steps` tells what becomes of them."""
+        self._generating().change(channel, begun, left)
+
+    def _generating(self) -> Channels:
+        assert self._channels is not None, "the gateway knows which models generate"
+        return self._channels
+
     async def wake(self, *, ticket: Ticket) -> None:
         """Does nothing. Serve starts a replica for the call if there is none."""
 
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
         busy = self._busy[0].read()
-        report = Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
+        streams, pages = self._channels, self._engine.pages
+        queued_tokens = loop.queued_tokens + (0 if streams is None else streams.tokens_left)
+        report = Report(time(), queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
+        held = 0 if pages is None else pages.num_pages - pages.num_free
         batch_tokens, dtype = loop.queued_batch_tokens, self._engine.dtype_name
-        return asdict(replace(report, batch_tokens=batch_tokens, max_batch_tokens=loop.max_batch_tokens, dtype=dtype))
+        return asdict(
+            replace(report, batch_tokens=batch_tokens, max_batch_tokens=loop.max_batch_tokens, dtype=dtype, pages_held=held)
+        )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return {"busy": self._busy[1].read(), "backlog_s": self._loop.backlog_s}
 
     def _longest_input(self) -> int:
         """Tokens of the longest input that fits into memory now. A card's memory is reserved at load."""
+        if self._channels is not None:
+            return self._model.info.max_input_length
         longest = self._engine.longest_input
         if not self._takes_host_memory:
             return longest

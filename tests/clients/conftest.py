@@ -25,8 +25,8 @@ import pytest
 # Where emberforge is installed; here are only the clients.
 BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 KEY = "ef-clients"
-# Folders of `prepare.py`'s that are served beside the embedded models. The reranker is the first, which has the server's root:
-# some clients can reach nothing else.
+# Folders of `prepare.py`'s that are served beside the embedded models. Most of these clients cannot name a model: they get the
+# first one that can do their task. The reranker is the first of all, which `/info` and `POST /` mean.
 TASKS = ["reranker", "classifier", "splade"]
 EMBEDDED = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]  # the second one generates text
 
@@ -36,10 +36,6 @@ class Server:
     root: str
     models: tuple[str, ...]
     grpc: str  # host and port, which its first model answers
-
-    def url(self, model: str) -> str:
-        """Where one of its models answers, without a slash at the end."""
-        return self.root if model == self.models[0] else f"{self.root}/pools/{model}"
 
 
 @pytest.fixture(scope="session")
@@ -117,8 +113,7 @@ def _serving(models: list[str], names: list[str], options: list[str], log: Path,
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     server = Server(f"http://127.0.0.1:{port}", tuple(names), f"127.0.0.1:{grpc_port}")
     try:
-        for name in names:
-            _wait_until_healthy(server.url(name), process, log)
+        _wait_until_healthy(server.root, process, log)
         yield server
     finally:
         process.send_signal(signal.SIGINT)

@@ -28,13 +28,13 @@ def check(ours: SparseEmbedding, expected: dict[str, float]) -> None:
 
 
 def test_text_embedder(open_server: Server, reference: dict[str, Any]) -> None:
-    embedder = HuggingFaceTEISparseTextEmbedder(api_base_url=open_server.url(MODEL), token=Secret.from_token(KEY))
+    embedder = HuggingFaceTEISparseTextEmbedder(api_base_url=open_server.root, token=Secret.from_token(KEY))
     check(embedder.run(TEXTS[0])["sparse_embedding"], reference["sparse"][0])
     check(asyncio.run(embedder.run_async(TEXTS[1]))["sparse_embedding"], reference["sparse"][1])
 
 
 def test_document_embedder(open_server: Server, reference: dict[str, Any]) -> None:
-    embedder = HuggingFaceTEISparseDocumentEmbedder(api_base_url=open_server.url(MODEL), token=Secret.from_token(KEY))
+    embedder = HuggingFaceTEISparseDocumentEmbedder(api_base_url=open_server.root, token=Secret.from_token(KEY))
     documents = embedder.run([Document(content=text) for text in TEXTS[:2]])["documents"]
     for document, expected in zip(documents, reference["sparse"], strict=True):
         check(document.sparse_embedding, expected)

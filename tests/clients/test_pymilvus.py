@@ -9,7 +9,7 @@ from pymilvus.model.dense.tei import TEIEmbeddingFunction
 
 
 def test_tei_embedding_function(open_server: Server, reference: dict[str, Any]) -> None:
-    function = TEIEmbeddingFunction(open_server.url("all-MiniLM-L6-v2"))
+    function = TEIEmbeddingFunction(open_server.root)
     assert function.dim == 384
     close(function(TEXTS), reference["embeddings"])
     close(function.encode_queries(TEXTS[:1]), reference["embeddings"][:1])

@@ -31,7 +31,7 @@ def check(ours: Iterable[tuple[int, float]], scores: list[float]) -> None:
 
 def test_llama_index(open_server: Server, reference: dict[str, Any]) -> None:
     """It sends the token as it is."""
-    reranker = TextEmbeddingInference(base_url=open_server.url(MODEL), top_n=3, auth_token=f"Bearer {KEY}")
+    reranker = TextEmbeddingInference(base_url=open_server.root, top_n=3, auth_token=f"Bearer {KEY}")
     nodes = [NodeWithScore(node=TextNode(text=text, id_=str(index))) for index, text in enumerate(DOCUMENTS)]
     ranked = reranker.postprocess_nodes(nodes, QueryBundle(QUERY))
     assert len(ranked) == 3
@@ -41,7 +41,7 @@ def test_llama_index(open_server: Server, reference: dict[str, Any]) -> None:
 @pytest.mark.parametrize("raw_scores", [False, True])
 def test_haystack(open_server: Server, reference: dict[str, Any], raw_scores: bool) -> None:
     """It posts to /rerank of the server's root, whatever path it is given."""
-    ranker = HuggingFaceTEIRanker(url=open_server.url(MODEL), top_k=3, raw_scores=raw_scores, token=Secret.from_token(KEY))
+    ranker = HuggingFaceTEIRanker(url=open_server.root, top_k=3, raw_scores=raw_scores, token=Secret.from_token(KEY))
     documents = [Document(content=text, meta={"index": index}) for index, text in enumerate(DOCUMENTS)]
     ranked = [ranker.run(QUERY, documents)["documents"], asyncio.run(ranker.run_async(QUERY, documents))["documents"]]
     for each in ranked:
@@ -61,7 +61,7 @@ def test_haystack(open_server: Server, reference: dict[str, Any], raw_scores: bo
 )
 def test_litellm(open_server: Server, reference: dict[str, Any], provider: str, documents: bool) -> None:
     asked = {"query": QUERY, "documents": DOCUMENTS, "return_documents": documents}
-    there = {"model": f"{provider}/{MODEL}", "api_base": open_server.url(MODEL), "api_key": KEY}
+    there = {"model": f"{provider}/{MODEL}", "api_base": open_server.root, "api_key": KEY}
     check(_results(litellm.rerank(**there, **asked)), reference["scores"])
     best = litellm.rerank(**there, **asked, top_n=2)
     check(_results(best), reference["scores"])
@@ -76,7 +76,7 @@ def _results(answer: Any) -> list[tuple[int, float]]:
 
 
 def test_cohere_version_2(open_server: Server, reference: dict[str, Any]) -> None:
-    client = cohere.ClientV2(api_key=KEY, base_url=open_server.url(MODEL))
+    client = cohere.ClientV2(api_key=KEY, base_url=open_server.root)
     answer = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS)
     check([(each.index, each.relevance_score) for each in answer.results], reference["scores"])
     best = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, top_n=2, max_tokens_per_doc=64)
@@ -85,7 +85,7 @@ def test_cohere_version_2(open_server: Server, reference: dict[str, Any]) -> Non
 
 
 def test_cohere_version_1(open_server: Server, reference: dict[str, Any]) -> None:
-    client = cohere.Client(api_key=KEY, base_url=open_server.url(MODEL))
+    client = cohere.Client(api_key=KEY, base_url=open_server.root)
     answer = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, top_n=3, return_documents=True)
     check([(each.index, each.relevance_score) for each in answer.results], reference["scores"])
     assert [each.document.text for each in answer.results] == [DOCUMENTS[each.index] for each in answer.results]
@@ -95,7 +95,7 @@ def test_cohere_version_1(open_server: Server, reference: dict[str, Any]) -> Non
 
 
 def test_coheres_errors(open_server: Server) -> None:
-    client = cohere.ClientV2(api_key=KEY, base_url=open_server.url(MODEL))
+    client = cohere.ClientV2(api_key=KEY, base_url=open_server.root)
     with pytest.raises(cohere.BadRequestError, match="cannot be empty"):
         client.rerank(model=MODEL, query=QUERY, documents=[])
 
@@ -104,7 +104,7 @@ def test_coheres_errors(open_server: Server) -> None:
     ("kind", "path"), [("text-embeddings-inference", "/rerank"), ("cohere", "/v1/rerank"), ("jina", "/v1/rerank")]
 )
 def test_rerankers(open_server: Server, reference: dict[str, Any], kind: str, path: str) -> None:
-    ranker = Reranker(MODEL, model_type=kind, api_key=KEY, api_provider=kind, url=open_server.url(MODEL) + path)
+    ranker = Reranker(MODEL, model_type=kind, api_key=KEY, api_provider=kind, url=open_server.root + path)
     assert ranker is not None
     ranked = ranker.rank(QUERY, DOCUMENTS, doc_ids=list(range(len(DOCUMENTS))))
     check([(result.doc_id, result.score) for result in ranked.results], reference["scores"])
@@ -113,7 +113,7 @@ def test_rerankers(open_server: Server, reference: dict[str, Any], kind: str, pa
 @pytest.mark.parametrize("raw_scores", [False, True])
 def test_tei_client(open_server: Server, reference: dict[str, Any], raw_scores: bool) -> None:
     expected = reference["logits" if raw_scores else "scores"]
-    client = HttpClient(open_server.url(MODEL))
+    client = HttpClient(open_server.root)
     ranks = client.rerank(QUERY, DOCUMENTS, return_text=True, raw_scores=raw_scores).ranks
     check([(rank.index, rank.score) for rank in ranks], expected)
     assert [rank.text for rank in ranks] == [DOCUMENTS[rank.index] for rank in ranks]
@@ -123,5 +123,5 @@ def test_tei_client(open_server: Server, reference: dict[str, Any], raw_scores: 
 
 
 def test_pymilvus(open_server: Server, reference: dict[str, Any]) -> None:
-    ranked = TEIRerankFunction(open_server.url(MODEL))(QUERY, DOCUMENTS)
+    ranked = TEIRerankFunction(open_server.root)(QUERY, DOCUMENTS)
     check([(result.index, result.score) for result in ranked], reference["scores"])

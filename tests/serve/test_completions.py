@@ -1,4 +1,4 @@
-"""SmolLM2 over real HTTP, as the openai SDK asks for its text."""
+"""SmolLM2 and MiniLM behind one address over real HTTP, as `emberforge serve A B` runs them and the openai SDK asks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,23 +10,26 @@ import pytest
 from ray import serve
 
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
-from serve_app.app import ModelArgs, bind
+from serve_app.app import Share, targets
 from serve_app.settings import Settings
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 COUNT = "1, 2, 3, 4, 5, 6,"
-PREFIX = "/smollm2"
+PREFIX = "/both"
 
 
 @pytest.fixture(scope="module")
 def http(address: str) -> Iterator[httpx.Client]:
-    settings = Settings(models=(EMBEDDED_GENERATOR,), num_threads=2, dtype="float32", max_client_batch_size=16)
-    app = bind(ModelArgs(model=EMBEDDED_GENERATOR, settings=settings), ray_actor_options={"num_cpus": 0.1})
-    serve.run(app, name="smollm2", route_prefix=PREFIX)
+    models = EMBEDDED_MODEL, EMBEDDED_GENERATOR
+    settings = Settings(models=models, num_threads=2, dtype="float32", max_client_batch_size=16)
+    applications = targets(settings, Share(num_threads=2, num_cpus=0.1, num_gpus=0, max_surge_percent=0), PREFIX)
+    serve.run_many(applications)
     with httpx.Client(base_url=address + PREFIX, timeout=60) as client:
         wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of it a moment later
+        wait_for(lambda: {each["state"] for each in client.get("v1/models").json()["data"]} == {"ready"})
         yield client
-    serve.delete("smollm2", _blocking=False)
+    for each in applications:
+        serve.delete(each.name, _blocking=False)
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +149,12 @@ def test_a_prompt_seen_before_is_found_in_the_cache(sdk: openai.OpenAI) -> None:
 
 
 def test_a_client_that_leaves_gives_its_pages_back(http: httpx.Client) -> None:
-    asked = {"prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    asked = {"model": EMBEDDED_GENERATOR, "prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     cancelled = metric(http, "cancelled_requests_total")
     with http.stream("POST", "v1/completions", json=asked) as answer:
         next(answer.iter_lines())
-        assert metric(http, "kv_pages_held") > 0
-    wait_for(lambda: metric(http, "kv_pages_held") == 0)
+        wait_for(lambda: metric(http, "pool_kv_pages_held") > 0)  # a replica reports once a second
+    wait_for(lambda: metric(http, "pool_kv_pages_held") == 0)
     wait_for(lambda: metric(http, "requests_in_flight") == 0)
     assert metric(http, "cancelled_requests_total") == cancelled + 1
 
@@ -167,19 +170,22 @@ def test_errors_have_their_status_with_and_without_stream(http: httpx.Client, sd
     assert (caught.value.param, caught.value.type) == ("tools", "BadRequestError")
     with pytest.raises(openai.BadRequestError, match="generates text and gives no vectors"):
         sdk.embeddings.create(model=EMBEDDED_GENERATOR, input="x")
-    assert http.post("embed", json={"inputs": "x"}).status_code == 400
+    assert http.post("embed", json={"inputs": "x", "model": EMBEDDED_GENERATOR}).status_code == 400
 
 
-def test_the_model_is_listed(http: httpx.Client, sdk: openai.OpenAI) -> None:
-    (listed,) = sdk.models.list()
-    assert (listed.id, listed.max_model_len) == (EMBEDDED_GENERATOR, 8192)
-    assert http.get("info").json()["model_type"] == {"generation": {}}
-    assert http.get("health").status_code == 200
+def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) -> None:
+    embedder, generator = sdk.models.list()
+    assert (embedder.id, generator.id, generator.max_model_len) == (EMBEDDED_MODEL, EMBEDDED_GENERATOR, 8192)
+    assert http.get("info").json()["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
+    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model that can, where a request names none
+    assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
+    replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{name}"}} 1.0' for name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR)}
+    assert replicas <= set(http.get("metrics").text.splitlines())
+    with pytest.raises(openai.NotFoundError, match=f"there is {EMBEDDED_MODEL}, {EMBEDDED_GENERATOR}"):
+        chat(sdk, model="nope")
 
 
-def test_a_model_of_vectors_does_not_chat(client: httpx.Client) -> None:
-    with (
-        openai.OpenAI(base_url=f"{client.base_url}v1", api_key="unused", max_retries=0) as other,
-        pytest.raises(openai.BadRequestError, match=f"`{EMBEDDED_MODEL}` does not generate text"),
-    ):
-        chat(other)
+def test_a_model_of_vectors_does_not_chat(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"`{EMBEDDED_MODEL}` does not generate text"):
+        chat(sdk, model=EMBEDDED_MODEL)

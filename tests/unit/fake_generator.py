@@ -110,6 +110,8 @@ class FakeGenerator:
                     # -1 for the first id that the request names, -2 for the second one
                     stream.accept(token._replace(logprobs_of=tuple(-1.0 - k for k in range(len(stream.options.logprobs_of)))))
             step += 1
+            for on_pass in {stream.on_pass for stream in streams} - {None}:
+                on_pass()
 
 
 def _token(token_id: int, logprobs: int | None) -> Token:

@@ -70,7 +70,7 @@ class FakeBackend:
     def __init__(self, model: ServedModel, healthy: bool = True) -> None:
         self._model, self.healthy = model, healthy
 
-    def get(self, name: str | None) -> ServedModel:
+    def get(self, name: str | None, check: Any = None) -> ServedModel:
         if name == "missing":
             raise UnknownModel("model `missing` is not served here; there is fake")
         return self._model

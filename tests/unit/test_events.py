@@ -135,8 +135,10 @@ def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
         settings = {"send_timeout_s": 0.5, "max_client_batch_size": 16}
         text = b""
         async with serving(model, metrics, **settings) as port, asking(port, n=4) as client:
-            while b"[DONE]" not in text:
-                text += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
+            part = b"x"
+            while part and b"[DONE]" not in text:
+                part = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
+                text += part
                 await asyncio.sleep(0.03)
         return text
 

@@ -33,7 +33,7 @@ class Fake:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.healthy = tokenizer, True
 
-    def get(self, name: str | None) -> "Fake":
+    def get(self, name: str | None, check: object = None) -> "Fake":
         return self
 
     def models(self) -> list[dict[str, object]]:

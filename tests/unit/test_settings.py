@@ -6,6 +6,8 @@ import pytest
 
 from cluster.model_spec import pool_name
 from serve_app.app import ModelArgs, Share, deploy_config, machine_share
+from serve_app.gateway.config import GatewayArgs
+from serve_app.replica.pool import PoolArgs
 from serve_app.settings import Settings, SettingsError, load_settings
 
 
@@ -38,9 +40,7 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({"trust_remote_code": "true"}, {}, ["no effect without backend transformers"]),
         ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),
         ({"models": ["org/a", "other/a"]}, {}, ["share a name", "served_model_name"]),
-        ({"models": ["org/a", "/models/a/v2"]}, {}, ["named v2", "/pools/v2", "served_model_name"]),
-        ({"models": ["a", "b"], "served_model_name": ["a", "v1"]}, {}, ["named v1", "served_model_name"]),
-        ({"models": ["a", "embeddings"]}, {}, ["named embeddings", "served_model_name"]),
+        ({"models": ["a", "org/gateway"]}, {}, ["named gateway", "served_model_name"]),
         ({"request_timeout_s": "0"}, {}, ["--request-timeout-s = '0'", "greater than 0"]),
         (
             {"default_prompt": "a"},
@@ -75,18 +75,36 @@ def test_pool_names_are_safe_in_a_path() -> None:
     assert pool_name("ü/é") == "-"
 
 
-def test_a_name_that_decides_the_form_of_errors_is_refused_in_a_prefix_alone() -> None:
-    assert load_settings({"models": ["/models/a/v2", "v2.1"]}, {}).names == ("/models/a/v2", "v2.1")
+def test_one_model_may_have_any_name() -> None:
+    assert load_settings({"models": ["org/gateway"]}, {}).names == ("org/gateway",)
+
+
+SHARE = Share(2, 1.0, 0, 100)
 
 
 def test_the_written_config_gives_the_same_settings_back() -> None:
-    settings = load_settings({"models": ["a/x", "b/y"], "max_client_batch_size": "7", "dtype": "fp32"}, {})
-    config = deploy_config(settings, Share(2, 1.0, 0, 100))
-    first, second = config["applications"]
-    assert (first["route_prefix"], second["route_prefix"]) == ("/", "/pools/y")
-    args = ModelArgs.model_validate(second["args"])
+    settings = load_settings({"models": ["b/y"], "max_client_batch_size": "7", "dtype": "fp32"}, {})
+    (application,) = deploy_config(settings, SHARE)["applications"]
+    assert application["route_prefix"] == "/"
+    args = ModelArgs.model_validate(application["args"])
     assert args.model == "b/y"
     assert args.settings == settings.model_copy(update={"num_threads": 2})
+
+
+def test_several_models_are_pools_behind_one_address() -> None:
+    settings = load_settings({"models": ["a/x", "b/y"], "max_client_batch_size": "7", "dtype": "fp32"}, {})
+    *pools, front = deploy_config(settings, SHARE)["applications"]
+    assert [each["route_prefix"] for each in pools] == [None, None]
+    assert (front["name"], front["route_prefix"]) == ("gateway", "/")
+    args = [PoolArgs.model_validate(each["args"]) for each in pools]
+    assert [(each.pool, each.spec, each.num_threads) for each in args] == [
+        ("x", settings.specs[0], 2),
+        ("y", settings.specs[1], 2),
+    ]
+    gateway = GatewayArgs.model_validate(front["args"])
+    assert gateway.default == "a/x"
+    assert [(each.spec, each.pools[0].name) for each in gateway.models] == [(each.spec, each.pool) for each in args]
+    assert {each.settings.max_client_batch_size for each in (*args, gateway)} == {7}
 
 
 def test_a_misspelt_key_in_the_config_is_refused() -> None:

@@ -1,6 +1,10 @@
 """Streams through the scheduler, on a device whose next token follows from what the stream's pages hold."""
 
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -10,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import BackendError, DeadlinePassed, InvalidInput, OutOfMemory
+from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput, OutOfMemory
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, Priority, SamplingOptions
 from engine.passes import Passes
@@ -235,3 +239,69 @@ def test_the_loop_continues_streams_in_its_own_thread() -> None:
         assert ids(each.future.result(5)) == answer_of([index], 8)
     loop.stop()
     device.pages.check_integrity()
+
+
+def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
+    device, heard = Device(20), list[str]()
+    streams = [stream([index], 3) for index in (3, 4, 5)]
+    for each in streams:
+        each.on_token = lambda token: heard.append("token")
+        each.on_pass = partial(heard.append, "pass")
+    streams[1].on_pass = streams[0].on_pass = streams[2].on_pass
+    Passes(device, 100).run(streams)
+    assert heard == (["token"] * 3 + ["pass"]) * 3
+
+
+class LateDevice(Device):
+    """A pass ends when a test says so, as on a GPU: after its launch has returned."""
+
+    passes_in_flight = 2
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.launched, self.ends = threading.Event(), threading.Event()
+
+    def launch(self, *args: Any) -> Any:
+        flight = LateFlight(super().launch(*args).output, self.ends)
+        self.launched.set()
+        return flight
+
+
+@dataclass
+class LateFlight:
+    output: Output
+    ends: threading.Event
+
+    @property
+    def done(self) -> bool:
+        return self.ends.is_set()
+
+    def synchronize(self) -> None:
+        assert self.ends.wait(10)
+
+    def wait(self) -> Output:
+        self.synchronize()
+        return self.output
+
+
+def test_a_stream_whose_pass_outlives_the_loop_hears_the_end() -> None:
+    device = LateDevice(20)
+    loop = EngineLoop(device, 16)
+    last = stream([3], 8)
+    loop.submit([last])
+    assert device.launched.wait(5)
+    stopping = threading.Thread(target=loop.stop)
+    stopping.start()
+    while loop._thread.is_alive():  # the thread that launches has told whoever waits; this stream is still in a pass
+        time.sleep(0.001)
+    assert not last.future.done()
+    device.ends.set()
+    with pytest.raises(EngineStopped):
+        last.future.result(5)
+    stopping.join(5)
+    assert ids_of(last) == answer_of([3], 1)
+    assert device.pages.num_free == 20
+
+
+def ids_of(each: Stream) -> list[int]:
+    return [token.id for token in each.answer]

@@ -1,0 +1,66 @@
+"""Replicas whose engine gives a token to every stream at a fixed pace, and computes nothing. Ray's workers import them."""
+
+import os
+from collections.abc import Sequence
+from time import perf_counter, sleep
+from typing import Any
+
+from cluster.model_spec import ModelSpec
+from serve_app.replica.model_server import ModelServer
+from serve_app.replica.pool import PoolServer
+
+PASS_S = "BENCH_PASS_S"
+_TOKEN = 338  # " the"
+
+
+class StreamingEngine:
+    """A pass takes BENCH_PASS_S and gives each stream the same token."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from engine.hub import resolve_model
+        from engine.model.folder import load_model_config
+        from engine.model_id import EMBEDDED_GENERATOR
+        from engine.run.kv_cache import PAGE_SIZE
+        from engine.schedule.pages import Pages
+        from engine.text.prompts import Prompts
+        from engine.text.tokenizer import Tokenizer
+
+        folder = resolve_model(EMBEDDED_GENERATOR)
+        self.config = load_model_config(folder)
+        self.tokenizer, self.prompts = Tokenizer.load(folder, self.config), Prompts.load(folder)
+        self.pages = Pages(8192, PAGE_SIZE)
+        self.max_batch_tokens, self.dtype_name, self.device, self.dtype = 8192, "float32", torch.device("cpu"), torch.float32
+        self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
+        self.longest_input, self.shares_host_memory = self.config.max_input_length, False
+        self._pass_s, self._due = float(os.environ.get(PASS_S, "0")), 0.0
+
+    def new_stream(self, prompt: Any, options: Any) -> Any:
+        from engine.schedule.stream import Stream
+
+        return Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
+
+    def launch(self, sequences: Sequence[Any], options: Any = None, outputs: Any = (), pieces: Sequence[Any] = ()) -> Any:
+        import numpy as np
+
+        from engine.run.flight import Finished, Output
+        from engine.schedule.stream import Token
+
+        now = perf_counter()
+        self._due = max(self._due + self._pass_s, now)  # what the passes of a pace take besides is part of the pace
+        sleep(self._due - now)
+        tokens = [Token(_TOKEN) for piece in pieces if piece.row is not None]
+        return Finished(Output(np.zeros((len(sequences), 1), dtype=np.float32), device_s=self._pass_s, tokens=tokens))
+
+
+class StreamingServer(ModelServer):
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
+        return StreamingEngine()
+
+
+class StreamingPool(PoolServer):
+    planned_tokens_per_s = 1e4
+
+    def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
+        return StreamingEngine()

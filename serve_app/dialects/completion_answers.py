@@ -1,0 +1,79 @@
+"""The responses of OpenAI's completions."""
+
+from collections import defaultdict
+from typing import Any
+
+from engine.schedule.stream import Token
+from engine.text.prompts import Prompts
+from serve_app.compute.generation import Delta, Generation
+from serve_app.dialects.generation_answers import Answers, end_of, finite
+from serve_app.dialects.generation_bodies import CompletionRequest
+
+
+class CompletionAnswers(Answers):
+    id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    before_text, after_text = b',"text":', b',"logprobs":null,"finish_reason":null}]}'
+
+    def __init__(self, body: CompletionRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
+        super().__init__(body, model_name, prompts, generation)
+        self._echoed = body.prompt if body.echo else None
+        self._num_top = body.logprobs or 0
+        self._offsets: dict[int, int] = defaultdict(int)  # of each answer: characters of the tokens that were told
+
+    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+        text = self._echo(index) + "".join(delta.text for delta in deltas)
+        told = self._logprobs(index, self._echoed_tokens(index) + _tokens(deltas))
+        return {"index": index, "text": text, "logprobs": told} | end_of(deltas[-1]) | self._prompt_logprobs(index)
+
+    def _first_choices(self, index: int) -> list[dict[str, Any]]:
+        text, told = self._echo(index), self._logprobs(index, self._echoed_tokens(index))
+        return [{"index": index, "text": text, "logprobs": told, "finish_reason": None}] if text else []
+
+    def _delta_chunks(self, delta: Delta) -> list[bytes]:
+        if self._is_plain and delta.text and delta.finish_reason is None:
+            return [self._text_chunk(delta.index, delta.text)]
+        if not delta.text and not self._is_told(delta):
+            return []
+        told = self._logprobs(delta.index, _tokens([delta]))
+        return [self._chunk([{"index": delta.index, "text": delta.text, "logprobs": told} | end_of(delta)])]
+
+    def _echo(self, index: int) -> str:
+        """The text of an answer's prompt, if the request wants it."""
+        if self._echoed is None:
+            return ""
+        number = index // (self._body.n or 1)
+        prompt = self._echoed[number]
+        return prompt if isinstance(prompt, str) else self._prompts.decode(self._generation.prompts[number])
+
+    def _echoed_tokens(self, index: int) -> list[Token]:
+        """The tokens of an answer's prompt, if the request wants their log-probabilities."""
+        wanted = self._echoed is not None and self._has_logprobs
+        return list(self._generation.prompt_tokens(index)) if wanted else []
+
+    def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any] | None:
+        if not self._has_logprobs or not tokens:
+            return None
+        texts, offsets = [self._text_of(token.id) for token in tokens], []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float] | None:
+        """The likeliest tokens and the chosen one. Of tokens with the same text, the likeliest counts. None: a prompt's first."""
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for token_id, logprob in (*(token.top or ())[: self._num_top], (token.id, token.logprob)):
+            top.setdefault(self._text_of(token_id), finite(logprob))
+        return top
+
+
+def _tokens(deltas: list[Delta]) -> list[Token]:
+    """The tokens of an answer, with the one that ended it: lm-eval takes all but the last one for the prompt's."""
+    return [token for delta in deltas for token in (delta.token, delta.end) if token is not None]

@@ -1,0 +1,184 @@
+"""The gateway's side of a channel: its streams on one replica.
+
+A channel has one long call, by which the replica sends the tokens of all streams, a message a pass. Short calls begin streams and
+cancel streams whose callers have left. At most one of them is under way, so they arrive in order; what comes meanwhile leaves
+with the next one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from math import inf
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from engine.errors import EmberError
+from engine.schedule.stream import Answer, Stream, Token
+from serve_app.gateway.remote import LOST, Lost, in_background
+from serve_app.gateway.steps import Ended, NewStream, Steps
+
+log = logging.getLogger(__name__)
+
+# A channel without streams ends after this time. An open one would keep a stopping replica waiting.
+IDLE_S = 5.0
+# A replica that no longer reports counts as lost if no message came for this time, either.
+SILENT_S = 4.0
+# While no message comes, the channel checks this often that the replica is still there.
+_LOOK_EVERY_S = 0.5
+
+
+class Channel:
+    """This gateway's streams on one replica. Called on one event loop."""
+
+    def __init__(
+        self,
+        steps: Callable[[str], Any],
+        change: Callable[[str, Sequence[NewStream], Sequence[int]], Any],
+        is_heard: Callable[[], bool],
+        on_close: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            steps: makes the long call, by the channel's id.
+            change: makes a call that begins streams and cancels others.
+            is_heard: whether the replica reports.
+            on_close: called before the streams hear of the channel's end. The channel takes no stream after it.
+        """
+        self.id = uuid4().hex
+        self._steps, self._change, self._is_heard, self._on_close = steps, change, is_heard, on_close
+        self._streams: dict[int, tuple[Stream, asyncio.Future[None]]] = {}
+        self._numbers = count()
+        self._begun: list[NewStream] = []
+        self._left: list[int] = []
+        self._loop = asyncio.get_running_loop()
+        self._used_at = self._heard_at = self._loop.time()
+        self._sending: asyncio.Task[None] | None = None
+        self._reading = in_background(self._read())
+
+    async def compute(self, stream: Stream) -> None:
+        """Begin the stream on the replica. Returns when the stream has its end, or its caller has left.
+
+        Raises: one of LOST. `stream.answer` then has all tokens that came before.
+        """
+        number, over = next(self._numbers), self._loop.create_future()
+        self._streams[number] = stream, over
+        options = replace(stream.options, seed=stream.seed)
+        left_s = inf if stream.deadline == inf else stream.deadline - perf_counter()
+        self._begun.append(NewStream(number, stream.prompt, options, stream.priority, left_s))
+        self._send_soon()
+        stream.future.add_done_callback(lambda future: self._leave_if_cancelled(number, future))
+        await over
+
+    def _leave_if_cancelled(self, number: int, future: "Future[Answer]") -> None:
+        if future.cancelled():
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._leave, number)
+
+    def _leave(self, number: int) -> None:
+        if number in self._streams:
+            self._left.append(number)
+            self._send_soon()
+            self._over(number)
+
+    def _over(self, number: int, error: Exception | None = None) -> None:
+        _, over = self._streams.pop(number)
+        self._used_at = self._loop.time()
+        if over.done():  # nobody waits any more
+            return
+        if error is None:
+            over.set_result(None)
+        else:
+            over.set_exception(error)
+
+    def _send_soon(self) -> None:
+        if self._sending is None:
+            self._sending = in_background(self._send())
+
+    async def _send(self) -> None:
+        try:
+            while self._begun or self._left:
+                begun, self._begun = self._begun, []
+                left, self._left = self._left, []
+                await self._change(self.id, begun, left)
+        except Exception as error:
+            log.warning("a replica takes no streams: %r", error)
+            self._reading.cancel()
+        finally:
+            self._sending = None
+
+    async def _read(self) -> None:
+        steps = self._steps(self.id)
+        message: asyncio.Task[Steps] | None = None
+        try:
+            while True:
+                message = message or asyncio.ensure_future(anext(steps))
+                if (await asyncio.wait({message}, timeout=_LOOK_EVERY_S))[0]:
+                    self._take(message.result())
+                    message, self._heard_at = None, self._loop.time()
+                elif self._is_idle() or self._is_lost():
+                    break
+        except StopAsyncIteration:
+            log.warning("a replica has ended a channel with %d streams", len(self._streams))
+        except Exception as error:
+            log.warning("a channel with %d streams broke: %r", len(self._streams), error)
+        finally:
+            self._on_close()
+            if message is not None:
+                message.cancel()
+            steps.cancel()
+            if self._sending is not None:
+                self._sending.cancel()
+            for number in list(self._streams):
+                self._over(number, Lost("the replica that computes the answer is gone"))
+
+    def _is_idle(self) -> bool:
+        is_used = self._streams or self._begun or self._left or self._sending is not None
+        return not is_used and self._loop.time() - self._used_at > IDLE_S
+
+    def _is_lost(self) -> bool:
+        """A replica that stops in order does not report any more, and still finishes its streams."""
+        return not self._is_heard() and self._loop.time() - self._heard_at > SILENT_S
+
+    def _take(self, steps: Steps) -> None:
+        streams, logprobs, on_passes = self._streams, steps.logprobs, set[Callable[[], None]]()
+        for number, num_cached_tokens in steps.cached.items():
+            if number in streams:
+                streams[number][0].num_cached_tokens = num_cached_tokens
+        for number, scores in steps.scores.items():
+            if number in streams:
+                streams[number][0].scores = scores
+        pairs = zip(steps.numbers.tolist(), steps.token_ids.tolist(), strict=True)
+        for place, (number, token_id) in enumerate(pairs):
+            if number not in streams:  # its caller has left
+                continue
+            stream = streams[number][0]
+            token = logprobs.get(place) or Token(token_id)
+            stream.answer.append(token)
+            if stream.on_token is not None:
+                stream.on_token(token)
+            if stream.on_pass is not None:
+                on_passes.add(stream.on_pass)
+        for number, end in steps.ends.items():
+            if number in streams:
+                self._end(number, end)
+        for on_pass in on_passes:
+            on_pass()
+
+    def _end(self, number: int, end: Ended) -> None:
+        stream, _ = self._streams[number]
+        if isinstance(end, LOST):
+            return self._over(number, end)
+        self._over(number)
+        if isinstance(end, EmberError):
+            return stream.fail(end)
+        assert not isinstance(end, Exception), "a replica sends errors of ours"
+        counts = len(stream.prompt), end.num_cached_tokens
+        answer = Answer(tuple(stream.answer), end.finish_reason, *counts, end.queue_s, end.end, stream.prompt_tokens)
+        stream.num_cached_tokens = end.num_cached_tokens
+        with suppress(InvalidStateError):  # the caller has left
+            stream.future.set_result(answer)

@@ -1,0 +1,70 @@
+"""The messages between gateway and replica about streams.
+
+A replica sends one message after a pass, for all streams that a gateway has there. A call through Serve for each token would cost
+each side a millisecond (docs/decisions/032).
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.options import Priority, SamplingOptions, TokenIds
+from engine.schedule.stream import FinishReason, Token
+
+
+class NewStream(NamedTuple):
+    """A stream to begin. `number` tells the streams of one channel apart."""
+
+    number: int
+    prompt: TokenIds
+    options: SamplingOptions  # with a seed, so that another replica would give the same answer
+    priority: Priority
+    deadline_s: float  # seconds that are left for the whole answer; inf for no deadline
+
+
+class End(NamedTuple):
+    """The end of an answer: fields of `engine.schedule.stream.Answer`."""
+
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    queue_s: float
+    end: Token | None
+
+
+Ended: TypeAlias = End | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What the streams of one channel got since the last message. Tokens of one stream are in their order."""
+
+    numbers: NDArray[np.int32]  # [T] the stream of each token
+    token_ids: NDArray[np.int32]  # [T]
+    logprobs: dict[int, Token]  # the whole token by its place among the tokens, where the request asks for more than its id
+    cached: dict[int, int]  # cached tokens of the prompt, by stream: with its first token
+    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream: with its first token or its end
+    ends: dict[int, Ended]  # by stream
+
+
+@dataclass(slots=True)
+class Unsent:
+    """A message that grows until it is sent."""
+
+    numbers: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, Token] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    scores: dict[int, dict[int, Token]] = field(default_factory=dict)
+    ends: dict[int, Ended] = field(default_factory=dict)
+
+    def add(self, number: int, token: Token) -> None:
+        if token.logprob is not None or token.logprobs_of:
+            self.logprobs[len(self.numbers)] = token
+        self.numbers.append(number)
+        self.token_ids.append(token.id)
+
+    def packed(self) -> Steps:
+        numbers, token_ids = np.array(self.numbers, dtype=np.int32), np.array(self.token_ids, dtype=np.int32)
+        return Steps(numbers, token_ids, self.logprobs, self.cached, self.scores, self.ends)

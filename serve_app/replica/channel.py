@@ -1,0 +1,182 @@
+"""The replica's side of a channel: the streams of one gateway, and the messages with their tokens."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from time import perf_counter
+
+from engine.errors import BackendError, EmberError, EngineStopped
+from engine.schedule.stream import Answer, Stream, Token
+from serve_app.compute.delivery import Delivery
+from serve_app.gateway.steps import End, Ended, NewStream, Steps, Unsent
+from serve_app.models import GeneratingModel
+
+log = logging.getLogger(__name__)
+
+# A gateway that lets so many tokens wait, or a message for so long, reads no more. Its streams end. It may be on a node whose
+# cable is pulled, which no connection tells of for minutes.
+MOST_UNSENT = 1 << 17
+UNREAD_S = 10.0
+
+
+class Channels:
+    """All channels of this replica, by the ids that gateways gave them. Called on one event loop."""
+
+    def __init__(self, model: GeneratingModel) -> None:
+        self._model = model
+        self._channels: dict[str, Channel] = {}
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that the streams under way may still generate."""
+        return sum(channel.tokens_left for channel in self._channels.values())
+
+    def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
+        """Begin streams, and cancel the streams whose callers have left. The messages tell of everything else, errors too."""
+        channel = self._channel(channel_id)
+        channel.begin(begun)
+        channel.cancel(left)
+
+    async def steps(self, channel_id: str) -> AsyncGenerator[Steps]:
+        """The messages of a channel. To close the generator cancels the channel's streams.
+
+        Raises: EngineStopped where the gateway does not read for too long.
+        """
+        channel = self._channel(channel_id)
+        channel.is_read = True
+        try:
+            while True:
+                yield await channel.message()
+        finally:
+            self._channels.pop(channel_id, None)
+            channel.close()
+
+    def _channel(self, channel_id: str) -> "Channel":
+        """The call that comes first makes the channel: the first streams, or the wish for messages."""
+        channel = self._channels.get(channel_id)
+        if channel is None:
+            channel = self._channels[channel_id] = Channel(self._model)
+            asyncio.get_running_loop().call_later(UNREAD_S, self._close_unread, channel_id, channel)
+        return channel
+
+    def _close_unread(self, channel_id: str, channel: "Channel") -> None:
+        if not channel.is_read:
+            del self._channels[channel_id]
+            channel.close()
+
+
+class Channel:
+    """The streams of one gateway. Tokens that come while a message is under way join the next message."""
+
+    def __init__(self, model: GeneratingModel) -> None:
+        self.is_read = False
+        self._model, self._loop = model, asyncio.get_running_loop()
+        self._delivery = Delivery(self._loop)
+        self._streams: dict[int, Stream] = {}
+        self._fresh: set[int] = set()  # the streams without a token
+        self._unsent, self._ready = Unsent(), asyncio.Event()
+        self._sent_at: float | None = None  # when the message under way was handed over
+        self._is_closed = False
+
+    @property
+    def tokens_left(self) -> int:
+        return sum(stream.options.max_tokens - len(stream.answer) for stream in self._streams.values())
+
+    def begin(self, begun: Sequence[NewStream]) -> None:
+        streams = []
+        for new in begun:
+            try:
+                stream = self._model.new_stream(new.prompt, new.options)
+            except Exception as error:
+                self._end(new.number, error)
+                continue
+            stream.priority, stream.deadline = new.priority, perf_counter() + new.deadline_s
+            stream.on_token = partial(self._got, new.number)
+            stream.on_pass = self._delivery.wake
+            stream.future.add_done_callback(partial(self._ended, new.number))
+            self._streams[new.number] = stream
+            self._fresh.add(new.number)
+            streams.append(stream)
+        try:
+            self._model.submit(streams)
+        except Exception as error:
+            for stream in streams:
+                stream.fail(error)
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._fresh.discard(number)
+            if (stream := self._streams.pop(number, None)) is not None:
+                stream.future.cancel()
+
+    def close(self) -> None:
+        """Cancel all streams. Their pages are free again."""
+        self._is_closed, self._unsent = True, Unsent()
+        self._ready.set()
+        self.cancel(list(self._streams))
+
+    async def message(self) -> Steps:
+        """The next message. Raises: EngineStopped if the channel has been closed."""
+        self._sent_at = None
+        await self._ready.wait()
+        if self._is_closed:
+            raise EngineStopped("the gateway has not read its messages, so its streams were cancelled")
+        self._ready.clear()
+        unsent, self._unsent = self._unsent, Unsent()
+        self._sent_at = self._loop.time()
+        return unsent.packed()
+
+    def _got(self, number: int, token: Token) -> None:
+        """The engine's threads call this."""
+        self._delivery.add(self._keep, (number, token))
+
+    def _ended(self, number: int, future: "Future[Answer]") -> None:
+        """Any thread calls this."""
+        if not future.cancelled():
+            self._delivery.add(self._keep_end, (number, future))
+            self._delivery.wake()
+
+    def _keep(self, event: tuple[int, Token]) -> None:
+        number, token = event
+        stream = self._streams.get(number)
+        if stream is None:  # its caller has left
+            return
+        if not self._unsent.numbers:
+            self._ready.set()
+        self._tell_prompt(number, stream)
+        self._unsent.add(number, token)
+        is_late = self._sent_at is not None and self._loop.time() > self._sent_at + UNREAD_S
+        if is_late or len(self._unsent.numbers) > MOST_UNSENT:
+            log.error("a gateway does not read its messages: %d streams are cancelled", len(self._streams))
+            self.close()
+
+    def _tell_prompt(self, number: int, stream: Stream) -> None:
+        """What is known of a prompt goes with the stream's first token, or with its end."""
+        if number in self._fresh:
+            self._fresh.discard(number)
+            self._unsent.cached[number] = stream.num_cached_tokens
+            if stream.scores:
+                self._unsent.scores[number] = stream.scores
+
+    def _keep_end(self, event: tuple[int, "Future[Answer]"]) -> None:
+        number, future = event
+        stream = self._streams.pop(number, None)
+        if stream is None:
+            return
+        error = future.exception()
+        if error is None:
+            self._tell_prompt(number, stream)
+            answer = future.result()
+            self._end(number, End(answer.finish_reason, answer.num_cached_tokens, answer.queue_s, answer.end))
+        else:
+            self._fresh.discard(number)
+            self._end(number, error if isinstance(error, Exception) else BackendError(repr(error)))
+
+    def _end(self, number: int, end: Ended) -> None:
+        if isinstance(end, Exception) and not isinstance(end, EmberError):  # an unforeseen error may not be picklable
+            log.error("a stream failed", exc_info=end)
+            end = BackendError(f"the replica failed: {end!r}")
+        self._unsent.ends[number] = end
+        self._ready.set()

@@ -1,0 +1,441 @@
+"""Streams between a gateway and a replica: both ends of a channel in one event loop, and a model that a test drives by hand."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from cluster.router import PoolLoad, Report
+from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput
+from engine.options import SamplingOptions
+from engine.schedule.request import Slice
+from engine.schedule.stream import Answer, Stream, Token
+from serve_app.errors import Unhealthy
+from serve_app.gateway import channel as gateway
+from serve_app.gateway.models import PooledGenerator
+from serve_app.gateway.remote import LOST
+from serve_app.gateway.steps import NewStream, Steps
+from serve_app.replica import channel as replica
+
+VOCABULARY, CONTEXT, EOS = 100, 50, 99
+
+
+class ByHand:
+    """A model whose streams get a token when a test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.streams: list[Stream] = []
+        self.error = error
+
+    def new_stream(self, prompt: Any, options: SamplingOptions) -> Stream:
+        return Stream.begin(prompt, options, VOCABULARY, CONTEXT)
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.streams += streams
+
+    def compute(self, *tokens: Token | int) -> None:
+        """One pass: a token for each stream that has not ended."""
+        streams = [stream for stream in self.streams if not stream.future.done()]
+        for stream, token in zip(streams, tokens, strict=True):
+            stream.first_scheduled_at = perf_counter()
+            stream.num_cached_tokens = 1
+            stream.accept(token if isinstance(token, Token) else Token(token))
+        for on_pass in {stream.on_pass for stream in streams} - {None}:
+            on_pass()
+
+
+class Call:
+    """The long call as Serve's handle gives it."""
+
+    def __init__(self, messages: AsyncGenerator[Steps]) -> None:
+        self._messages = messages
+        self.num_messages = 0
+        self.error: Exception | None = None
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+
+    async def __anext__(self) -> Steps:
+        await self.may_read.wait()
+        if self.error is not None:
+            raise self.error
+        message = await anext(self._messages)
+        self.num_messages += 1
+        return message
+
+    def cancel(self) -> None:
+        self._closing = asyncio.ensure_future(self._messages.aclose())
+
+
+class Link:
+    """A gateway's channel to a replica without Serve between them."""
+
+    def __init__(self, model: Any = None) -> None:
+        self.model = model or ByHand()
+        self.channels = replica.Channels(self.model)
+        self.calls: list[Call] = []
+        self.changes: list[tuple[int, int]] = []  # streams begun, streams left
+        self.is_heard, self.is_closed = True, False
+        self.channel = gateway.Channel(self._steps, self._change, lambda: self.is_heard, self._on_close)
+
+    def _on_close(self) -> None:
+        self.is_closed = True
+
+    def _steps(self, channel_id: str) -> Call:
+        self.calls.append(Call(self.channels.steps(channel_id)))
+        return self.calls[-1]
+
+    async def _change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
+        self.changes.append((len(begun), len(left)))
+        await asyncio.sleep(0)
+        self.channels.change(channel_id, begun, left)
+
+    async def begin(self, *prompts: Sequence[int], **options: Any) -> "list[Begun]":
+        """Returns when the replica has the streams."""
+        first = len(self.model.streams)
+        begun = [
+            Begun(self.channel, prompt, SamplingOptions(**{"max_tokens": CONTEXT, "stop_ids": (EOS,), **options}))
+            for prompt in prompts
+        ]
+        await until(lambda: len(self.model.streams) == first + len(prompts))
+        return begun
+
+
+class Begun:
+    """A stream that a request of the gateway waits for."""
+
+    def __init__(self, channel: gateway.Channel, prompt: Sequence[int], options: SamplingOptions) -> None:
+        self.heard: list[Token | str] = []
+        self.stream = Stream.begin(prompt, options, VOCABULARY, CONTEXT)
+        self.stream.on_token = self.heard.append
+        self.stream.on_pass = lambda: self.heard.append("pass")
+        self.over = asyncio.ensure_future(channel.compute(self.stream))
+
+    def answer(self) -> Answer:
+        answer: Answer = self.stream.future.result(0)
+        return answer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scenario())  # type: ignore[arg-type]
+
+
+def test_the_scores_of_a_prompt_arrive_with_its_first_token_or_its_end() -> None:
+    async def scenario() -> None:
+        link = Link()
+        (scored,) = await link.begin([5, 6, 7], max_tokens=0, prompt_logprobs=1)
+        (begun,) = await link.begin([5, 6, 7], prompt_logprobs=1, logprobs_of=(3,))
+        scores = [Token(6, -0.5, ((4, -0.1),)), Token(7, -1.5, ((7, -1.5),))]
+        for stream in link.model.streams:
+            stream.first_scheduled_at = perf_counter()
+            stream.accept_scores(Slice(stream, 0, 0, 3), scores)
+        await scored.over
+        assert scored.answer().prompt_tokens == (Token(5), *scores)
+        assert (scored.answer().finish_reason, scored.heard) == ("length", [])
+        token = Token(8, logprobs_of=(-2.5,))
+        link.model.compute(token)
+        await until(lambda: begun.heard == [token, "pass"])
+        assert begun.stream.prompt_tokens == (Token(5), *scores)
+        link.model.compute(EOS)
+        await begun.over
+
+    run(scenario)
+
+
+def test_tokens_log_probabilities_and_ends_arrive() -> None:
+    async def scenario() -> None:
+        link = Link()
+        first, second = await link.begin([1, 2], [3], logprobs=1)
+        token = Token(7, -0.5, ((7, -0.5),))
+        link.model.compute(token, 8)
+        await until(lambda: len(second.heard) == 2)
+        link.model.compute(EOS, 9)
+        await first.over
+        assert first.heard == [token, "pass"]
+        assert first.answer() == Answer((token,), "stop", 2, 1, first.answer().queue_s, Token(EOS))
+        link.model.compute(EOS)
+        await second.over
+        assert second.heard == [Token(8), "pass", Token(9), "pass"]
+        assert second.stream.num_cached_tokens == 1
+        assert link.changes == [(2, 0)]  # both began with one call
+
+    run(scenario)
+
+
+def test_the_replica_computes_with_the_gateway_s_seed_and_deadline() -> None:
+    async def scenario() -> None:
+        link = Link()
+        stream = Stream.begin([1], SamplingOptions(max_tokens=5), VOCABULARY, CONTEXT)
+        stream.priority, stream.deadline = "batch", perf_counter() + 30
+        computing = asyncio.ensure_future(link.channel.compute(stream))
+        await until(lambda: bool(link.model.streams))
+        (there,) = link.model.streams
+        assert (there.seed, there.priority, there.options.max_tokens) == (stream.seed, "batch", 5)
+        assert there.deadline == pytest.approx(stream.deadline, abs=1)
+        assert link.channels.tokens_left == 5
+        there.fail(DeadlinePassed("too late"))
+        await computing
+        with pytest.raises(DeadlinePassed, match="too late"):
+            stream.future.result(0)
+
+    run(scenario)
+
+
+def test_tokens_that_come_while_a_message_is_under_way_join_the_next_one() -> None:
+    async def scenario() -> None:
+        link = Link()
+        one, other = await link.begin([1], [2])
+        (call,) = link.calls
+        call.may_read.clear()
+        link.model.compute(5, 6)
+        await until(lambda: len(one.heard) == 2)
+        assert call.num_messages == 1
+        for step in range(10):
+            link.model.compute(10 + step, 30 + step)
+            await asyncio.sleep(0)
+        link.model.compute(EOS, EOS)
+        call.may_read.set()
+        await asyncio.gather(one.over, other.over)
+        assert call.num_messages == 2
+        assert [token.id for token in one.answer().tokens] == [5, *range(10, 20)]
+        assert [token.id for token in other.answer().tokens] == [6, *range(30, 40)]
+        assert one.heard.count("pass") == 2
+
+    run(scenario)
+
+
+def test_a_caller_that_leaves_ends_its_stream_alone() -> None:
+    async def scenario() -> None:
+        link = Link()
+        gone, stays = await link.begin([1], [2])
+        link.model.compute(5, 6)
+        await until(lambda: len(gone.heard) == 2)
+        gone.stream.future.cancel()
+        await gone.over
+        await until(lambda: link.model.streams[0].future.cancelled())
+        link.model.compute(7)
+        await until(lambda: len(stays.heard) == 4)
+        assert len(gone.heard) == 2
+        assert link.changes == [(2, 0), (0, 1)]
+        stays.stream.future.cancel()
+        await stays.over
+
+    run(scenario)
+
+
+def test_a_caller_that_leaves_before_the_stream_is_sent_leaves_no_stream() -> None:
+    async def scenario() -> None:
+        link = Link()
+        computing = [Begun(link.channel, [1], SamplingOptions(max_tokens=CONTEXT)) for _ in range(2)]
+        await asyncio.sleep(0)  # the tasks begin, and the first call is about to be made
+        computing[0].stream.future.cancel()
+        await until(lambda: len(link.model.streams) == 2 and link.model.streams[0].future.cancelled())
+        assert not link.model.streams[1].future.done()
+        computing[1].stream.future.cancel()
+        await computing[1].over
+
+    run(scenario)
+
+
+def test_a_gateway_that_dies_takes_its_streams_with_it() -> None:
+    async def scenario() -> None:
+        link = Link()
+        await link.begin([1], [2])
+        link.model.compute(5, 6)
+        reading = link.channel._reading
+        reading.cancel()  # Serve cancels the call of a process that is gone
+        await asyncio.wait([reading])
+        await until(lambda: all(stream.future.cancelled() for stream in link.model.streams))
+        assert link.channels._channels == {}
+
+    run(scenario)
+
+
+def test_a_channel_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway died between its two calls."""
+    monkeypatch.setattr(replica, "UNREAD_S", 0.01)
+
+    async def scenario() -> None:
+        model = ByHand()
+        channels = replica.Channels(model)
+        channels.change("its id", [NewStream(0, np.array([1]), SamplingOptions(max_tokens=CONTEXT), "interactive", 1e9)], [])
+        await until(lambda: model.streams[0].future.cancelled())
+        assert channels._channels == {}
+
+    run(scenario)
+
+
+def test_a_replica_that_dies_is_told_to_whoever_waits() -> None:
+    async def scenario() -> None:
+        link = Link()
+        begun, other = await link.begin([1], [2])
+        link.model.compute(5, 6)
+        await until(lambda: len(other.heard) == 2)
+        link.calls[0].error = RayActorError()
+        link.model.compute(7, 8)  # it does not arrive any more
+        for each in (begun, other):
+            with pytest.raises(LOST):
+                await each.over
+        assert link.is_closed
+        assert begun.stream.answer[0] == Token(5)
+        assert not begun.stream.future.done()  # the router decides what becomes of it
+
+    run(scenario)
+
+
+def test_a_replica_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that only no longer reports, as one that stops in order, is not."""
+    monkeypatch.setattr(gateway, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(gateway, "SILENT_S", 0.1)
+
+    async def scenario() -> None:
+        link = Link()
+        (begun,) = await link.begin([1])
+        link.is_heard = False
+        start = perf_counter()
+        while perf_counter() < start + 0.2:
+            link.model.compute(5) if len(link.model.streams[0].answer) < CONTEXT - 2 else None
+            await asyncio.sleep(0.005)
+        assert not begun.over.done()
+        with pytest.raises(LOST):
+            await begun.over
+
+    run(scenario)
+
+
+def test_an_idle_channel_ends_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(gateway, "IDLE_S", 0.02)
+
+    async def scenario() -> None:
+        link = Link()
+        (begun,) = await link.begin([1])
+        await asyncio.sleep(0.1)
+        assert not link.is_closed  # a stream without tokens is no idleness
+        link.model.compute(EOS)
+        await begun.over
+        await until(lambda: link.is_closed and not link.channels._channels)
+
+    run(scenario)
+
+
+def test_a_gateway_that_reads_too_slowly_binds_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "MOST_UNSENT", 12)
+
+    async def scenario() -> None:
+        link = Link()
+        slow = await link.begin([1], [2])
+        (call,) = link.calls
+        call.may_read.clear()
+        for step in range(9):  # the call that was under way takes the first two tokens
+            if not link.model.streams[0].future.done():
+                link.model.compute(step, step)
+            await asyncio.sleep(0.002)
+        assert all(stream.future.cancelled() for stream in link.model.streams)
+        (channel,) = link.channels._channels.values()
+        assert len(channel._unsent.numbers) == 0
+        call.may_read.set()
+        for each in slow:
+            with pytest.raises(EngineStopped):
+                await each.over
+
+    run(scenario)
+
+
+def test_a_gateway_that_leaves_a_message_unread_for_long_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        link = Link()
+        (begun,) = await link.begin([1])
+        link.calls[0].may_read.clear()
+        link.model.compute(5)  # the call that is under way takes it
+        await until(lambda: len(begun.heard) == 2)
+        monkeypatch.setattr(replica, "UNREAD_S", 0.02)
+        await asyncio.sleep(0.05)
+        link.model.compute(6)
+        await until(lambda: link.model.streams[0].future.cancelled())
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "error", "text"),
+    [
+        (ByHand(), [VOCABULARY], InvalidInput, "the vocabulary ends at 99"),
+        (ByHand(RuntimeError("a bug")), [1], BackendError, "the replica failed: RuntimeError"),
+    ],
+)
+def test_a_stream_that_cannot_begin_hears_why(model: ByHand, prompt: list[int], error: type[Exception], text: str) -> None:
+    async def scenario() -> None:
+        link = Link(model)
+        stream = Stream(np.array(prompt, dtype=np.int32), SamplingOptions(max_tokens=CONTEXT), 0)
+        await link.channel.compute(stream)
+        with pytest.raises(error, match=text):
+            stream.future.result(0)
+
+    run(scenario)
+
+
+def test_an_engine_that_has_stopped_is_a_replica_that_is_lost() -> None:
+    async def scenario() -> None:
+        link = Link(ByHand(EngineStopped("over")))
+        with pytest.raises(LOST):
+            await link.channel.compute(Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT))
+
+    run(scenario)
+
+
+class Pools(PooledGenerator):
+    """A model in one pool. What the pool does with each stream is a test's list: an error, or the tokens before one."""
+
+    def __init__(self, *outcomes: Sequence[Any]) -> None:
+        load = PoolLoad("pool", 1000.0)
+        load.update({"replica": Report(1.0)}, now=0.0)
+        self._outcomes, self.attempts = list(outcomes), 0
+        self.given, self._asleep = SimpleNamespace(spec=SimpleNamespace(name="it")), "wait"  # type: ignore[assignment]
+        ref = SimpleNamespace(name="pool", min_replicas=1)
+        self.pools = [SimpleNamespace(load=load, ref=ref, generate=self._on_a_replica, connection=None)]  # type: ignore[list-item]
+
+    async def _on_a_replica(self, stream: Stream, _ticket: Any) -> None:
+        self.attempts += 1
+        for each in self._outcomes.pop(0):
+            if isinstance(each, Exception):
+                raise each
+            stream.answer.append(Token(each))
+        stream.future.set_result("the answer")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "attempts", "text"),
+    [
+        (([5],), 1, None),
+        (([RayActorError()], [5]), 2, None),
+        (([5, RayActorError()],), 1, "was lost after 1 tokens"),
+        (([EngineStopped("over")], [RayActorError()]), 2, "two replicas in a row"),
+        (([InvalidInput("bad")],), 1, "bad"),
+    ],
+)
+def test_a_stream_begins_again_elsewhere_while_it_has_no_token(outcomes: Sequence[Any], attempts: int, text: str | None) -> None:
+    async def scenario() -> None:
+        pools, stream = Pools(*outcomes), Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT)
+        pools.submit([stream])
+        await until(stream.future.done)
+        assert pools.attempts == attempts
+        if text is None:
+            assert stream.future.result(0) == "the answer"
+        else:
+            with pytest.raises((Unhealthy, InvalidInput), match=text):
+                stream.future.result(0)
+
+    run(scenario)
