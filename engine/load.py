@@ -90,7 +90,7 @@ def load(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.de
     """Load tokenizer, weights and heads. Raises: ModelError with the file and the way out."""
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
-    with Checkpoint(folder, device, dtype) as checkpoint:
+    with Checkpoint(folder, device, dtype, decodes=config.generation is not None) as checkpoint:
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
         model = family(config, checkpoint)

@@ -10,7 +10,7 @@ class LanguageHead:
 
     def __init__(self, weight: Tensor) -> None:
         """`weight`: [vocab_size, C]."""
-        self._out = Linear.of(weight)
+        self._out = Linear.of(weight, decodes=True)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[B, C], any dtype -> [B, vocab_size] fp32."""
