@@ -26,7 +26,7 @@ from engine.passes import Passes
 from loadtests.report import write
 
 THREADS = os.cpu_count() or 1
-ROUNDS, TOKENS, PROMPT, LONG = 6, 24, 100, 512
+ROUNDS, TOKENS, PROMPT, LONG = 3, 16, 100, 512
 BATCHES = (1, 8)
 
 
