@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 
 from engine.devices import choose_device, choose_dtype, compute_dtype
@@ -87,6 +88,11 @@ def _prepare(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
+def _has_room_for_copies(num_bytes: int) -> bool:
+    """Whether a CPU may keep a second copy of the weights, to decode faster: where half of the memory stays free."""
+    return 4 * num_bytes <= psutil.virtual_memory().available
+
+
 def load(
     folder: Path,
     config: ModelConfig,
@@ -98,6 +104,7 @@ def load(
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype, on_progress) as checkpoint:
+        checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
         model = family(config, checkpoint)
@@ -154,8 +161,8 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
 
 def _load_language_head(config: ModelConfig, said: GenerationConfig, model: Model, checkpoint: Checkpoint) -> LanguageHead:
     if said.tied:
-        return LanguageHead(model.words)
-    return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size))
+        return LanguageHead(model.words, checkpoint.decodes)
+    return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
 
 
 def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, model: Model, checkpoint: Checkpoint) -> Head:

@@ -8,9 +8,9 @@ from engine.model.layers.linear import Linear
 class LanguageHead:
     """The rows of the logits are the table of words, or a matrix of the head's own."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight`: [vocab_size, C]."""
-        self._out = Linear.of(weight)
+    def __init__(self, weight: Tensor, decodes: bool) -> None:
+        """`weight`: [vocab_size, C]. `decodes`: as in `WeightSource`."""
+        self._out = Linear.of(weight, decodes=decodes)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[B, C], any dtype -> [B, vocab_size] fp32."""

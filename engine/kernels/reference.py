@@ -49,13 +49,31 @@ def norm_rope(
 
 
 def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
-    kv_heads = (qkv.shape[1] - n_heads) // 2
-    angles = table[positions].to(qkv.dtype).unsqueeze(1)  # [T, 1, D / 2, 2]
-    cos, sin = angles.unbind(-1)
-    heads = qkv[:, : n_heads + kv_heads]
-    first, second = heads.chunk(2, dim=-1)
-    rotated = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin, sin), dim=-1))
-    heads.mul_(torch.cat((cos, cos), dim=-1)).add_(rotated)  # in place, for the memory of long texts
+    cos, sin = _angles(table, positions, qkv.dtype)
+    heads = qkv[:, : (qkv.shape[1] + n_heads) // 2]
+    halves = heads.view(*heads.shape[:2], 2, -1)
+    swapped = halves.flip(2).view(heads.shape)  # the second half before the first
+    heads.mul_(cos).add_(swapped.mul_(sin))  # in place, for the memory of long texts
+
+
+# On a CPU, the last angles of each table: the layers of a pass all turn by the same ones, and its positions are their own tensor.
+# A GPU's may be part of a CUDA graph, which fills the same positions anew.
+_last_angles: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+_MOST_TABLES = 4
+
+
+def _angles(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each token's cos, and its sin with the sign that the swapped halves of a head need: [T, 1, D] each."""
+    last = _last_angles.get(id(table))
+    if last is not None and last[0] is table and last[1] is positions and last[2].dtype == dtype:
+        return last[2:]
+    cos, sin = table[positions].to(dtype).unsqueeze(1).unbind(-1)  # [T, 1, D / 2] each
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    if not positions.is_cuda:
+        if len(_last_angles) == _MOST_TABLES:
+            _last_angles.clear()
+        _last_angles[id(table)] = (table, positions, cos, sin)
+    return cos, sin
 
 
 def linear(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> Tensor:
@@ -177,7 +195,7 @@ def cached_attention(
         pages: for each stream its pages; page p is the rows [p * page_size, (p + 1) * page_size) of the cache.
     Returns: [T, H, D], contiguous.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if len(lengths) > 1 else None
     first = 0
     for index, length in enumerate(lengths):
         rows = slice(first, first := first + length)
@@ -186,7 +204,11 @@ def cached_attention(
             stop = starts[index] + length
             oldest = 0 if window is None else max(0, starts[index] - window)  # no query sees a key before this one
             keys, values = _from_pages(cache, pages[index], page_size, oldest, stop)
-        out[rows] = _one_sequence(q[rows], keys, values, True, window, None)
+        mixed = _one_sequence(q[rows], keys, values, True, window, None)
+        if out is None:
+            return mixed.contiguous()
+        out[rows] = mixed
+    assert out is not None, "a batch has sequences"
     return out
 
 

@@ -82,6 +82,7 @@ def footprint(
     weights -= bytes_saved_in_8_bits(config, dtype)
     workspace = longest * per_token + vectors
     if kind == "cpu":
+        weights += _decoding_bytes(config, dtype)
         workspace += attention_bytes(config.max_input_length, config.head_dim, wide.itemsize)
         return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
     if kind == "unified":
@@ -112,6 +113,14 @@ def bytes_saved_in_8_bits(config: ModelConfig, dtype: torch.dtype) -> int:
         return 0
     shapes = _shapes(config)
     return shapes.num_quantized * (compute_dtype(dtype).itemsize - 1) - 4 * shapes.num_scales
+
+
+def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the copies that a CPU keeps to decode: of the matrices in fp16, and of the words, which are the head as well."""
+    if config.generation is None:
+        return 0
+    words = config.vocab_size * config.hidden_size * dtype.itemsize
+    return words + (2 * body_parameters(config) + words if dtype == torch.bfloat16 else 0)
 
 
 def _pooling_values(config: ModelConfig) -> int:

@@ -31,6 +31,7 @@ class WeightSource(Protocol):
 
     device: torch.device
     dtype: torch.dtype  # the model computes in it
+    decodes: bool  # the model generates: many of its passes have a few rows only
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
 
@@ -49,7 +50,7 @@ class ShapeCounter:
     """A source without content. It gives a tensor of any name and shape, and counts the parameters that a model takes."""
 
     def __init__(self) -> None:
-        self.device, self.dtype = torch.device("meta"), torch.float32
+        self.device, self.dtype, self.decodes = torch.device("meta"), torch.float32, False
         self.num_parameters = 0
         self.num_multiplied = 0  # parameters of the matrices: each token is multiplied with all of them
         self.num_quantized, self.num_scales = 0, 0  # values and scales of the layers' matrices in 8 bits
@@ -87,12 +88,14 @@ class Checkpoint:
         dtype: torch.dtype,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """`dtype`: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`. `on_progress` hears after
-        each tensor which share of the tensors is read.
-
+        """
+        Args:
+            dtype: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`.
+            on_progress: hears after each tensor which share of the tensors is read.
         Raises: ModelError when there is no file of weights, or one that cannot be read.
         """
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
+        self.decodes = False
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)

@@ -260,7 +260,7 @@ class OnlyModel:
 
         self._model.new_stream = keep  # type: ignore[method-assign]
 
-    def get(self, _name: str | None) -> ServedModel:
+    def get(self, _name: str | None, _check: Check | None = None) -> ServedModel:
         return self._model
 
     def backlog_s(self) -> float:

@@ -16,7 +16,7 @@ from engine.model.config import Pooling
 from engine.model.families.jina_bert import alibi_slopes, symmetric_alibi
 from engine.model.layers import attention as attention_layer
 from engine.model.layers.attention import Attention
-from engine.model.layers.linear import CudaLinear, Linear, PlainLinear
+from engine.model.layers.linear import CudaLinear, DecodingLinear, Linear, OneDnnLinear, PlainLinear
 from engine.model.layers.moe import Experts
 from engine.model.layers.norm import LayerNorm, Residual, RMSNorm
 from engine.options import EmbedOptions
@@ -51,6 +51,38 @@ def test_linear(dtype: torch.dtype, rows: int, bias: bool, gelu: bool, residual:
     else:
         assert_as_close_as_torch(ours(x), low(x), exact(x.double()))
     assert torch.equal(r, before)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_that_decodes(rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, b = torch.randn(48, 64).bfloat16() / 8, torch.randn(48).bfloat16() if bias else None
+    x, r = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 48).bfloat16()
+    ours, low = Linear.of(weight, b, decodes=True), PlainLinear(weight, b)
+    exact = PlainLinear(weight.double(), None if b is None else b.double())
+    assert_as_close_as_torch(ours(x), low(x), exact(x.double()))
+    found, rough, true = (layer.add_to(r.to(x.dtype, copy=True), x) for layer, x in ((ours, x), (low, x), (exact, x.double())))
+    assert_as_close_as_torch(found.added(), rough.added(), true.added())
+
+
+def test_only_a_weight_that_fits_float16_gets_a_copy_in_it() -> None:
+    weight = torch.randn(48, 64).bfloat16()
+    if not isinstance(Linear.of(weight, decodes=True), DecodingLinear):
+        pytest.skip("this CPU has no oneDNN in bf16, or no FBGEMM")
+    for other in (weight.float(), weight * 65536):
+        assert type(Linear.of(other, decodes=True)) is OneDnnLinear
+    assert type(Linear.of(weight)) is OneDnnLinear
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_rms_norm_of_few_rows_and_of_many(dtype: torch.dtype, rows: int) -> None:
+    """Far from 0 on average, where a norm that subtracted the mean would differ."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 64) + 3).to(dtype), torch.rand(64).to(dtype)
+    exact = reference.rms_norm(x.double(), weight.double(), 1e-6)
+    assert_as_close_as_torch(RMSNorm(weight, 1e-6)(x), reference.rms_norm(x, weight, 1e-6), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,7 +25,7 @@ from engine.devices import DTYPES
 from engine.heads.classifier import Head
 from engine.heads.splade import Splade
 from engine.kernels import MaybeQuantized, Quantized
-from engine.model.config import DenseConfig
+from engine.model.config import DenseConfig, GenerationConfig
 from engine.model.families import MODELS, family_of
 from engine.model.folder import load_model_config
 from engine.model.footprint import (
@@ -237,6 +237,15 @@ def test_eight_billion_parameters_in_8_bits_fit_a_card_of_16_gb() -> None:
     assert low.total < 15.5 * 2**30 < high.total
     (measured,) = json.loads((RESULTS / "small_card.json").read_text())["tables"]["With 15.5 GiB"]
     assert measured["on the card"] <= low.total / 2**20 <= 1.05 * measured["on the card"]
+
+
+def test_a_cpu_that_decodes_keeps_every_matrix_twice_and_the_words_as_a_head() -> None:
+    config = CATALOGUE["Qwen/Qwen3-Embedding-0.6B"]
+    generates = replace(config, generation=GenerationConfig(tied=True))
+    words = config.vocab_size * config.hidden_size
+    copies = {torch.bfloat16: 2 * (body_parameters(config) + 2 * words), torch.float32: 4 * words}
+    for dtype, expected in copies.items():
+        assert footprint(generates, dtype, "cpu").weights - footprint(config, dtype, "cpu").weights == expected
 
 
 class _Watched(Checkpoint):

@@ -87,6 +87,22 @@ def test_rope(norm: bool) -> None:
     torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_rope_turns_each_tensor_by_its_own_table_and_positions() -> None:
+    """The angles of the last positions are kept for the next layer."""
+    tables = [reference.rope_table(8, theta, 32, torch.device("cpu")) for theta in (1e4, 1e2)]
+    kept = [positions(), positions() + 1]
+    found = []
+    for at in (*kept, kept[0]):
+        for table in (*tables, tables[0]):
+            for dtype in (torch.float64, torch.bfloat16):
+                qkv = torch.ones(len(at), 3, 8, dtype=dtype)
+                reference.rope(qkv, table, at, 1)
+                cos, sin = table[at.long()].to(dtype).unbind(-1)
+                found.append(torch.equal(qkv[:, 0], torch.cat((cos - sin, cos + sin), dim=1)))
+                assert torch.equal(qkv[:, 2], torch.ones(len(at), 8, dtype=dtype))
+    assert all(found)
+
+
 def test_swiglu_of_columns_in_turn() -> None:
     x, gate_up = torch.randn(5, 7), torch.randn(2 * 24, 7)
     expected = reference.swiglu(x @ gate_up.t())

@@ -20,8 +20,8 @@ class CachedAttention:
         q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
         cached, layer = self._cached, self._layer
         num_stored = len(cached.slots)
-        layer[0].index_copy_(0, cached.slots, k[:num_stored])
-        layer[1].index_copy_(0, cached.slots, v[:num_stored])
+        keys_and_values = qkv[:num_stored, self._split[0] :].view(num_stored, 2, *layer.shape[2:])
+        layer.transpose(0, 1).index_copy_(0, cached.slots, keys_and_values)
         mixed = reference.cached_attention(
             q, k, v, self._batch.lengths, layer, cached.starts, cached.pages, PAGE_SIZE, self._window
         )

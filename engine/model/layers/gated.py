@@ -33,7 +33,8 @@ class SwiGLU:
     def __init__(self, checkpoint: WeightSource, gate_up: Tensor) -> None:
         """`gate_up`: [2 I, K], all rows of G and then all of U; 8 divides I."""
         self.in_turn = runs_on(gate_up)
-        self.gate_up = Linear.of(checkpoint.to_layer_dtype(kernels.interleaved(gate_up) if self.in_turn else gate_up))
+        weight = checkpoint.to_layer_dtype(kernels.interleaved(gate_up) if self.in_turn else gate_up)
+        self.gate_up = Linear.of(weight, decodes=checkpoint.decodes)
 
     def __call__(self, x: Residual, norm: RMSNorm) -> MaybeQuantized:
         """[T, K] -> [T, I]. `x.value` holds the whole sum afterwards."""
