@@ -26,7 +26,7 @@ from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Stream, Token
 from serve_app.compute.decisions import labels_of
 from serve_app.http.app import Api
-from serve_app.models import ModelInfo, ServedModel
+from serve_app.models import Check, ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
 from serve_app.replica.local import LocalGenerator
 from serve_app.settings import Settings
