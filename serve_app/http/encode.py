@@ -5,16 +5,19 @@ A large response is encoded and sent in parts, so that no other request waits lo
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import orjson
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.admission.bytes_in_flight import Hold
+from serve_app.compute.service import Service
 from serve_app.dialects.vectors import Base64
+from serve_app.http.connection import abort
 
 # Bytes of a part. To encode 1 MB takes about 6 ms.
 _PART_BYTES = 1 << 20
@@ -37,8 +40,10 @@ def json_response(content: bytes, headers: Mapping[str, str] | None = None, stat
     return Response(content, status, headers, media_type="application/json")
 
 
-def json_answer(content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
+def json_answer(service: Service, content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
     """A response with the JSON of `content`. `hold` gets the response's bytes, and is released when the response was sent.
+
+    A client that does not read a part within `send_timeout_s` loses its connection.
 
     Raises: Overloaded if the bodies and answers in flight take too much memory.
     """
@@ -46,7 +51,8 @@ def json_answer(content: Any, headers: Mapping[str, str] | None, hold: Hold) -> 
     hold.add(size)
     if size <= _PART_BYTES:
         return _Whole(to_json(content), headers, hold)
-    return _InParts(json_parts(content), headers, hold)
+    parts = json_parts(content)
+    return _InParts(service, next(parts), parts, headers, hold)  # what cannot be encoded fails here, before the status is sent
 
 
 def json_size(content: Any) -> int:
@@ -92,7 +98,7 @@ def json_parts(content: Any) -> Iterator[bytes]:
 
 
 class _Whole(Response):
-    """A response in one part."""
+    """A response in one part. uvicorn takes all of it at once."""
 
     def __init__(self, content: bytes, headers: Mapping[str, str] | None, hold: Hold) -> None:
         super().__init__(content, 200, headers, media_type="application/json")
@@ -106,18 +112,33 @@ class _Whole(Response):
 
 
 class _InParts(StreamingResponse):
-    """A response that is encoded while it is sent."""
+    """A response that is encoded while it is sent. uvicorn takes a part when the client has read most of the one before."""
 
-    def __init__(self, parts: Iterator[bytes], headers: Mapping[str, str] | None, hold: Hold) -> None:
-        first = next(parts)  # what cannot be encoded fails here, before the status is sent
-        super().__init__(_in_turns(chain((first,), parts)), 200, headers, media_type="application/json")
-        self._hold = hold
+    def __init__(
+        self, service: Service, first: bytes, rest: Iterator[bytes], headers: Mapping[str, str] | None, hold: Hold
+    ) -> None:
+        super().__init__(_in_turns(chain((first,), rest)), 200, headers, media_type="application/json")
+        self._service, self._hold = service, hold
+        self._was_unread = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._hold.release()
+            if self._was_unread:
+                await abort(receive)
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(partial(self._send_in_time, send))
+        except TimeoutError:
+            self._was_unread = True
+            self._service.metrics.unread_answers.inc()
+
+    async def _send_in_time(self, send: Send, message: Message) -> None:
+        async with asyncio.timeout(self._service.settings.send_timeout_s):
+            await send(message)
 
 
 async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:

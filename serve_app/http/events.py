@@ -11,6 +11,7 @@ from cluster.error_forms import Form, error_body
 from engine.errors import EmberError
 from serve_app.compute.service import Service
 from serve_app.errors import ApiError, describe
+from serve_app.http.connection import abort
 from serve_app.http.encode import to_json
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class EventStream(StreamingResponse):
         finally:
             await self._rest.aclose()  # ends the work for a client that has left
             if self._was_unread:
-                _abort(receive)
+                await abort(receive)
             elif not self._was_sent:
                 self._service.metrics.cancelled.inc()
 
@@ -68,7 +69,7 @@ class EventStream(StreamingResponse):
                     watch.cancel()
         except TimeoutError:
             self._was_unread = True
-            self._service.metrics.unread_streams.inc()
+            self._service.metrics.unread_answers.inc()
 
     async def _events(self, first: list[bytes]) -> AsyncGenerator[bytes]:
         for part in _events_of(first):
@@ -126,14 +127,3 @@ class _Client:
                 await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
                 limit.reschedule(None)
                 self._since = self._time()
-
-
-def _abort(receive: Receive) -> None:
-    """Closes the connection at once. ASGI has no such call, and uvicorn's own close waits for the client to read the buffer.
-
-    `receive` is a method of uvicorn's, as it is or within Ray Serve's proxy. With another server the connection stays open until
-    the client reads or leaves.
-    """
-    cycle = getattr(getattr(receive, "_receive", receive), "__self__", None)
-    if (transport := getattr(cycle, "transport", None)) is not None:
-        transport.abort()

@@ -114,7 +114,7 @@ def _post_streaming(
             if body.stream:
                 hold.release()
                 return await EventStream.begin(service, form_of(path), reply.content)
-            return json_answer(reply.content, None, hold)
+            return json_answer(service, reply.content, None, hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
@@ -128,7 +128,7 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
             async with service.whole_request(headers):
                 body = parse(service, await read_body(request, service, hold))
                 reply = await handler(service, body, headers)
-            return json_answer(reply.content, None if reply.state is None else reply.state.headers(), hold)
+            return json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
 
     return endpoint
 

@@ -37,7 +37,9 @@ class Metrics:
         )
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
         self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
-        self.unread_streams = self._counter("unread_streams", "Streams ended because their client did not read").labels(model)
+        self.unread_answers = self._counter(
+            "unread_answers", "Answers and streams ended because their client did not read"
+        ).labels(model)
         self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
         self.splits = self._counter("split_batches", "Batches halved because they did not fit into memory").labels(model)
         self.cache_hits = self._counter("cache_hits", "Inputs whose vectors were in the cache").labels(model)

@@ -145,7 +145,7 @@ def test_a_body_and_its_answer_leave_the_budget() -> None:
     settings = ServerSettings()
     admission = Admission(settings, Metrics("budget"), lambda: 0.0)
     hold = admission.hold()
-    response = encode.json_answer(np.zeros((4, 4), np.float32), None, hold)
+    response = encode.json_answer(_service(), np.zeros((4, 4), np.float32), None, hold)
     assert admission._bytes.now > 0
 
     async def send(_: Any) -> None: ...
@@ -199,7 +199,9 @@ def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch)
     async def run() -> None:
         task = asyncio.create_task(other())
         hold = Hold(BytesInFlight(1 << 30))
-        await encode.json_answer(_VECTORS, None, hold)({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        await encode.json_answer(_service(), _VECTORS, None, hold)(
+            {"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send
+        )
         task.cancel()
 
     asyncio.run(run())

@@ -10,15 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
 from fake_generator import FakeGenerator
 from fake_models import FakeBackend
+from starlette.routing import Route
 
 from engine import Engine
 from engine.loop import EngineLoop
-from serve_app.http import events
+from serve_app.dialects.handler import Reply
+from serve_app.dialects.tei_bodies import TokenizeRequest
+from serve_app.http import events, routes
 from serve_app.http.app import Api
+from serve_app.http.guard import guarded
 from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
 from serve_app.replica.local import LocalGenerator
@@ -31,7 +36,12 @@ _SMALL = 4096
 @asynccontextmanager
 async def serving(model: Any, metrics: Metrics, **settings: Any) -> AsyncIterator[int]:
     """The port of uvicorn with our application, as a replica has it."""
-    app = Api(FakeBackend(model), Settings(**settings), metrics).app
+    async with serving_app(Api(FakeBackend(model), Settings(**settings), metrics).app) as port:
+        yield port
+
+
+@asynccontextmanager
+async def serving_app(app: Any) -> AsyncIterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL)  # connections inherit it
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
@@ -48,11 +58,17 @@ async def asking(port: int, **fields: Any) -> AsyncIterator[socket.socket]:
     """A connection that has sent a request for a stream, and has a small buffer for the answer."""
     body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": None} | fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with connected(port, head.encode() + body) as client:
+        yield client
+
+
+@asynccontextmanager
+async def connected(port: int, request: bytes) -> AsyncIterator[socket.socket]:
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL)
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
-        await asyncio.get_running_loop().sock_sendall(client, head.encode() + body)
+        await asyncio.get_running_loop().sock_sendall(client, request)
         yield client
 
 
@@ -90,7 +106,7 @@ def test_a_stream_that_waits_is_kept_alive(tmp_path: Path, monkeypatch: pytest.M
             assert text.endswith(b": keep-alive\n\n\r\n")
 
     asyncio.run(scenario())
-    assert (count(metrics, "unread_streams_total"), count(metrics, "cancelled_requests_total")) == (0, 1)
+    assert (count(metrics, "unread_answers_total"), count(metrics, "cancelled_requests_total")) == (0, 1)
 
 
 def test_a_stream_whose_events_come_in_time_gets_no_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +132,7 @@ def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatc
     async def scenario() -> None:
         settings = {"send_timeout_s": 0.3, "max_client_batch_size": 16}
         async with serving(model, metrics, **settings) as port, asking(port, n=1 if stall else 16) as client:
-            await wait_for(lambda: count(metrics, "unread_streams_total") == 1 and count(metrics, "requests_in_flight") == 0)
+            await wait_for(lambda: count(metrics, "unread_answers_total") == 1 and count(metrics, "requests_in_flight") == 0)
             assert all(stream.future.done() for stream in model.streams)
             assert any(stream.future.cancelled() for stream in model.streams)
             left = await asyncio.wait_for(read_until(client, b"[DONE]"), 10)
@@ -143,7 +159,30 @@ def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
         return text
 
     assert asyncio.run(scenario()).count(b"data: {") == 4 * 151
-    assert (count(metrics, "unread_streams_total"), count(metrics, "cancelled_requests_total")) == (0, 0)
+    assert (count(metrics, "unread_answers_total"), count(metrics, "cancelled_requests_total")) == (0, 0)
+
+
+def test_a_client_that_does_not_read_a_large_answer_loses_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics("fake")
+
+    async def answer(service: Any, body: Any, headers: Any) -> Reply:
+        return Reply(np.zeros((300, 4096), np.float32))
+
+    route = routes._post("/large", answer, TokenizeRequest, {}, "", computes=False)
+
+    async def scenario() -> None:
+        model = FakeGenerator(tmp_path, "x")
+        api = Api(FakeBackend(model), Settings(send_timeout_s=0.3), metrics)
+        api.app.router.routes.insert(0, Route("/large", guarded(route, api.service, None), methods=["POST"]))  # type: ignore[attr-defined]
+        body = b'{"inputs": "x"}'
+        head = b"POST /large HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        async with serving_app(api.app) as port, connected(port, head + body) as client:
+            await wait_for(lambda: count(metrics, "unread_answers_total") == 1)
+            assert b"]]" not in await asyncio.wait_for(read_until(client, b"]]"), 10)
+        assert api.service.admission._bytes.now == 0
+
+    asyncio.run(scenario())
+    assert caplog.messages == []
 
 
 @pytest.fixture

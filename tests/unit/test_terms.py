@@ -17,6 +17,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster import router
+from cluster.model_folder import read_model
 from cluster.model_spec import ModelSpec
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
@@ -116,7 +117,7 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         if chosen.cache_bytes:
             model = CachedModel(model, chosen.cache_bytes, metrics)
         health = Health(loop, lambda: Request([CANARY], EmbedOptions()))
-        loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, health, {}), chosen, metrics).app))
+        loops.append(Replica(gate, loop, metrics, Api(LocalModels(model, loop, health), chosen, metrics).app))
         return loops[-1]
 
     yield make
@@ -405,7 +406,8 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
         *answers: Callable[[Qos], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
     ) -> tuple[PooledModel, list[Handle]]:
         refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
-        model = PooledModel(GatewayModel(spec=ModelSpec(name="m", model=EMBEDDED_MODEL), pools=refs), "wait")
+        spec = ModelSpec(name="m", model=EMBEDDED_MODEL)
+        model = PooledModel(GatewayModel(spec=spec, pools=refs), "wait", *read_model(spec))
         handles = [Handle(answer) for answer in answers]
         for pool, handle, tokens in zip(model.pools, handles, queued, strict=False):
             pool.connection._handle = handle  # type: ignore[assignment]
