@@ -110,7 +110,9 @@ _HEADERS = "".join(f"    http-request del-header {name}\n" for name in _RAYS_HEA
     "    http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[!-~]{1,128}$ }\n"
 )
 
-# Ray's statistics and its socket for commands are for this machine, and the socket for this user.
+# HAProxy's socket for commands is for this user. Its statistics are for this machine, if the server runs on one machine alone: on
+# the nodes of a cluster Prometheus reads them.
+_ALONE_VARIABLE = "EMBERFORGE_ON_ONE_MACHINE"
 _OPEN_TO_ALL = re.compile(r"^( +bind )\*?(:\d+)$", re.MULTILINE)
 _SOCKET_OF_ALL = " mode 666 level admin"
 
@@ -124,7 +126,8 @@ def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
     """The variables that make Ray start this command instead of HAProxy. Empty if this Python's folder lacks the command.
 
     Args:
-        max_concurrent_requests: the limit of each ingress process. If None, `most_requests` takes the node's setting.
+        max_concurrent_requests: the limit of each ingress process, for a server on one machine. If None, this is a cluster's
+            node, and `most_requests` takes the node's setting.
     """
     command = Path(sys.executable).with_name("emberforge-haproxy")
     if not os.access(command, os.X_OK):
@@ -134,8 +137,8 @@ def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
             command,
         )
         return {}
-    limit = {} if max_concurrent_requests is None else {_LIMIT_VARIABLE: str(max_concurrent_requests)}
-    return {_VARIABLE: str(command)} | limit
+    alone = {} if max_concurrent_requests is None else {_LIMIT_VARIABLE: str(max_concurrent_requests), _ALONE_VARIABLE: "1"}
+    return {_VARIABLE: str(command)} | alone
 
 
 def most_requests(environ: Mapping[str, str]) -> int:
@@ -162,7 +165,8 @@ def with_ours(text: str) -> str:
     text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _DEADLINE + _default_application(text), 1).replace(
         _SOCKET_OF_ALL, " mode 600 level admin"
     )
-    text = _OPEN_TO_ALL.sub(r"\g<1>127.0.0.1\2", text)
+    if _ALONE_VARIABLE in os.environ:
+        text = _OPEN_TO_ALL.sub(r"\g<1>127.0.0.1\2", text)
     if _CONNECTIONS_VARIABLE not in os.environ:
         text = _CONNECTIONS.sub(str(most_connections()), text, count=1)
     if (connections := _CONNECTIONS.search(text)) is not None:

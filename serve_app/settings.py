@@ -20,7 +20,13 @@ from engine.model_id import EMBEDDED_MODEL, is_path, split_revision
 GATEWAY = "gateway"
 ENV_PREFIX = "EMBERFORGE_"
 # Variables with our prefix that are no settings. Other code reads them, for every command.
-_NOT_SETTINGS = ("EMBERFORGE_CONFIG", "EMBERFORGE_HOME", "EMBERFORGE_IMAGE", "EMBERFORGE_KERNEL_CACHE")
+_NOT_SETTINGS = (
+    "EMBERFORGE_CONFIG",
+    "EMBERFORGE_HOME",
+    "EMBERFORGE_IMAGE",
+    "EMBERFORGE_KERNEL_CACHE",
+    "EMBERFORGE_ON_ONE_MACHINE",
+)
 
 
 class SettingsError(EmberError):

@@ -268,7 +268,7 @@ def test_ray_is_led_here_only_where_the_command_is(
     command.chmod(0o755)
     led = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}
     assert haproxy.environment() == led
-    assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9"}
+    assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9", "EMBERFORGE_ON_ONE_MACHINE": "1"}
     assert caplog.messages == [warning]
 
 
@@ -368,14 +368,13 @@ def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
     app.server_close()
 
 
-def test_rays_statistics_are_for_this_machine() -> None:
-    lines = with_ours(rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "0.0.0.0", "frontend_port": 9})).splitlines()
-    assert [line.strip() for line in lines if line.strip().startswith("bind ")] == [
-        "bind 127.0.0.1:7",
-        "bind 0.0.0.0:9",
-        "bind 127.0.0.1:8",
-    ]
-    assert not any("mode 666" in line for line in lines)
+def test_rays_statistics_of_a_server_on_one_machine_are_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "0.0.0.0", "frontend_port": 9})
+    assert re.findall("bind (.*)", with_ours(text)) == [":7", "0.0.0.0:9", "*:8"]  # a node: Prometheus reads them
+    monkeypatch.setenv("EMBERFORGE_ON_ONE_MACHINE", "1")
+    assert re.findall("bind (.*)", with_ours(text)) == ["127.0.0.1:7", "0.0.0.0:9", "127.0.0.1:8"]
+    assert "mode 600 level admin" in with_ours(text)
+    assert "mode 666" not in with_ours(text)
 
 
 def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
