@@ -9,7 +9,7 @@ from cluster.catalogue import hub_id
 from cluster.files import ClusterError
 from cluster.model_spec import ModelSpec
 from cluster.models_file import ModelEntry
-from cluster.plan import Plan, PlannedPool
+from cluster.plan import GATEWAY_CPUS, Plan, PlannedPool
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path
 
 
@@ -82,7 +82,15 @@ def _gateway_application(plan: Plan) -> dict[str, Any]:
             "asleep": plan.file.asleep,
             "settings": _plain(plan.file.settings),
         },
-        "deployments": [{"name": "Gateway", "num_replicas": plan.file.gateways, "ray_actor_options": {"num_cpus": 0.5}}],
+        "deployments": [
+            {
+                "name": "Gateway",
+                "num_replicas": plan.file.gateways,
+                # Two gateways on one node would end together.
+                "max_replicas_per_node": plan.gateways_a_node,
+                "ray_actor_options": {"num_cpus": GATEWAY_CPUS},
+            }
+        ],
     }
 
 
