@@ -248,7 +248,7 @@ class Plan:
     def _cpus_taken(self, name: str) -> str:
         num_cpus = next(node.num_cpus for node in self.nodes if node.name == name)
         kept = self.gateways_a_node * GATEWAY_CPUS
-        return f"a replica books {CARD_REPLICA_CPUS:g} CPUs; {name} has {num_cpus}, {kept:g} of them for gateways, and all are booked"
+        return f"a replica books {CARD_REPLICA_CPUS:g} CPUs; all {num_cpus} of {name} are booked, {kept:g} of them for gateways"
 
     def _cores_taken(self, slots: Iterable[Slot]) -> str:
         fewest = min(self.classes[slot.node_class].num_cpus for slot in slots)

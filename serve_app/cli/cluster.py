@@ -62,6 +62,11 @@ def start_node(
     reserve_gib: Annotated[float | None, typer.Option(min=0, help="What models leave of each card, if not the usual")] = None,
     object_store_gib: Annotated[float | None, typer.Option(help="Of Ray's object store, if not 2 or a tenth of memory")] = None,
     dashboard_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray's dashboard")] = DEFAULT_DASHBOARD_PORT,
+    ip: Annotated[str | None, typer.Option(help="Address at which other nodes reach this machine, if it has several")] = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Redis that keeps a head's state; key in RAY_REDIS_PASSWORD")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Start a head although that ends nodes of an older cluster")] = False,
 ) -> None:
     """Make this machine the head of a new cluster, or a node of one that is there. It goes on when this command has ended."""
     from cluster import node
@@ -74,6 +79,9 @@ def start_node(
         reserve_gib=reserve_gib,
         object_store_gib=object_store_gib,
         dashboard_port=dashboard_port,
+        ip=ip,
+        redis=redis,
+        replace_cluster=replace,
         say=say,
     )
 

@@ -445,7 +445,7 @@ def test_no_node_with_cards_books_more_cpus_than_it_has(cpus: int, gateways: int
 def test_replicas_without_cpus_are_missing_and_the_reason_is_said() -> None:
     plan = planned([small("pc1", 1)], *tiny_models(4))
     assert sum(plan.placement.missing.values()) == 3
-    why = "a replica books 0.5 CPUs; pc1 has 1, 0.5 of them for gateways, and all are booked"
+    why = "a replica books 0.5 CPUs; all 1 of pc1 are booked, 0.5 of them for gateways"
     assert {each.why for each in plan.unplaced} == {why}
     for each in plan.unplaced:
         assert "another node with a card of" in each.ways_out[-1]
