@@ -187,13 +187,15 @@ class Plan:
         node = self.classes[node_class]
         # Rounded down, because Ray counts four decimals. Rounded up, replicas that fit to the byte would exceed the card.
         share = self.demands[name].bytes_on[node_class] / node.usable_bytes
-        places = _places(node)
+        places, has_others = _places(node), list(self.class_of.values()).count(node_class) > 1
+        most = max(Counter(each.slot.node for each in replicas).values())
         return PlannedPool(
             name,
             node_class,
             sum(each.required for each in replicas),
             len(replicas),
-            max(Counter(each.slot.node for each in replicas).values()),
+            # On the only node of a class any limit does. One that follows the number would make Serve replace all replicas.
+            most if has_others else max(most, len(node.cards) or places),
             max(1e-4, int(share * 1e4) / 1e4) if node.cards else 0.0,
             CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),

@@ -33,6 +33,7 @@ def plan(
     from cluster.node_live import live_nodes
     from cluster.nodes import load_nodes
     from cluster.plan import Plan
+    from cluster.serve_changes import changes, deployed_before
     from cluster.serve_config import serve_config
 
     file = load_models(models)  # before the nodes: this check is quicker
@@ -42,7 +43,9 @@ def plan(
     else:
         plan_report.show(made, Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120))
     if output is not None:
-        text = plan_report.FILE_HEADER + yaml.safe_dump(serve_config(made), sort_keys=False)
+        before = deployed_before(output)
+        config = serve_config(made)
+        text = plan_report.FILE_HEADER + yaml.safe_dump(config, sort_keys=False)
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -50,6 +53,9 @@ def plan(
         console.print(
             f"written to {output}; on the head, in the environment that node start said: serve deploy {shlex.quote(str(output))}"
         )
+        if before is not None:
+            lines = [f"  {line}" for line in changes(before, config)] or ["  nothing"]
+            console.print("\n".join(["where the file that was there is deployed, this deploy", *lines]))
     if made.unplaced:
         raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has the rest'}")
 

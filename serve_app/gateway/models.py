@@ -127,7 +127,7 @@ class PooledModel:
         if finish_s > _WAKE_FROM_S:
             for other in self.pools:
                 other.connection.wake()
-        if not load.replicas and self._asleep == "refuse" and not pool.ref.min_replicas:
+        if not load.replicas and self._asleep == "refuse" and pool.ref.sleeps:
             raise ModelAsleep(f"model {name} was asleep and is being started", COLD_START_S)
         if qos.deadline_s is not None and finish_s > qos.deadline_s and (not load.replicas or load.queued_tokens(now)):
             raise DeadlineOutOfReach(finish_s, qos.deadline_s)

@@ -173,7 +173,9 @@ def test_ray_finds_room_for_every_pool_on_every_card(chosen: list[tuple[str, int
         on_node = Counter(
             each.node for each in plan.assigned if (each.model, plan.class_of[each.node]) == (pool.model, pool.node_class)
         )
-        assert (pool.max_replicas, pool.max_per_node) == (on_node.total(), max(on_node.values()))
+        assert pool.max_replicas == on_node.total()
+        assert pool.max_per_node >= max(on_node.values())
+        assert pool.node_class != PC_CLASS or pool.max_per_node == max(on_node.values()), "there are two such nodes"
 
 
 def apply(plan: Plan, name: str, way: str) -> Plan:
