@@ -201,7 +201,13 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
     # A file instead of a pipe, because Ray's processes would hold a pipe open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(  # noqa: S603 - Ray's command, with arguments that were checked
-            command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=dict(environ),
+            cwd=home_folder(environ),  # Ray imports from its working directory first
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             status = process.wait(_START_TIMEOUT_S)
