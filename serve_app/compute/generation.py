@@ -158,6 +158,7 @@ class Generation:
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
                 stream.priority, stream.deadline = self._qos.priority, deadline
+                stream.limit = start + self._service.settings.request_timeout_s
                 stream.on_token = partial(self._post, len(answers))
                 stream.future.add_done_callback(partial(self._post, len(answers)))
                 writer = self._model.prompts.detokenizer(
