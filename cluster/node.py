@@ -17,6 +17,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from cluster import machine_limits
 from cluster.files import ClusterError
 from cluster.inventory import capability, read_machine, this_node
 from cluster.node_address import checked_ip, head_ip, host_port
@@ -212,13 +213,14 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
         try:
             status = process.wait(_START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"Ray did not start within {_START_TIMEOUT_S:g} s; its logs are in /tmp/ray") from None
+            said = f"Ray did not start within {_START_TIMEOUT_S:g} s; its logs are in {machine_limits.ray_folder() / 'ray'}"
+            raise ClusterError("; ".join([said, *machine_limits.problems()])) from None
         finally:
             process.kill()  # does nothing if it has ended
             process.wait()
         if status:
             output.seek(0)
-            raise ClusterError(explain(output.read(), address))
+            raise ClusterError("; ".join([explain(output.read(), address), *machine_limits.problems()]))
     return process.pid
 
 

@@ -323,12 +323,8 @@ def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
-        if known is None:
-            classes[node.class_name] = node
-            continue
-        least = node if node.usable_bytes < known.usable_bytes else known
-        ram_bytes = min(node.ram_bytes, known.ram_bytes) if node.cards else least.ram_bytes
-        classes[node.class_name] = replace(least, num_cpus=min(node.num_cpus, known.num_cpus), ram_bytes=ram_bytes)
+        least = node if known is None or node.usable_bytes < known.usable_bytes else known
+        classes[node.class_name] = replace(least, num_cpus=min(node.num_cpus, (known or node).num_cpus))
     return classes
 
 

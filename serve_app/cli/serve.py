@@ -134,7 +134,7 @@ def _check_port(host: str, port: int, flag: str) -> None:
 def _in_one_sentence(port: int) -> Iterator[None]:
     """Turns whatever Ray raises into one sentence. By then Ray has ended, so a holder of the port is a stranger.
 
-    Raises: ModelError with the machine's problem, if there is one that explains the failure, else with the error's last line.
+    Raises: ModelError with the error's last line, and with what is wrong with the machine.
     """
     try:
         yield
@@ -148,7 +148,7 @@ def _in_one_sentence(port: int) -> Iterator[None]:
         reasons = machine_limits.problems()
         if not reasons and (holder := machine_limits.holder(port)):
             reasons = [f"port {port} has been taken by {holder} meanwhile; choose another with --port"]
-        raise ModelError(f"the server did not start: {'; '.join(reasons) or said}") from error
+        raise ModelError(f"the server did not start: {'; '.join([said, *reasons])}") from error
 
 
 def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:

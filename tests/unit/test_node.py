@@ -15,8 +15,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from cluster import machine_limits, node_head, node_old_cluster, node_processes
 from cluster import node as node_module
-from cluster import node_head, node_old_cluster, node_processes
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
 from cluster.node import describe, how_to_deploy, how_to_join, running, start, stop
@@ -334,7 +334,8 @@ def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.Monke
     (package / "scripts.py").write_text("import time; time.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(home))
     monkeypatch.setattr(node_module, "_START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(machine_limits, "problems", lambda: ["/tmp has 3 MiB left"])
     before = {process.pid for process in psutil.Process().children()}
-    with pytest.raises(ClusterError, match="Ray did not start within 1 s"):
+    with pytest.raises(ClusterError, match=r"Ray did not start within 1 s; its logs are in .*; /tmp has 3 MiB left$"):
         start(True, port=free_port(), say=lambda line: None)
     assert [process for process in psutil.Process().children() if process.pid not in before and is_alive(process)] == []
