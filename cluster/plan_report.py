@@ -102,8 +102,9 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def as_text(plan: Plan) -> Iterator[RenderableType]:
-    """The tables and sentences of the report, in the order of printing. First comes a summary."""
-    for line in summary(plan):
+    """The tables and sentences of the report, in the order of printing. First come a summary and the warnings."""
+    warnings = tuple(_warnings(plan))
+    for line in (*summary(plan), *warnings):
         yield Text(line)
     yield Text()
     yield _replicas(plan)
@@ -115,7 +116,8 @@ def as_text(plan: Plan) -> Iterator[RenderableType]:
             yield from _unplaced(each)
         yield Text()
     for note in notes(plan):
-        yield Text(f"* {note}")
+        if note not in warnings:
+            yield Text(f"* {note}")
 
 
 def show(plan: Plan, console: Console) -> None:

@@ -55,7 +55,7 @@ def plan(
         )
         if before is not None:
             lines = [f"  {line}" for line in changes(before, config)] or ["  nothing"]
-            console.print("\n".join(["where the file that was there is deployed, this deploy", *lines]))
+            console.print("\n".join([f"if {output} as it was is deployed, `serve deploy` now", *lines]))
     if made.unplaced:
         raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has the rest'}")
 

@@ -499,7 +499,9 @@ def test_a_host_too_small_for_loading_is_warned_of() -> None:
 
 
 def test_a_summary_comes_first(example: Plan) -> None:
-    first, second, third, *_ = shown(example).splitlines()
+    first, second, third, warning, *rest = shown(example).splitlines()
+    assert warning.startswith("warning: with one gateway, requests wait")
+    assert not any("with one gateway" in line for line in rest)
     assert first == "Everything fits: every required replica has a place"
     assert second == "2 models; 3 replicas, 2 of them required; 2 of 2 nodes used; 1 gateway"
     assert third == "memory for models: 27.0 of 124.6 GiB; CPUs booked by replicas: 1.5 of 16, on spark 1 of 8"

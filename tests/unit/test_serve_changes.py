@@ -116,8 +116,8 @@ def test_the_command_says_it_before_anything_is_deployed(tmp_path: Path) -> None
         models.write_text(f"models: [{{name: lite, model: qwen3-embedding-0.6b{more}}}]")
         command = ["plan", "--models", str(models), "--inventory", str(nodes), "-o", str(output)]
         said = CliRunner().invoke(cli, command, catch_exceptions=False).output
-        return " ".join(said.partition("where the file that was there is deployed")[2].split())
+        return " ".join(said.partition("`serve deploy` now")[2].split())
 
     assert planned("") == ""
-    assert planned("") == ", this deploy nothing"
-    assert planned(", min_replicas: 0").startswith(f", this deploy moves {POOL} from 1-1 to 0-1 replicas, and replaces none")
+    assert planned("") == "nothing"
+    assert planned(", min_replicas: 0").startswith(f"moves {POOL} from 1-1 to 0-1 replicas, and replaces none")
