@@ -36,14 +36,15 @@ def needed(busy: float, backlog_s: float, num_requests: float) -> int:
 
 
 def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
-    """The deployment options of a pool that concern scaling."""
-    if min_replicas == max_replicas:
-        return {"num_replicas": max_replicas}
+    """The deployment options of a pool that concern scaling.
+
+    They have one form for all numbers. If a fixed number had another form, Serve would replace all replicas of the pool when the
+    number becomes a range. `initial_replicas` is absent, because Serve would go back to it whenever the range changes.
+    """
     return {
         "num_replicas": "auto",
         "autoscaling_config": {
             "min_replicas": min_replicas,
-            "initial_replicas": min_replicas,
             "max_replicas": max_replicas,
             "policy": {"policy_function": "cluster.autoscale:replicas_needed"},
             "metrics_interval_s": 1.0,  # unused with SERVE_ENV, but must be less than look_back_period_s

@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import constants
 
+from cluster import machine_limits
 from cluster.files import ClusterError
 from cluster.local_ray import SERVE_ENV
-from cluster.node import running
+from cluster.node_processes import Started, dead_processes, read_record
+from cluster.node_token import home_folder
 from engine.devices import choose_device, cpu_flags, has_native_bf16
 from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -35,7 +37,7 @@ class Check:
 def examine(port: int) -> list[Check]:
     """Checks everything that a server on this machine depends on. Starts nothing and changes nothing."""
     checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels, _embedded_model, _model_cache, _environment]
-    return [check() for check in checks] + [_node(), _port(port)]
+    return [check() for check in checks] + [_disk(), _shared_memory(), _node(), _port(port)]
 
 
 def _python() -> Check:
@@ -111,18 +113,39 @@ def _environment() -> Check:
     return Check("environment", found, f"{', '.join(slow)} makes serving many times slower; unset it" if slow else None)
 
 
+def _disk() -> Check:
+    return Check("disk", machine_limits.free_space(machine_limits.ray_folder()), machine_limits.disk_problem())
+
+
+def _shared_memory() -> Check:
+    return Check("shared", machine_limits.free_space(machine_limits.SHARED_MEMORY), machine_limits.shared_memory_problem())
+
+
 def _node() -> Check:
     try:
-        started = running()
+        started = read_record(home_folder())
     except ClusterError as error:
         return Check("node", "the record of the node cannot be read", str(error))
     if started is None:
         return Check("node", "no node runs on this machine")
-    return Check("node", f"{started.name}, {'the head' if started.head else 'a member'} of the cluster at {started.address}")
+    missing = dead_processes(started)
+    found = f"{started.name}, {'the head' if started.head else 'a member'} of the cluster at {started.address}"
+    if not missing:
+        return Check("node", found)
+    return Check("node", found, f"its {' and '.join(missing)} {'have' if missing[1:] else 'has'} ended: {_way_back(started)}")
+
+
+def _way_back(started: Started) -> str:
+    if started.head:
+        return "emberforge node stop, then emberforge node start --head (cluster/deploy/README.md says what that ends)"
+    return f"emberforge node stop, then emberforge node start --address {started.address} with the options it had"
 
 
 def _port(port: int) -> Check:
     with socket.socket() as probe:
         probe.settimeout(1)
         taken = probe.connect_ex(("127.0.0.1", port)) == 0
-    return Check("port", f"{port} {'is taken' if taken else 'is free'}", "choose another with --port" if taken else None)
+    if not taken:
+        return Check("port", f"{port} is free")
+    by = machine_limits.holder(port) or "an unknown process"
+    return Check("port", f"{port} is taken by {by}", "end that process, or choose another port with --port")

@@ -15,6 +15,7 @@ from time import monotonic
 import psutil
 
 from cluster import haproxy
+from cluster.driver_path import job_config
 
 # Variables that every node must have before Ray is imported and before a node starts, because Ray reads them then.
 SERVE_ENV = {
@@ -165,6 +166,7 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iter
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing ray.serve sets it to INFO
         try:
             ray.init(
+                job_config=job_config(),
                 address="local",  # otherwise this process would join a Ray that already runs here
                 num_cpus=num_cpus,
                 include_dashboard=False,

@@ -8,10 +8,15 @@ from engine.errors import ModelError
 from engine.hub import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
+from engine.model.weight_files import open_weights
+from engine.text.tokenizer import Tokenizer
 
 
 def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) -> tuple[Path, ModelConfig]:
     """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only if asked for.
+
+    With `weights`, also opens every file of weights, and loads the tokenizer. So a server finds damaged files before it starts
+    Ray, and not a minute later in a replica.
 
     Args:
         generates: the caller serves models that generate, too. A plan of a cluster does not.
@@ -31,7 +36,12 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
             f"{spec.model} generates text, and plans place no such models yet; `emberforge serve {spec.model}` serves it, "
             "also beside other models; for its vectors, give `pooling`"
         )
-    return folder, shortened(config, spec.max_input_tokens)
+    config = shortened(config, spec.max_input_tokens)
+    if weights:
+        Tokenizer.load(folder, config)
+        for file in open_weights(folder):
+            file.close()
+    return folder, config
 
 
 def shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:

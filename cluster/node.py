@@ -17,11 +17,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from cluster import machine_limits
 from cluster.files import ClusterError
 from cluster.inventory import capability, read_machine, this_node
+from cluster.node_address import checked_ip, head_ip, host_port
 from cluster.node_arguments import object_store_bytes, ray_arguments, ray_environment
 from cluster.node_head import DEFAULT_DASHBOARD_PORT, DEFAULT_PORT, Member, ask, explain, joinable
 from cluster.node_labels import NODE_LABEL, node_labels
+from cluster.node_old_cluster import how_to_rejoin, refuse, waiting_nodes
 from cluster.node_processes import MARK, Started, content, end, find_processes, read_record, recorded, remove_record, write_record
 from cluster.node_token import Token, head_token, home_folder, worker_token
 from cluster.nodes import GIB, Node
@@ -39,6 +42,9 @@ def start(
     reserve_gib: float | None = None,
     object_store_gib: float | None = None,
     dashboard_port: int = DEFAULT_DASHBOARD_PORT,
+    ip: str | None = None,
+    redis: str | None = None,
+    replace_cluster: bool = False,
     say: Callable[[str], None] = print,
 ) -> Started:
     """Starts Ray on this machine, as the head of a new cluster or as a node of the cluster at `address`. Waits until it is alive.
@@ -46,11 +52,16 @@ def start(
     Args:
         port: the port where a head listens for its nodes.
         reserve_gib: memory of each card that models leave free; None takes the default for the kind of card.
+        ip: the address at which the other nodes reach this machine; None chooses it.
+        redis: HOST:PORT of the Redis that keeps a head's state. A head that dies comes back into its cluster then.
+        replace_cluster: starts a head although nodes of an older cluster wait for one, and thereby ends these nodes.
         say: takes each line for the operator.
     Raises: ClusterError naming the obstacle. No process is left running then.
     """
     if head == (address is not None):
         raise ClusterError("say either --head, on the first node, or --address HEAD, on every other")
+    if redis is not None and not head:
+        raise ClusterError("--redis is for the head alone: the other nodes ask the head")
     home = home_folder()
     _refuse_second(home)
     facts = read_machine()
@@ -60,11 +71,18 @@ def start(
         say(line)
 
     token = head_token(home, os.environ) if head else worker_token(home, os.environ)
-    environ = ray_environment(node, token, os.environ)
+    environ = ray_environment(node, token, os.environ, redis)
+    waiting: tuple[str, ...] = ()
     if address is None:
+        ip = head_ip(ip)
         _refuse_taken(port)
-        cluster_address = f"127.0.0.1:{port}"
+        if "RAY_REDIS_ADDRESS" not in environ:
+            waiting = waiting_nodes(ip, port)
+        if not replace_cluster:
+            refuse(waiting, ip, port)
+        cluster_address = host_port(ip, port)
     else:
+        ip = None if ip is None else checked_ip(ip)
         cluster_address = joinable(address, node.name, environ)
     arguments = ray_arguments(
         node,
@@ -73,12 +91,14 @@ def start(
         address=None if head else cluster_address,
         port=port,
         dashboard_port=dashboard_port,
+        ip=ip,
+        redis_password=environ.get("RAY_REDIS_PASSWORD"),
     )
     started, member = _launch(home, Started(uuid.uuid4().hex, node.name, head), arguments, environ, cluster_address, labels)
     say(f"started; this node is {'the head' if head else 'part'} of the cluster at {started.address}")
     if head:
         joining = how_to_join(member.ip, port, token, os.environ.get("USER", "USER"))
-        for line in (*joining, *how_to_deploy(token, dashboard_port)):
+        for line in (*how_to_rejoin(waiting, member.ip, port), *joining, *how_to_deploy(token, dashboard_port)):
             say(line)
     return started
 
@@ -128,8 +148,7 @@ def how_to_join(ip: str, port: int, token: Token, user: str) -> list[str]:
         bring = "export RAY_AUTH_TOKEN=...  # as it is set here"
     else:
         bring = f"mkdir -p ~/.emberforge && scp {shlex.quote(f'{user}@{ip}:{token.file}')} ~/.emberforge/token"
-    host = f"[{ip}]" if ":" in ip else ip
-    return ["on every other node:", f"  {bring}", f"  emberforge node start --address {host}:{port}"]
+    return ["on every other node:", f"  {bring}", f"  emberforge node start --address {host_port(ip, port)}"]
 
 
 def _refuse_second(home: Path) -> None:
@@ -165,7 +184,7 @@ def _launch(
         session = _run_ray(arguments, {**environ, MARK: started.id}, address)
         member = _wait_until_alive(address, labels, environ)
         if started.head:
-            address = f"{member.ip}:{address.rpartition(':')[2]}"
+            address = host_port(member.ip, int(address.rpartition(":")[2]))
         note = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # noqa: S108
         started = replace(started, session=session, address=address, note=str(note), noted=content(note))
         started = replace(started, processes=tuple(recorded(find_processes(started))))
@@ -183,18 +202,25 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
     # A file instead of a pipe, because Ray's processes would hold a pipe open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(  # noqa: S603 - Ray's command, with arguments that were checked
-            command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=dict(environ),
+            cwd=home_folder(environ),  # Ray imports from its working directory first
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             status = process.wait(_START_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"Ray did not start within {_START_TIMEOUT_S:g} s; its logs are in /tmp/ray") from None
+            said = f"Ray did not start within {_START_TIMEOUT_S:g} s; its logs are in {machine_limits.ray_folder() / 'ray'}"
+            raise ClusterError("; ".join([said, *machine_limits.problems()])) from None
         finally:
             process.kill()  # does nothing if it has ended
             process.wait()
         if status:
             output.seek(0)
-            raise ClusterError(explain(output.read(), address))
+            raise ClusterError("; ".join([explain(output.read(), address), *machine_limits.problems()]))
     return process.pid
 
 

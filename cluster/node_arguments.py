@@ -15,12 +15,26 @@ _WITHOUT_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
 
 def ray_arguments(
-    node: Node, labels: Mapping[str, str], store_bytes: int, *, address: str | None, port: int, dashboard_port: int
+    node: Node,
+    labels: Mapping[str, str],
+    store_bytes: int,
+    *,
+    address: str | None,
+    port: int,
+    dashboard_port: int,
+    ip: str | None = None,
+    redis_password: str | None = None,
 ) -> list[str]:
-    """The arguments of `ray start`. Without `address` the node is the head."""
+    """The arguments of `ray start`. Without `address` the node is the head.
+
+    Args:
+        ip: the address at which the other nodes reach this one. None lets Ray take the address on the route to the head.
+    """
     head = ["--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1"]
+    head += [f"--redis-password={redis_password}"] if redis_password else []
     return [
         *([f"--address={address}"] if address else [*head, f"--dashboard-port={dashboard_port}"]),
+        *([f"--node-ip-address={ip}"] if ip else []),
         f"--num-cpus={node.num_cpus}",
         f"--num-gpus={len(node.cards)}",
         f"--object-store-memory={store_bytes}",
@@ -40,8 +54,11 @@ def object_store_bytes(node: Node, gib: float | None) -> int:
     return int(gib * GIB)
 
 
-def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dict[str, str]:
+def ray_environment(node: Node, token: Token, environ: Mapping[str, str], redis: str | None = None) -> dict[str, str]:
     """The environment of `ray start`. Variables that the operator has set stay.
+
+    Args:
+        redis: HOST:PORT of the Redis that keeps a head's state.
 
     Raises: ClusterError for a Ray without a token, or for a limit that is not a number.
     """
@@ -56,6 +73,9 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str]) -> dic
     # A MIG slice has no index. Ray can only assign it by its uuid.
     slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
     theirs = {name: value for name, value in environ.items() if name != "RAY_ADDRESS"}  # RAY_ADDRESS would override --address
+    if redis is not None:
+        # Ray finds the state of a former head by this name. Clusters that share a Redis need different names.
+        theirs = {"RAY_external_storage_namespace": "emberforge"} | theirs | {"RAY_REDIS_ADDRESS": redis}
     files = haproxy_files(home_folder(environ) / "haproxy")
     return SERVE_ENV | files | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
 

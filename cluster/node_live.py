@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from cluster.driver_path import job_config
 from cluster.files import ClusterError
 from cluster.inventory import this_node
 from cluster.node import running
@@ -209,7 +210,7 @@ def connected(address: str | None = None) -> Iterator[str]:
     import ray
 
     try:
-        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=found, job_config=job_config(), log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ClusterError(explain(str(error), found)) from error
     try:

@@ -85,6 +85,12 @@ def find_processes(started: Started) -> set[psutil.Process]:
     return {process for process in ours if _is_alive(process)} - {me, *me.parents()}
 
 
+def dead_processes(started: Started) -> list[str]:
+    """The processes without which a node is none, and that have ended: of every node its raylet, of a head its GCS server too."""
+    alive = {_name(process) for process in find_processes(started)}
+    return [name for name in ("raylet", *(["gcs_server"] if started.head else [])) if name not in alive]
+
+
 def recorded(processes: Iterable[psutil.Process]) -> Iterable[Recorded]:
     for process in sorted(processes, key=lambda each: each.pid):
         with suppress(psutil.Error):

@@ -23,13 +23,17 @@ _ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One card, which its replicas share. On a node without cards, its CPUs, divided among at most `places` replicas."""
+    """One card, which its replicas share. On a node without cards, its CPUs, divided among at most `places` replicas.
+
+    `node_places` is the largest number of replicas on all cards of the node together. None means no limit.
+    """
 
     node: str
     index: int
     node_class: str
     capacity: int  # bytes
     places: int | None = None
+    node_places: int | None = None
 
     @property
     def shared_out(self) -> bool:
@@ -100,7 +104,7 @@ def _hardness(demand: Demand, slots: Sequence[Slot]) -> tuple[int, int, str]:
 
 def _allowed(demand: Demand, slot: Slot) -> bool:
     """Whether the model could run on this card if the card were empty."""
-    here = demand.nodes is None or slot.node in demand.nodes
+    here = (demand.nodes is None or slot.node in demand.nodes) and slot.node_places != 0
     return here and slot.node not in demand.not_nodes and demand.bytes_on.get(slot.node_class, slot.capacity + 1) <= slot.capacity
 
 
@@ -113,8 +117,10 @@ class _Board:
         self._node = np.array([names[slot.node] for slot in slots], dtype=np.int64)
         self._free = np.array([slot.capacity for slot in slots], dtype=np.int64)
         self._places = np.array([slot.places or _MANY for slot in slots], dtype=np.int64)
+        self._node_places = np.array([_MANY if slot.node_places is None else slot.node_places for slot in slots], dtype=np.int64)
         self._shared_out = np.array([slot.shared_out for slot in slots], dtype=bool)
         self._count = np.zeros(len(slots), dtype=np.int64)
+        self._node_count = np.zeros(len(names), dtype=np.int64)
         self._on_node: dict[str, NDArray[np.int64]] = {}  # by model: the number of its replicas on each node
         self._on_card: dict[str, NDArray[np.int64]] = {}  # by model: the number of its replicas on each card
         self._facts: dict[str, tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.float64]]] = {}
@@ -128,6 +134,7 @@ class _Board:
         """
         allowed, needs, rates = self._of(demand)
         fitting = allowed & (needs <= self._free) & (self._count < self._places)
+        fitting &= self._node_count[self._node] < self._node_places
         if apart:
             fitting &= self._shared_out | (self._on_card[demand.model] == 0)
         fits = np.flatnonzero(fitting)
@@ -146,6 +153,7 @@ class _Board:
         _, needs, _ = self._of(demand)
         self._free[slot] -= count * needs[slot]
         self._count[slot] += count
+        self._node_count[self._node[slot]] += count
         self._on_node[demand.model][self._node[slot]] += count
         self._on_card[demand.model][slot] += count
 
@@ -231,14 +239,18 @@ class _Search:
         self._chosen: dict[str, list[int]] = {demand.model: [] for demand in demands}
         self._free = [slot.capacity for slot in slots]
         self._places = [slot.places or _MANY for slot in slots]
+        self._node = [slot.node for slot in slots]
+        self._node_places = {slot.node: _MANY if slot.node_places is None else slot.node_places for slot in slots}
         self._options = {
             demand.model: [
                 (index, demand.bytes_on[slot.node_class]) for index, slot in enumerate(slots) if _allowed(demand, slot)
             ]
             for demand in demands
         }
-        # Equally full cards of one kind are interchangeable, except on nodes that some model names.
+        # Equally full cards of one kind are interchangeable, except on nodes that some model names, and on nodes with a limit for
+        # all of their cards together.
         named = {node for demand in demands for node in (*(demand.nodes or ()), *demand.not_nodes)}
+        named |= {slot.node for slot in slots if slot.node_places is not None}
         kinds: dict[tuple[str, bool], int] = {}
         keys = [(slot.node, True) if slot.node in named else (slot.node_class, False) for slot in slots]
         self._kind = [kinds.setdefault(key, len(kinds)) for key in keys]
@@ -275,7 +287,10 @@ class _Search:
         tried: set[tuple[int, int, int]] = set()
         for index, needs in self._options[demand.model]:
             # Replicas of a model are interchangeable, so each goes to the same card as the one before, or to a later one.
-            if needs > self._free[index] or not self._places[index] or (cards and index < cards[-1]):
+            node = self._node[index]
+            if needs > self._free[index] or not self._places[index] or not self._node_places[node]:
+                continue
+            if cards and index < cards[-1]:
                 continue
             like = self._kind[index], self._free[index], self._places[index]
             if like in tried:
@@ -283,11 +298,13 @@ class _Search:
             tried.add(like)
             self._free[index] -= needs
             self._places[index] -= 1
+            self._node_places[node] -= 1
             cards.append(index)
             self._visit(item + 1, (value[0] + (len(cards) == 1), value[1] + 1))
             cards.pop()
             self._free[index] += needs
             self._places[index] += 1
+            self._node_places[node] += 1
         # Leaves this replica out, and also the later replicas of the same model.
         self._visit(item + demand.min_replicas - len(cards), value)
 

@@ -26,6 +26,9 @@ from engine.model_id import is_path
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
+# CPUs that Ray books for a gateway, and for a replica on a card.
+GATEWAY_CPUS = 0.5
+CARD_REPLICA_CPUS = 0.5
 # Limits on the search for ways out: steps of one search, and replicas placed by all searches together. The limits amount to some
 # seconds. With hundreds of nodes only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
@@ -99,7 +102,12 @@ class Plan:
         self.shapes = {name: shape_of(entry) for name, entry in self.entries.items()}
         self.classes = _classes(nodes)
         self.class_of = {node.name: node.class_name for node in nodes}
-        self.slots = _slots(nodes, self.classes)
+        self.gateways_a_node = math.ceil(file.gateways / max(1, len(nodes)))
+        most = sum(entry.most_replicas for entry in file.models)
+        self.slots = [
+            slot if slot.node_places is None or slot.node_places < most else replace(slot, node_places=None)
+            for slot in _slots(nodes, self.classes, self.gateways_a_node)
+        ]
         _check_pins(file.models, {node.name for node in nodes})
         for entry in file.models:
             if entry.dtype == "float16" and family_of(self.shapes[entry.name]).overflows_float16:
@@ -179,15 +187,17 @@ class Plan:
         node = self.classes[node_class]
         # Rounded down, because Ray counts four decimals. Rounded up, replicas that fit to the byte would exceed the card.
         share = self.demands[name].bytes_on[node_class] / node.usable_bytes
-        places = _places(node)
+        places, has_others = _places(node), list(self.class_of.values()).count(node_class) > 1
+        most = max(Counter(each.slot.node for each in replicas).values())
         return PlannedPool(
             name,
             node_class,
             sum(each.required for each in replicas),
             len(replicas),
-            max(Counter(each.slot.node for each in replicas).values()),
+            # On the only node of a class any limit does. One that follows the number would make Serve replace all replicas.
+            most if has_others else max(most, len(node.cards) or places),
             max(1e-4, int(share * 1e4) / 1e4) if node.cards else 0.0,
-            0.5 if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
+            CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),
             self.rates[name, node_class].tokens_per_s,
         )
@@ -222,16 +232,29 @@ class Plan:
         def lacks(slot: Slot, taken: int) -> int:
             return demand.bytes_on[slot.node_class] - (slot.capacity - taken)
 
+        on_node = Counter(each.slot.node for each in self.placement.replicas)
         largest = min(possible, key=lambda slot: lacks(slot, 0))
         if lacks(largest, 0) > 0:
             needs = demand.bytes_on[largest.node_class]
             return f"a replica needs {_gib_up(needs)}, and {_where(largest)} has no more than {_gib(largest.capacity)} for models"
-        with_place = [slot for slot in possible if slot.places is None or count[slot] < slot.places]
+        with_cpus = [slot for slot in possible if slot.node_places is None or on_node[slot.node] < slot.node_places]
+        if not with_cpus:
+            return self._cpus_taken(min(possible, key=lambda slot: lacks(slot, used[slot])).node)
+        with_place = [slot for slot in with_cpus if slot.places is None or count[slot] < slot.places]
         if not with_place:
-            return f"a replica computes with {_CORES_A_REPLICA} cores, and all are taken"
+            return self._cores_taken(with_cpus)
         closest = min(with_place, key=lambda slot: lacks(slot, used[slot]))
         needs, free = demand.bytes_on[closest.node_class], closest.capacity - used[closest]
         return f"a replica needs {_gib_up(needs)}, and {_where(closest)} has {_gib(free)} of {_gib(closest.capacity)} left"
+
+    def _cpus_taken(self, name: str) -> str:
+        num_cpus = next(node.num_cpus for node in self.nodes if node.name == name)
+        kept = self.gateways_a_node * GATEWAY_CPUS
+        return f"a replica books {CARD_REPLICA_CPUS:g} CPUs; all {num_cpus} of {name} are booked, {kept:g} of them for gateways"
+
+    def _cores_taken(self, slots: Iterable[Slot]) -> str:
+        fewest = min(self.classes[slot.node_class].num_cpus for slot in slots)
+        return f"a replica computes with {min(fewest, _CORES_A_REPLICA)} cores, and all are taken"
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
         """Changes that place all replicas of this model and displace no other: of each kind the smallest that works."""
@@ -295,24 +318,32 @@ class Plan:
 
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
-    """For each class the node with the least memory for models. A replica that fits there fits on every node of the class."""
+    """For each class a node with the least memory for models, and the fewest CPUs, of the class. A replica that fits there fits
+    on every node of the class."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
-        if known is None or node.usable_bytes < known.usable_bytes:
-            classes[node.class_name] = node
+        least = node if known is None or node.usable_bytes < known.usable_bytes else known
+        classes[node.class_name] = replace(least, num_cpus=min(node.num_cpus, (known or node).num_cpus))
     return classes
 
 
-def _slots(nodes: Iterable[Node], classes: dict[str, Node]) -> list[Slot]:
+def _slots(nodes: Iterable[Node], classes: dict[str, Node], gateways_a_node: int) -> list[Slot]:
     slots = []
     for node in nodes:
-        capacity = classes[node.class_name].usable_bytes
+        least = classes[node.class_name]
+        capacity = least.usable_bytes
         if node.cards:
-            slots += [Slot(node.name, index, node.class_name, capacity) for index in range(len(node.cards))]
+            places = _places_beside_cards(least, gateways_a_node)
+            slots += [Slot(node.name, index, node.class_name, capacity, None, places) for index in range(len(node.cards))]
         else:
             slots.append(Slot(node.name, 0, node.class_name, capacity, _places(node)))
     return slots
+
+
+def _places_beside_cards(node: Node, gateways_a_node: int) -> int:
+    """The largest number of replicas on a node with cards. Ray chooses the gateways' nodes, so each node keeps CPUs for some."""
+    return max(0, int((node.num_cpus - gateways_a_node * GATEWAY_CPUS) / CARD_REPLICA_CPUS))
 
 
 def _places(node: Node) -> int:

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.nodes import GIB
-from cluster.plan import Assigned, Plan, Unplaced
+from cluster.plan import GATEWAY_CPUS, Assigned, Plan, Unplaced
 from cluster.throughput import Basis
+from engine.model.footprint import HOST_BYTES
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
@@ -28,6 +29,8 @@ _BASES: dict[Basis, str] = {
 # Requests/s that a gateway can take if each request has one text of `_TEXT_TOKENS` tokens. Measured: 760 on the host of an H200,
 # up to 1,800 on another machine (loadtests/results/whole_server.md and gateways.md).
 _REQUESTS_PER_GATEWAY, _TEXT_TOKENS = 800, 100
+# The mapping of a file of weights counts as the host's memory until the file has been copied. Large models have several files.
+_MOST_FILE_BYTES = 5 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,29 @@ class CardUse:
     @property
     def share(self) -> float:
         return self.used_bytes / self.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """How many of a node's CPUs Ray books for replicas. Gateways are not counted, because Ray chooses their nodes."""
+
+    node: str
+    booked: float
+    num_cpus: int
+
+    @property
+    def gateways(self) -> int:
+        """The number of gateways that the other CPUs are enough for."""
+        return int((self.num_cpus - self.booked) / GATEWAY_CPUS + 1e-6)
+
+
+def cpu_uses(plan: Plan) -> tuple[CpuUse, ...]:
+    """The booked CPUs of every node of the cluster."""
+    num_cpus = {(pool.model, pool.node_class): pool.num_cpus for pool in plan.pools}
+    booked = dict.fromkeys((node.name for node in plan.nodes), 0.0)
+    for each in plan.assigned:
+        booked[each.node] += num_cpus[each.model, plan.class_of[each.node]]
+    return tuple(CpuUse(node.name, round(booked[node.name], 2), node.num_cpus) for node in plan.nodes)
 
 
 def card_uses(plan: Plan) -> tuple[CardUse, ...]:
@@ -67,6 +93,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "complete": not plan.unplaced,
         "replicas": replicas,
         "cards": [asdict(each) for each in card_uses(plan)],
+        "cpus": [asdict(each) for each in cpu_uses(plan)],
         "pools": [asdict(each) | {"name": each.name, "tokens_per_s": round(each.tokens_per_s)} for each in plan.pools],
         "unplaced": [asdict(each) for each in plan.unplaced],
         "notes": list(notes(plan)),
@@ -75,7 +102,11 @@ def as_data(plan: Plan) -> dict[str, Any]:
 
 
 def as_text(plan: Plan) -> Iterator[RenderableType]:
-    """The tables and sentences of the report, in the order of printing."""
+    """The tables and sentences of the report, in the order of printing. First come a summary and the warnings."""
+    warnings = tuple(_warnings(plan))
+    for line in (*summary(plan), *warnings):
+        yield Text(line)
+    yield Text()
     yield _replicas(plan)
     yield _cards(plan)
     yield _pools(plan)
@@ -85,12 +116,33 @@ def as_text(plan: Plan) -> Iterator[RenderableType]:
             yield from _unplaced(each)
         yield Text()
     for note in notes(plan):
-        yield Text(f"* {note}")
+        if note not in warnings:
+            yield Text(f"* {note}")
 
 
 def show(plan: Plan, console: Console) -> None:
     for part in as_text(plan):
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def summary(plan: Plan) -> tuple[str, ...]:
+    """The plan in a few lines: what is placed, what is missing, and how full the cluster is."""
+    required, nodes = sum(each.required for each in plan.assigned), {each.node for each in plan.assigned}
+    uses, cpus = card_uses(plan), cpu_uses(plan)
+    memory = f"{sum(each.used_bytes for each in uses) / GIB:,.1f} of {sum(each.capacity for each in uses) / GIB:,.1f} GiB"
+    booked = f"{sum(each.booked for each in cpus):g} of {sum(each.num_cpus for each in cpus)}"
+    fullest = max(cpus, key=lambda each: each.booked / each.num_cpus)
+    missing = [each.model for each in plan.unplaced]
+    more = f" and {len(missing) - 3} more" if missing[3:] else ""
+    return (
+        f"Some replicas have no place: of {', '.join(missing[:3])}{more}"
+        if missing
+        else "Everything fits: every required replica has a place",
+        f"{_count(len(plan.entries), 'model')}; {_count(len(plan.assigned), 'replica')}, {required} of them required; "
+        f"{len(nodes)} of {_count(len(plan.nodes), 'node')} used; {_count(plan.file.gateways, 'gateway')}",
+        f"memory for models: {memory}; CPUs booked by replicas: {booked}, "
+        f"on {fullest.node} {fullest.booked:g} of {fullest.num_cpus}",
+    )
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
@@ -105,12 +157,33 @@ def notes(plan: Plan) -> tuple[str, ...]:
                 found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
     bases = {each.basis for each in plan.assigned}
     found += [f"{basis}: {meaning}" for basis, meaning in _BASES.items() if basis in bases]
-    return (*found, *_gateways_note(plan), _placement_note(plan))
+    return (*_warnings(plan), *found, *_gateways_note(plan), _placement_note(plan))
 
 
 def failure(plan: Plan) -> str:
     """One sentence that names the models without enough replicas."""
     return "; ".join(_lacking(each) for each in plan.unplaced)
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    """Notes on failures to expect: of a gateway without a second one, for want of CPUs, and for want of host memory."""
+    gateways, cpus = plan.file.gateways, cpu_uses(plan)
+    if gateways == 1 and len(plan.nodes) > 1:
+        yield "warning: with one gateway, requests wait for some 10 s whenever it or its node dies: set gateways: 2 or more"
+    places = sum(min(each.gateways, plan.gateways_a_node) for each in cpus)
+    if places < gateways:
+        yield f"warning: {gateways} gateways book {GATEWAY_CPUS:g} CPUs each, and beside the replicas there are CPUs for {places}"
+    for node in plan.nodes:
+        here = [each for each in plan.assigned if each.node == node.name]
+        if not here or not node.cards or node.cards[0].unified:
+            continue
+        weights = max(plan.footprint(each.model, node.class_name).weights for each in here)
+        needs = len(here) * HOST_BYTES + min(weights, _MOST_FILE_BYTES)
+        if needs > node.ram_bytes:
+            yield (
+                f"warning: loading the replicas of {node.name} may take {_gib(needs)} GiB of the host's memory, and it has "
+                f"{_gib(node.ram_bytes)} GiB"
+            )
 
 
 def _gateways_note(plan: Plan) -> Iterator[str]:
@@ -186,6 +259,10 @@ def _lacking(each: Unplaced) -> str:
 
 def _place(node: str, card: int | None) -> str:
     return f"{node}:cpu" if card is None else f"{node}:{card}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _gib(size: int) -> str:

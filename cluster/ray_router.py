@@ -15,8 +15,8 @@ from cluster.router import Report, load_of
 class TokenRouter(RequestRouter):
     """Ranks by predicted finish. Calls must carry `ticket`, a `Ticket`, as keyword."""
 
-    def initialize_state(self, *, pool: str, tokens_per_s: float, max_replicas: int) -> None:  # type: ignore[override]
-        self._load = load_of(pool, tokens_per_s, max_replicas)
+    def initialize_state(self, *, pool: str, tokens_per_s: float) -> None:  # type: ignore[override]
+        self._load = load_of(pool, tokens_per_s)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -45,11 +45,11 @@ def _name(replica_id: ReplicaID) -> str:
     return str(replica_id.unique_id)
 
 
-def routing_options(pool: str, tokens_per_s: float, max_replicas: int) -> dict[str, Any]:
+def routing_options(pool: str, tokens_per_s: float) -> dict[str, Any]:
     """The `request_router_config` of a pool's deployment."""
     return {
         "request_router_class": "cluster.ray_router:TokenRouter",
-        "request_router_kwargs": {"pool": pool, "tokens_per_s": tokens_per_s, "max_replicas": max_replicas},
+        "request_router_kwargs": {"pool": pool, "tokens_per_s": tokens_per_s},
         "request_routing_stats_period_s": 1.0,
         "request_routing_stats_timeout_s": 5.0,
     }

@@ -91,9 +91,9 @@ class Heard:
 class PoolLoad:
     """The replicas of one pool, and how soon each of them finishes a request."""
 
-    def __init__(self, name: str, tokens_per_s: float, max_replicas: int = 1, heard: Heard | None = None) -> None:
+    def __init__(self, name: str, tokens_per_s: float, heard: Heard | None = None) -> None:
         """`tokens_per_s` is the plan's figure, used until a replica has measured its own."""
-        self.name, self.max_replicas = name, max_replicas
+        self.name = name
         self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
@@ -190,7 +190,7 @@ class PoolLoad:
     def finish_s(self, ticket: Ticket, now: float) -> float | None:
         """Predicted seconds until a request sent now is done. None if no replica can do it, not even one yet to be started."""
         if not self.replicas:
-            return COLD_START_S + ticket.num_tokens / self._planned if self.max_replicas else None
+            return COLD_START_S + ticket.num_tokens / self._planned
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]
         if able:
             ahead_s = self._unrouted_tokens(ticket.batch) / sum(self.rate(self.replicas[name]) for name in able)
@@ -225,9 +225,9 @@ LOADS: dict[str, PoolLoad] = {}
 _HEARD = Heard()
 
 
-def load_of(pool: str, tokens_per_s: float, max_replicas: int) -> PoolLoad:
+def load_of(pool: str, tokens_per_s: float) -> PoolLoad:
     """This process's view of a pool. The first call makes it."""
-    return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, max_replicas, _HEARD))
+    return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, _HEARD))
 
 
 def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:

@@ -5,11 +5,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cluster.autoscale import options as scaling_options
 from cluster.catalogue import hub_id
 from cluster.files import ClusterError
 from cluster.model_spec import ModelSpec
 from cluster.models_file import ModelEntry
-from cluster.plan import Plan, PlannedPool
+from cluster.plan import GATEWAY_CPUS, Plan, PlannedPool
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path
 
 
@@ -48,11 +49,14 @@ def _pool_application(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
             "num_threads": pool.num_threads,
             "tokens_per_s": round(pool.tokens_per_s),
             "settings": _plain(plan.file.settings),
-            "min_replicas": pool.min_replicas,
-            "max_replicas": pool.max_replicas,
         },
         "deployments": [
-            {"name": "Engine", "max_replicas_per_node": pool.max_per_node, "ray_actor_options": options},
+            {
+                "name": "Engine",
+                **scaling_options(pool.min_replicas, pool.max_replicas),
+                "max_replicas_per_node": pool.max_per_node,
+                "ray_actor_options": options,
+            }
         ],
     }
 
@@ -62,7 +66,7 @@ def _gateway_application(plan: Plan) -> dict[str, Any]:
     for name, entry in plan.entries.items():
         pools = [
             {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": round(pool.tokens_per_s)}
-            | {"min_replicas": pool.min_replicas, "max_replicas": pool.max_replicas}
+            | {"sleeps": pool.min_replicas == 0}
             for pool in plan.pools
             if pool.model == name
         ]
@@ -82,7 +86,15 @@ def _gateway_application(plan: Plan) -> dict[str, Any]:
             "asleep": plan.file.asleep,
             "settings": _plain(plan.file.settings),
         },
-        "deployments": [{"name": "Gateway", "num_replicas": plan.file.gateways, "ray_actor_options": {"num_cpus": 0.5}}],
+        "deployments": [
+            {
+                "name": "Gateway",
+                "num_replicas": plan.file.gateways,
+                # Two gateways on one node would end together.
+                "max_replicas_per_node": plan.gateways_a_node,
+                "ray_actor_options": {"num_cpus": GATEWAY_CPUS},
+            }
+        ],
     }
 
 

@@ -59,8 +59,9 @@ class Status:
     notes: tuple[str, ...] = ()
 
 
-def gateway_pools(entries: Iterable[Mapping[str, Any]]) -> tuple[PoolState, ...]:
-    """The pools in the gateway's answer to GET /v1/models."""
+def gateway_pools(entries: Iterable[Mapping[str, Any]], details: Mapping[str, Any]) -> tuple[PoolState, ...]:
+    """The pools in the gateway's answer to GET /v1/models. Serve's `details` have the largest numbers of replicas."""
+    most = {pool.name: pool.max_replicas for pool in serve_pools(details)}
     return tuple(
         PoolState(
             name=pool["name"],
@@ -68,7 +69,7 @@ def gateway_pools(entries: Iterable[Mapping[str, Any]]) -> tuple[PoolState, ...]
             node_class=pool["node_class"],
             state=pool["state"],
             replicas=pool["replicas"],
-            max_replicas=pool["max_replicas"],
+            max_replicas=most.get(pool["name"], pool["replicas"]),
             queued_tokens=pool["queued_tokens"],
             tokens_per_s=pool["tokens_per_s"],
             busy=pool["busy"],
@@ -290,7 +291,7 @@ def _pools(details: Mapping[str, Any]) -> tuple[tuple[PoolState, ...], str, tupl
     problems = []
     for url in gateway_urls(details):
         try:
-            return gateway_pools(_ask_gateway(url)), f"as the gateway at {url} says", ()
+            return gateway_pools(_ask_gateway(url), details), f"as the gateway at {url} says", ()
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"the gateway at {url} does not answer: {error}")
     return serve_pools(details), "as Serve's controller says, which does not know their load", tuple(problems)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from cluster.autoscale import options as scaling_options
 from cluster.models_file import ModelsFile
 from cluster.nodes import GIB, Card, Node
 from cluster.plan import Plan
@@ -74,11 +75,10 @@ def config(
         pool["args"] |= {"speeds": speeds, "ours": ours}
     if not ours:  # Ray Serve's own routing over one deployment of all cards
         pools = pools[:1]
-        pools[0]["args"] |= {"min_replicas": len(nodes), "max_replicas": len(nodes)}
+        pools[0]["deployments"][0] |= scaling_options(len(nodes), len(nodes))
         pools[0]["deployments"][0] |= {"max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 0.5}}
         pools[0]["deployments"][0]["ray_actor_options"]["label_selector"] = {"emberforge-node": "!in(head)"}
         gateway["args"]["models"][0]["pools"] = gateway["args"]["models"][0]["pools"][:1]
-        gateway["args"]["models"][0]["pools"][0] |= {"min_replicas": len(nodes), "max_replicas": len(nodes)}
     where = {"emberforge-node": f"in({','.join(ingress)})"}
     gateway["deployments"][0] |= {"max_replicas_per_node": gateways if ingress == ("head",) else 1}
     gateway["deployments"][0]["ray_actor_options"] |= {"label_selector": where, "num_cpus": 0.25}

@@ -32,7 +32,7 @@ MOST_GRAPH_VALUES = 2 << 20
 _CUBLAS_BYTES = 4 * (32 << 20)  # cuBLAS's workspaces, for passes and for captures, in the threads that warm up and serve
 _ROUNDING_BYTES = 110 << 20  # torch allocates in steps of 20 MiB, for each stream and for the graphs
 _CONTEXT_BYTES = 850 << 20  # CUDA's context and all kernels; smaller chips take less
-_HOST_BYTES = 1200 << 20  # a process with torch and Ray, before the weights
+HOST_BYTES = 1200 << 20  # a process with torch and Ray, before the weights
 # Where the allocator cannot grow blocks in place, the gaps between them take a third of the workspace more.
 _FRAGMENTED = 1.35
 # In 8 bits a layer's tensors have sizes that do not fill each other's gaps: 1.23 in e4m3 for the 8B, 1.29 for the 4B.
@@ -84,7 +84,7 @@ def footprint(
     if kind == "cpu":
         weights += _decoding_bytes(config, dtype)
         workspace += attention_bytes(config.max_input_length, config.head_dim, wide.itemsize)
-        return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, _HOST_BYTES, per_token)
+        return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, HOST_BYTES, per_token)
     if kind == "unified":
         workspace = int(workspace * _FRAGMENTED)
     graph_tokens = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype))

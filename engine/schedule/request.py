@@ -22,6 +22,7 @@ class Waiting(ABC):
 
     priority: Priority = "interactive"
     deadline: float = inf
+    limit: float = inf  # for the decision at arrival alone: what would be done later than this is refused, as with `deadline`
     future: "Future[Any]" = field(default_factory=Future)
     submitted_at: float = field(default_factory=perf_counter)
     first_scheduled_at: float | None = None

@@ -83,7 +83,7 @@ class Scheduler:
             request.pool = self.streams.pages
         if (refusal := request.refusal()) is not None:
             request.fail(refusal)
-        elif request.deadline == inf or self._is_in_reach(request):
+        elif min(request.deadline, request.limit) == inf or self._is_in_reach(request):
             self.queue.add(request)
             # The queue's own callback comes first: a stream that has left the queue gets no pages any more.
             if isinstance(request, Stream) and self.streams is not None:
@@ -99,16 +99,16 @@ class Scheduler:
 
         With nothing before it a request always is: rates are learnt from passes, and nothing else would correct a wrong one.
         """
-        now = perf_counter()
+        now, latest = perf_counter(), min(request.deadline, request.limit)
         ahead = self.queue.tokens_ahead(request)
         under_way_s = max(0.0, self.free_at - now) if self._in_flight else 0.0
         rate = self.rates.tokens_per_s
         if not rate or not (ahead or under_way_s):
             return True
         predicted_s = under_way_s + (ahead + request.num_tokens) / rate
-        if now + predicted_s <= request.deadline:
+        if now + predicted_s <= latest:
             return True
-        request.fail(DeadlineOutOfReach(predicted_s, max(0.0, request.deadline - now)))
+        request.fail(DeadlineOutOfReach(predicted_s, max(0.0, latest - now)))
         return False
 
     def add_alone(self, part: Slice) -> None:

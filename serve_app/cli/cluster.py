@@ -33,6 +33,7 @@ def plan(
     from cluster.node_live import live_nodes
     from cluster.nodes import load_nodes
     from cluster.plan import Plan
+    from cluster.serve_changes import changes, deployed_before
     from cluster.serve_config import serve_config
 
     file = load_models(models)  # before the nodes: this check is quicker
@@ -42,7 +43,9 @@ def plan(
     else:
         plan_report.show(made, Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120))
     if output is not None:
-        text = plan_report.FILE_HEADER + yaml.safe_dump(serve_config(made), sort_keys=False)
+        before = deployed_before(output)
+        config = serve_config(made)
+        text = plan_report.FILE_HEADER + yaml.safe_dump(config, sort_keys=False)
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -50,6 +53,9 @@ def plan(
         console.print(
             f"written to {output}; on the head, in the environment that node start said: serve deploy {shlex.quote(str(output))}"
         )
+        if before is not None:
+            lines = [f"  {line}" for line in changes(before, config)] or ["  nothing"]
+            console.print("\n".join([f"if {output} as it was is deployed, `serve deploy` now", *lines]))
     if made.unplaced:
         raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has the rest'}")
 
@@ -62,6 +68,11 @@ def start_node(
     reserve_gib: Annotated[float | None, typer.Option(min=0, help="What models leave of each card, if not the usual")] = None,
     object_store_gib: Annotated[float | None, typer.Option(help="Of Ray's object store, if not 2 or a tenth of memory")] = None,
     dashboard_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray's dashboard")] = DEFAULT_DASHBOARD_PORT,
+    ip: Annotated[str | None, typer.Option(help="Address at which other nodes reach this machine, if it has several")] = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Redis that keeps a head's state; key in RAY_REDIS_PASSWORD")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Start a head although that ends nodes of an older cluster")] = False,
 ) -> None:
     """Make this machine the head of a new cluster, or a node of one that is there. It goes on when this command has ended."""
     from cluster import node
@@ -74,6 +85,9 @@ def start_node(
         reserve_gib=reserve_gib,
         object_store_gib=object_store_gib,
         dashboard_port=dashboard_port,
+        ip=ip,
+        redis=redis,
+        replace_cluster=replace,
         say=say,
     )
 

@@ -4,9 +4,10 @@
 command imports torch, Ray and the like when it runs.
 """
 
+import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
@@ -30,8 +31,17 @@ def run() -> None:
         check_refused(sys.argv[1:])
         cli(tei.with_values(sys.argv[1:]))
     except EmberError as error:
-        console.print(f"[red]error:[/] {escape(str(error))}", markup=True)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" for {error.filename}" if error.filename else ""
+        _fail(f"the disk is full{where} ({error.strerror}): free some space; emberforge doctor shows which disk Ray uses")
+
+
+def _fail(message: str) -> NoReturn:
+    console.print(f"[red]error:[/] {escape(message)}", markup=True)
+    sys.exit(1)
 
 
 cli.command()(with_settings(serve, as_tei=True))

@@ -6,7 +6,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
@@ -16,7 +17,7 @@ import yaml
 from rich.markup import escape
 
 from cluster.model_spec import IDLE_PROMPTS
-from engine.errors import ModelError
+from engine.errors import EmberError, ModelError
 from engine.model.config import ModelConfig
 from serve_app.admission import keys
 from serve_app.cli.console import console
@@ -54,7 +55,7 @@ def serve(settings: Settings) -> None:
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
-        with local_ray(num_cpus, settings.max_concurrent_requests):
+        with _in_one_sentence(settings.port), local_ray(num_cpus, settings.max_concurrent_requests):
             _end_on_signal()  # again, because Ray has set its own handlers
             console.print("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)
@@ -129,16 +130,42 @@ def _check_port(host: str, port: int, flag: str) -> None:
         raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from error
 
 
+@contextmanager
+def _in_one_sentence(port: int) -> Iterator[None]:
+    """Turns whatever Ray raises into one sentence. By then Ray has ended, so a holder of the port is a stranger.
+
+    Raises: ModelError with the error's last line, and with what is wrong with the machine.
+    """
+    try:
+        yield
+    except EmberError:
+        raise
+    except Exception as error:
+        from cluster import machine_limits
+
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = lines[-1] if lines else type(error).__name__
+        reasons = machine_limits.problems()
+        if not reasons and (holder := machine_limits.holder(port)):
+            reasons = [f"port {port} has been taken by {holder} meanwhile; choose another with --port"]
+        raise ModelError(f"the server did not start: {'; '.join([said, *reasons])}") from error
+
+
 def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
+    from ray import serve
+    from ray.exceptions import RayError
+
     from serve_app import app
 
     try:
         app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus))
-    except RuntimeError as error:
-        from ray import serve
-
-        failed = (each.message for its in serve.status().applications.values() for each in its.deployments.values())
-        raise ModelError(f"the server did not start: {_last_words(failed) or error}") from error
+    except (RuntimeError, TimeoutError, RayError) as error:
+        failed: list[str] = []
+        with suppress(Exception):  # the controller may have ended too, and then the first error says more
+            failed = [each.message for its in serve.status().applications.values() for each in its.deployments.values()]
+        if not (words := _last_words(failed)):
+            raise
+        raise ModelError(f"the server did not start: {words}") from error
 
 
 def _last_words(messages: Iterable[str]) -> str:

@@ -165,6 +165,7 @@ class Generation:
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
                 stream.priority, stream.deadline = self._qos.priority, deadline
+                stream.limit = start + self._service.settings.request_timeout_s
                 stream.on_token = partial(self._got, len(answers))
                 stream.on_pass = self._delivery.wake
                 stream.future.add_done_callback(partial(self._ended, len(answers)))

@@ -11,15 +11,17 @@ Asleep = Literal["wait", "refuse"]
 
 
 class PoolRef(BaseModel):
-    """One pool of a model. `name` is also the name of the pool's Serve application."""
+    """One pool of a model. `name` is also the name of the pool's Serve application.
+
+    The number of replicas is not here: Serve would replace all gateways whenever it changes.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     node_class: str
     tokens_per_s: float = Field(gt=0)
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: int = Field(1, ge=1)
+    sleeps: bool = False  # whether it is scaled to zero when nothing comes
 
 
 class GatewayModel(BaseModel):

@@ -38,7 +38,7 @@ class PoolConnection:
 
     def __init__(self, ref: PoolRef) -> None:
         self.ref = ref
-        self.load = load_of(ref.name, ref.tokens_per_s, ref.max_replicas)
+        self.load = load_of(ref.name, ref.tokens_per_s)
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
         self._channels: dict[str, Channel] = {}  # by replica

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -41,12 +42,12 @@ _WAKE_FROM_S = 2.0
 class PooledModel:
     """One model that runs in pools."""
 
-    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig) -> None:
-        """Reads the model's tokenizer, not its weights."""
+    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
+        """Reads the model's tokenizer, not its weights. `timeout_s` is what a request may take."""
         spec = given.spec
         if config.idle_prompts:
             log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
-        self.given, self._asleep = given, asleep
+        self.given, self._asleep, self._timeout_s = given, asleep, timeout_s
         self.tokenizer = Tokenizer.load(folder, config)
         self.pools = [PoolClient(ref) for ref in given.pools]
         self.num_parameters = num_parameters(config)
@@ -123,8 +124,9 @@ class PooledModel:
         """The pool that finishes first. Wakes sleeping pools if that takes long.
 
         Raises: InvalidInput for an input that fits into no replica; Asleep if all are asleep and the operator chose `refuse`;
-            DeadlineOutOfReach if even the first pool would be late. An idle replica is tried in any case, because it may be
-            faster than predicted.
+            DeadlineOutOfReach if even the first pool would be late: after the deadline or, without one, after the server's
+            timeout. An idle replica is tried in any case, because it may be faster than predicted. Without a deadline a sleeping
+            pool is waited for, because the time that it takes to start is a guess.
         """
         now, name = monotonic(), self.given.spec.name
         load = choose((pool.load for pool in self.pools), ticket, now)
@@ -135,10 +137,13 @@ class PooledModel:
         if finish_s > _WAKE_FROM_S:
             for other in self.pools:
                 other.connection.wake()
-        if not load.replicas and self._asleep == "refuse" and not pool.ref.min_replicas:
+        if not load.replicas and self._asleep == "refuse" and pool.ref.sleeps:
             raise ModelAsleep(f"model {name} was asleep and is being started", COLD_START_S)
-        if qos.deadline_s is not None and finish_s > qos.deadline_s and (not load.replicas or load.queued_tokens(now)):
-            raise DeadlineOutOfReach(finish_s, qos.deadline_s)
+        limit_s = qos.deadline_s
+        if limit_s is None:
+            limit_s = self._timeout_s if load.replicas else inf
+        if finish_s > limit_s and (not load.replicas or load.queued_tokens(now)):
+            raise DeadlineOutOfReach(finish_s, limit_s)
         return pool
 
 
@@ -146,6 +151,7 @@ class PooledGenerator(PooledModel):
     """One model that generates text in pools."""
 
     def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig) -> None:
+        """An answer may take as long as it takes: the server's timeout is for its first token."""
         assert config.generation is not None, "the model generates"
         super().__init__(given, asleep, folder, config)
         self.prompts, self.generation = Prompts.of(folder, self.tokenizer.shared), config.generation
@@ -199,18 +205,19 @@ class PooledGenerator(PooledModel):
             stream.fail(error)
 
 
-def _pooled(given: GatewayModel, asleep: Asleep) -> PooledModel:
+def _pooled(given: GatewayModel, asleep: Asleep, timeout_s: float) -> PooledModel:
     """Raises: ModelError."""
     folder, config = read_model(given.spec, generates=True)
-    kind = PooledModel if config.generation is None else PooledGenerator
-    return kind(given, asleep, folder, config)
+    if config.generation is not None:
+        return PooledGenerator(given, asleep, folder, config)
+    return PooledModel(given, asleep, folder, config, timeout_s)
 
 
 class PooledModels:
     """All models of the cluster."""
 
     def __init__(self, args: GatewayArgs) -> None:
-        self._models = [_pooled(each, args.asleep) for each in args.models]
+        self._models = [_pooled(each, args.asleep, args.settings.request_timeout_s) for each in args.models]
         self._by_name = {name: model for model in self._models for name in (model.given.spec.name, *model.given.aliases)}
         self._default = self._by_name[args.default]
 

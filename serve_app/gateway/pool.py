@@ -29,7 +29,7 @@ class PoolClient:
     def state(self) -> str:
         if self.load.heard:
             return "ready"
-        return "asleep" if self.connection.connected and not self.ref.min_replicas else "starting"
+        return "asleep" if self.connection.connected and self.ref.sleeps else "starting"
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos, ticket: Ticket) -> Embeddings:
         """Raises: the engine's error, or one of `connection.LOST`."""
@@ -72,7 +72,6 @@ class PoolClient:
             "node_class": self.ref.node_class,
             "state": self.state,
             "replicas": len(heard),
-            "max_replicas": self.ref.max_replicas,
             "queued_tokens": round(self.queued_tokens),
             "tokens_per_s": round(self.tokens_per_s),
             "busy": round(sum(each.report.busy for each in heard) / max(1, len(heard)), 2),

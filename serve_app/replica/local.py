@@ -20,17 +20,26 @@ from serve_app.replica.health import Health
 
 
 class LocalModel:
-    """The model of this replica. `collect` submits a request to the loop, through `@serve.batch`."""
+    """The model of this replica. `collect` submits a request to the loop, through `@serve.batch`.
+
+    A request that would take longer than `timeout_s` behind those that wait already is refused at once, as with a deadline.
+    """
 
     def __init__(
-        self, info: ModelInfo, tokenizer: Tokenizer, loop: EngineLoop, collect: Callable[[Request], Awaitable[None]]
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        loop: EngineLoop,
+        collect: Callable[[Request], Awaitable[None]],
+        timeout_s: float = inf,
     ) -> None:
         self.info, self.tokenizer = info, tokenizer
-        self._loop, self._collect = loop, collect
+        self._loop, self._collect, self._timeout_s = loop, collect, timeout_s
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        deadline = inf if qos.deadline_s is None else perf_counter() + qos.deadline_s
-        request = Request(sequences, options, priority=qos.priority, deadline=deadline)
+        now = perf_counter()
+        deadline = inf if qos.deadline_s is None else now + qos.deadline_s
+        request = Request(sequences, options, priority=qos.priority, deadline=deadline, limit=now + self._timeout_s)
         try:
             await self._collect(request)
             return await self._loop.answer(request)

@@ -64,7 +64,7 @@ class EngineServer:
             self._model = LocalGenerator(info, self._engine, self._loop)
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
         else:
-            self._model = LocalModel(info, self._engine.tokenizer, self._loop, self._collect)
+            self._model = LocalModel(info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s)
             if settings.cache_bytes:
                 self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         self._health = Health(self._loop, canary_of(self._engine))

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
-from cluster.autoscale import options as scaling_options
 from cluster.inventory import free_host_bytes
 from cluster.model_spec import ModelSpec
 from cluster.ray_router import routing_options
@@ -36,7 +35,10 @@ _HOST_FLOOR_BYTES = 1 << 30
 
 
 class PoolArgs(BaseModel):
-    """The `args` of a pool's application. A misspelt key is refused."""
+    """The `args` of a pool's application. A misspelt key is refused.
+
+    The number of replicas is not here: Serve would replace all of them whenever it changes. It is among the deployment's options.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,8 +46,6 @@ class PoolArgs(BaseModel):
     spec: ModelSpec
     num_threads: int | None = Field(None, ge=1)
     tokens_per_s: float = Field(gt=0)  # the plan's figure, used until a replica has measured its own
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: int = Field(1, ge=1)
     settings: ServerSettings = ServerSettings()
 
 
@@ -154,12 +154,12 @@ def build(args: PoolArgs) -> serve.Application:
 
 
 def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any) -> serve.Application:
-    """As `build`, with deployment options. Tests and benchmarks give another server class."""
+    """As `build`, with deployment options, as of `cluster.autoscale`. Tests and benchmarks give another server class."""
     own = {
         "max_surge_percent": 0,  # a card may have no room for the new replica beside the old one
-        "request_router_config": routing_options(args.pool, args.tokens_per_s, args.max_replicas),
+        "request_router_config": routing_options(args.pool, args.tokens_per_s),
     }
-    chosen = deployment_options(args.settings) | scaling_options(args.min_replicas, args.max_replicas) | own | options
+    chosen = deployment_options(args.settings) | own | options
     engine = serve.deployment(name="Engine")(server).options(**chosen)
     asleep = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
     ingress = serve.deployment(name="Unrouted")(Unrouted).options(autoscaling_config=asleep)

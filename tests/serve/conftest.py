@@ -12,6 +12,7 @@ import pytest
 from ray import serve
 from servers import Clustered, Deploy, DeployTogether
 
+from cluster.autoscale import options as scaling_options
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
 from serve_app.app import ModelArgs, bind
@@ -102,11 +103,15 @@ def clustered(address: str) -> Clustered:
                 spec, refs = {"name": model, "model": folder, "dtype": "float32"}, []
                 for name, server in servers.items():
                     least, most = (replicas or {}).get(name, (1, 1))
-                    ref = {"tokens_per_s": (rates or {}).get(name, 3000), "min_replicas": least, "max_replicas": most}
+                    ref = {"tokens_per_s": (rates or {}).get(name, 3000)}
                     pool_args = pool.PoolArgs.model_validate(ref | {"pool": name, "spec": spec, "num_threads": 1})
                     options = {"num_cpus": 0.1, "runtime_env": {"env_vars": env or {}}}
-                    targets.append(serve.RunTarget(pool.bind(pool_args, server, ray_actor_options=options), name, None))
-                    refs.append(ref | {"name": name, "node_class": "cpu"})
+                    targets.append(
+                        serve.RunTarget(
+                            pool.bind(pool_args, server, ray_actor_options=options, **scaling_options(least, most)), name, None
+                        )
+                    )
+                    refs.append(ref | {"name": name, "node_class": "cpu", "sleeps": least == 0})
                 given.append({"spec": spec, "aliases": [f"{model}-alias"], "pools": refs})
             settings = {"max_client_batch_size": 512} | args.pop("settings", {})
             gateway_args = gateway.GatewayArgs.model_validate(

@@ -1,24 +1,40 @@
 """The command: how long it takes to begin, and what it says where others would print a traceback."""
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray.serve
 import torch
+from ray.exceptions import RayActorError
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from engine.errors import InvalidInput
+from cluster import machine_limits
+from cluster.local_ray import free_port
+from engine.errors import InvalidInput, ModelError
 from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions
+from serve_app import app
+from serve_app.cli import commands
 from serve_app.cli.commands import cli
 from serve_app.cli.generate import Options, Writer, _device, check_refused
-from serve_app.cli.serve import _address, _check_environment, _check_port, _for_this_machine, _last_words
+from serve_app.cli.serve import (
+    _address,
+    _check_environment,
+    _check_port,
+    _deploy,
+    _for_this_machine,
+    _in_one_sentence,
+    _last_words,
+)
 from serve_app.settings import Settings, SettingsError
 
 SERVE = "The deployment failed to start 3 times in a row. See controller logs for details. Error:\n"
@@ -38,6 +54,62 @@ TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", l
 )
 def test_a_failed_start_is_told_in_the_replicas_own_last_words(messages: list[str], words: str) -> None:
     assert _last_words(messages) == words
+
+
+def started(error: BaseException, port: int) -> str:
+    with pytest.raises(ModelError) as caught, _in_one_sentence(port):
+        raise error
+    return str(caught.value)
+
+
+def test_whatever_ends_a_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[str] = []
+    monkeypatch.setattr(machine_limits, "problems", lambda: problems)
+    port = free_port()
+    traced = RuntimeError("Traceback\n  File x\nTimed out waiting for file /tmp/ray/port\n")
+    assert started(traced, port) == "the server did not start: Timed out waiting for file /tmp/ray/port"
+    assert started(TimeoutError(), port) == "the server did not start: TimeoutError"
+    assert started(ModelError("as it is"), port) == "as it is"
+    with socket.create_server(("127.0.0.1", port)):
+        assert f"port {port} has been taken by process {os.getpid()}" in started(traced, port)
+        problems.append("/tmp has 0 MiB left")
+        assert started(traced, port).endswith("/tmp/ray/port; /tmp has 0 MiB left")
+
+
+def deploy(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(app, "run", fail)
+    monkeypatch.setattr(ray.serve, "status", status)
+    _deploy(Settings(), 2, 0)
+
+
+def test_a_deploy_whose_controller_died_says_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead() -> None:
+        raise RayActorError()
+
+    with pytest.raises(TimeoutError, match="too long"):
+        deploy(monkeypatch, TimeoutError("too long"), dead)
+    failed = SimpleNamespace(deployments={"a": SimpleNamespace(message=f"{SERVE}{TRACE}ValueError: no")})
+    with pytest.raises(ModelError, match=r"^the server did not start: ValueError: no$"):
+        deploy(monkeypatch, RayActorError(), lambda: SimpleNamespace(applications={"a": failed}))
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(number: int) -> None:
+        def raise_it(_arguments: list[str]) -> None:
+            raise OSError(number, os.strerror(number), "/tmp/x")
+
+        monkeypatch.setattr(commands, "cli", raise_it)
+
+    fail(errno.ENOSPC)
+    with pytest.raises(SystemExit):
+        commands.run()
+    assert capsys.readouterr().err.startswith("error: the disk is full for /tmp/x (No space left on device): free some space")
+    fail(errno.EBADF)
+    with pytest.raises(OSError, match="Bad file"):
+        commands.run()
 
 
 # Modules that take a tenth of a second or more to import, alone or with what they import.

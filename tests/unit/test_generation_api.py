@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -545,6 +546,14 @@ def test_the_server_s_timeout_ends_with_the_first_token(tmp_path: Path, monkeypa
     monkeypatch.setitem(LIMITS, "request_timeout_s", 0.1)
     answer = post(FakeGenerator(tmp_path, "x", held=True), COMPLETIONS, max_tokens=None)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_that_would_begin_after_the_timeout_may_be_refused_on_arrival(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x")
+    assert post(model, COMPLETIONS).status_code == 200
+    (stream,) = model.streams
+    assert stream.deadline == math.inf, "once it has begun it may take as long as it takes"
+    assert 0 < stream.limit - stream.submitted_at <= LIMITS["request_timeout_s"]
 
 
 @pytest.mark.parametrize("path", BOTH)

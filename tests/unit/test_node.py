@@ -15,8 +15,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from cluster import machine_limits, node_head, node_old_cluster, node_processes
 from cluster import node as node_module
-from cluster import node_head, node_processes
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
 from cluster.node import describe, how_to_deploy, how_to_join, running, start, stop
@@ -62,9 +62,11 @@ def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch)
     given: dict[str, object] = {}
     monkeypatch.setattr(node_module, "start", lambda head, address, **more: given.update(more, head=head, address=address))
     options = ["--name", "a", "--reserve-gib", "1.5", "--object-store-gib", "2", "--port", "7000", "--dashboard-port", "7001"]
+    options += ["--ip", "10.0.0.2", "--redis", "r:1", "--replace"]
     assert CliRunner().invoke(cli, ["node", "start", "--address", "h:1", *options]).exit_code == 0
     del given["say"]
     expected = {"name": "a", "reserve_gib": 1.5, "object_store_gib": 2.0, "port": 7000, "dashboard_port": 7001}
+    expected |= {"ip": "10.0.0.2", "redis": "r:1", "replace_cluster": True}
     assert given == expected | {"head": False, "address": "h:1"}
 
 
@@ -96,6 +98,7 @@ def test_an_error_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EMBERFORGE_HOME", str(tmp_path))
+    monkeypatch.setattr(node_old_cluster, "_LISTEN_S", 0.1)
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -233,6 +236,28 @@ def test_a_second_node_here_is_refused(home: Path, spawn: Spawn) -> None:
         start(True, say=lambda line: None)
 
 
+def test_a_head_asks_before_it_ends_an_older_cluster(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
+        ran.append(arguments)
+        raise ClusterError("enough")
+
+    def begin(sentence: str, **more: object) -> None:
+        with pytest.raises(ClusterError, match=sentence):
+            start(True, port=free_port(), say=lambda line: None, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(node_module, "head_ip", lambda given: "127.0.0.1")
+    monkeypatch.setattr(node_module, "waiting_nodes", lambda ip, port: ("10.0.0.3",))
+    monkeypatch.setattr(node_module, "_run_ray", run)
+    begin(r"nodes at 10\.0\.0\.3 wait for a head")
+    assert ran == []
+    begin("enough", replace_cluster=True)
+    begin("enough", redis="10.0.0.9:6379")  # the nodes belong to the cluster that comes back
+    assert len(ran) == 2
+    assert "--node-ip-address=127.0.0.1" in ran[0]
+
+
 @pytest.mark.parametrize(("head", "address"), [(True, "h"), (False, None)])
 def test_a_node_is_a_head_or_has_one(home: Path, head: bool, address: str | None) -> None:
     with pytest.raises(ClusterError, match=r"say either --head.* or --address HEAD"):
@@ -309,7 +334,8 @@ def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.Monke
     (package / "scripts.py").write_text("import time; time.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(home))
     monkeypatch.setattr(node_module, "_START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(machine_limits, "problems", lambda: ["/tmp has 3 MiB left"])
     before = {process.pid for process in psutil.Process().children()}
-    with pytest.raises(ClusterError, match="Ray did not start within 1 s"):
+    with pytest.raises(ClusterError, match=r"Ray did not start within 1 s; its logs are in .*; /tmp has 3 MiB left$"):
         start(True, port=free_port(), say=lambda line: None)
     assert [process for process in psutil.Process().children() if process.pid not in before and is_alive(process)] == []

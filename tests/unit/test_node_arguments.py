@@ -143,3 +143,18 @@ def test_ray_lets_models_fill_a_shared_memory_down_to_a_quarter_of_the_reserve()
     assert float(memory_monitor(replace(GB10, reserve_bytes=0))["RAY_memory_usage_threshold"]) == 1
     assert memory_monitor(TWO_H200) == memory_monitor(CPU_NODE) == {}
     assert ray_environment(GB10, TOKEN, {"RAY_memory_usage_threshold": "0.9"})["RAY_memory_usage_threshold"] == "0.9"
+
+
+def test_a_heads_state_is_found_again_in_redis() -> None:
+    environ = ray_environment(CPU_NODE, TOKEN, {"RAY_REDIS_ADDRESS": "old:1"}, "10.0.0.9:6379")
+    assert (environ["RAY_REDIS_ADDRESS"], environ["RAY_external_storage_namespace"]) == ("10.0.0.9:6379", "emberforge")
+    theirs = {"RAY_external_storage_namespace": "mine"}
+    assert ray_environment(CPU_NODE, TOKEN, theirs, "r:1")["RAY_external_storage_namespace"] == "mine"
+    assert "RAY_REDIS_ADDRESS" not in ray_environment(CPU_NODE, TOKEN, {})
+    assert "--redis-password=p" in arguments(CPU_NODE, redis_password="p")
+    assert "--redis-password=p" not in arguments(CPU_NODE, redis_password="p", address="h:1")
+
+
+def test_a_node_says_where_others_reach_it() -> None:
+    assert "--node-ip-address=10.0.0.2" in arguments(CPU_NODE, ip="10.0.0.2")
+    assert not any("node-ip" in each for each in arguments(CPU_NODE))

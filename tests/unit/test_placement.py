@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -157,6 +158,26 @@ def test_what_is_called_proven_is_what_trying_everything_finds() -> None:
     assert searched > 120
 
 
+def with_few_cpus(slots: Sequence[Slot], rng: random.Random) -> list[Slot]:
+    """The same nodes, where some have CPUs for few replicas on all of their cards together."""
+    limits = {slot.node: rng.choice((None, 0, 1, 2, 3)) for slot in slots}
+    return [replace(slot, node_places=limits[slot.node]) for slot in slots]
+
+
+def test_cpus_of_a_node_are_shared_by_its_cards_and_the_search_knows() -> None:
+    bound = 0
+    for seed in range(150):
+        wanted, slots = tight(seed)
+        few = with_few_cpus(slots, random.Random(seed))
+        placement = place(wanted, few)
+        assert placement.proven
+        assert value(placement) == best_by_trying_everything(wanted, few), seed
+        on_node = Counter(each.slot.node for each in placement.replicas)
+        assert all(slot.node_places is None or on_node[slot.node] <= slot.node_places for slot in few)
+        bound += value(placement) < value(place(wanted, slots))
+    assert bound > 50, "the CPUs matter"
+
+
 def test_what_is_missing_fits_nowhere_however_short_the_search() -> None:
     cut_between = [(841, 8), (957, 12), (1321, 14)]  # where the search had found something better, and was not through with it
     for seed, steps in [*((seed, 1 + seed % 40) for seed in range(200)), *cut_between]:
@@ -177,18 +198,27 @@ def test_what_is_missing_fits_nowhere_however_short_the_search() -> None:
 
 def best_by_trying_everything(wanted: Sequence[Demand], slots: Sequence[Slot]) -> tuple[int, int]:
     """The best value of any numbers of replicas of each model on each card."""
-    states = {(tuple((slot.capacity, slot.places or 99) for slot in slots), 0, 0)}  # room on each card, models, replicas
+    nodes = sorted({slot.node for slot in slots})
+    node_of = [nodes.index(slot.node) for slot in slots]
+    limit_of = {slot.node: 99 if slot.node_places is None else slot.node_places for slot in slots}
+    limits = tuple((0, limit_of[node]) for node in nodes)
+    # Room on each card, then on each node as a card without bytes; models, replicas.
+    states = {(tuple((slot.capacity, slot.places or 99) for slot in slots) + limits, 0, 0)}
     for demand in wanted:
         numbers = [range(demand.min_replicas + 1 if may(demand, slot) else 1) for slot in slots]
         ways = [counts for counts in product(*numbers) if sum(counts) <= demand.min_replicas]
-        needs = [demand.bytes_on.get(slot.node_class, 0) for slot in slots]
+        needs = [demand.bytes_on.get(slot.node_class, 0) for slot in slots] + [0] * len(nodes)
         states = {
             (after, models + any(counts), replicas + sum(counts))
             for room, models, replicas in states
             for counts in ways
-            if (after := room_after(room, counts, needs)) is not None
+            if (after := room_after(room, (*counts, *on_nodes(counts, node_of, len(nodes))), needs)) is not None
         }
     return max((models, replicas) for _, models, replicas in states)
+
+
+def on_nodes(counts: Sequence[int], node_of: Sequence[int], num_nodes: int) -> list[int]:
+    return [sum(count for count, node in zip(counts, node_of, strict=True) if node == each) for each in range(num_nodes)]
 
 
 Room = tuple[tuple[int, int], ...]

@@ -98,7 +98,7 @@ def test_the_same_as_json() -> None:
 ENTRY = {
     "id": "mini",
     "pools": [
-        {"name": "mini.a", "node_class": "cpu-2c-24g-amd64", "state": "asleep", "replicas": 0, "max_replicas": 2}
+        {"name": "mini.a", "node_class": "cpu-2c-24g-amd64", "state": "asleep", "replicas": 0}
         | {"queued_tokens": 7, "tokens_per_s": 0, "busy": 0.5}
     ],
 }
@@ -125,7 +125,9 @@ def details(host: str = "0.0.0.0", **applications: Any) -> dict[str, Any]:
 
 
 def test_pools_as_the_gateway_tells_them() -> None:
-    assert gateway_pools([ENTRY]) == (PoolState("mini.a", "mini", "cpu-2c-24g-amd64", "asleep", 0, 2, 7, 0, 0.5),)
+    said = details(gateway=GATEWAY, **{"mini.a": POOL_APPLICATION})
+    assert gateway_pools([ENTRY], said) == (PoolState("mini.a", "mini", "cpu-2c-24g-amd64", "asleep", 0, 5, 7, 0, 0.5),)
+    assert gateway_pools([ENTRY], details(gateway=GATEWAY))[0].max_replicas == 0  # a pool that was just removed
 
 
 def test_pools_as_serve_tells_them_without_a_gateway() -> None:
@@ -169,7 +171,7 @@ def test_the_load_is_the_gateways_where_it_answers(port: int, monkeypatch: pytes
     said = details("127.0.0.1", gateway=GATEWAY, pool=POOL_APPLICATION)
     said["http_options"]["port"] = port
     pools, source, problems = status_module._pools(said)
-    assert (pools, problems) == (gateway_pools([ENTRY]), ())
+    assert (pools, problems) == (gateway_pools([ENTRY], said), ())
     assert source == f"as the gateway at http://127.0.0.1:{port} says"
 
 

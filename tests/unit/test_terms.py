@@ -113,7 +113,7 @@ def made(tokenizer: Tokenizer) -> Iterator[Made]:
         async def collect(job: Request) -> None:
             loop.submit([job])
 
-        model: ServedModel = LocalModel(INFO, tokenizer, loop, collect)
+        model: ServedModel = LocalModel(INFO, tokenizer, loop, collect, chosen.request_timeout_s)
         if chosen.cache_bytes:
             model = CachedModel(model, chosen.cache_bytes, metrics)
         health = Health(loop, lambda: Request([CANARY], EmbedOptions()))
@@ -225,8 +225,19 @@ def test_a_request_out_of_time_is_answered_and_never_computed(made: Made) -> Non
     assert replica.gate.lengths == [4, 6]
 
 
-def test_a_request_that_cannot_be_in_time_is_refused_at_once(made: Made) -> None:
-    replica = made()
+@pytest.mark.parametrize(
+    ("settings", "headers"),
+    [
+        ({}, {"x_request_deadline_ms": "9500"}),
+        ({"request_timeout_s": 9.5}, {}),
+        ({"request_timeout_s": 9.5}, {"x_priority": "batch"}),
+    ],
+    ids=["deadline", "timeout", "batch"],
+)
+def test_a_request_that_cannot_be_in_time_is_refused_at_once(
+    made: Made, settings: dict[str, float], headers: dict[str, str]
+) -> None:
+    replica = made(**settings)
 
     async def scenario(client: httpx.AsyncClient) -> tuple[httpx.Response, httpx.Response]:
         await embed(client, "learn the rate")
@@ -238,10 +249,10 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once(made: Made) -> None
         await until(lambda: replica.loop.queued_requests)
         replica.loop._scheduler.rates = Rates()
         replica.loop._scheduler.rates.add(8, 16.0)
-        refused = await embed(client, "no", "/v1/embeddings", headers={"x_request_deadline_ms": "9500"})  # 6 + 3 tokens: 18 s
+        refused = await embed(client, "no", "/v1/embeddings", headers=headers)  # 6 + 3 tokens: 18 s
         replica.gate.open.set()
         await asyncio.gather(first, waiting)
-        return refused, await embed(client, "yes", headers={"x_request_deadline_ms": "9500"})
+        return refused, await embed(client, "yes", headers=headers)
 
     refused, accepted = replica.run(scenario)
     assert refused.status_code == 429
@@ -403,11 +414,11 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
     monkeypatch.setattr(router, "LOADS", {})
 
     def make(
-        *answers: Callable[[Qos], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True
+        *answers: Callable[[Qos], Embeddings], queued: Sequence[int] = (0, 0), awake: bool = True, timeout_s: float = 60.0
     ) -> tuple[PooledModel, list[Handle]]:
         refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
         spec = ModelSpec(name="m", model=EMBEDDED_MODEL)
-        model = PooledModel(GatewayModel(spec=spec, pools=refs), "wait", *read_model(spec))
+        model = PooledModel(GatewayModel(spec=spec, pools=refs), "wait", *read_model(spec), timeout_s)
         handles = [Handle(answer) for answer in answers]
         for pool, handle, tokens in zip(model.pools, handles, queued, strict=False):
             pool.connection._handle = handle  # type: ignore[assignment]
@@ -491,6 +502,20 @@ def test_the_gateway_refuses_what_no_pool_can_do_in_time(pooled: Any) -> None:
     assert not [call for handle in handles for call in handle.calls]
     asyncio.run(model.embed(IDS, EmbedOptions(), Qos(deadline_s=20.0)))
     assert len(handles[0].calls) == 1
+
+
+def test_without_a_deadline_the_servers_timeout_decides(pooled: Any) -> None:
+    model, handles = pooled(vectors, vectors, queued=(1_000, 2_000), timeout_s=2.0)
+    with pytest.raises(DeadlineOutOfReach) as refused:
+        asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+    assert refused.value.deadline_s == 2.0
+    assert not [call for handle in handles for call in handle.calls]
+
+
+def test_without_a_deadline_a_sleeping_pool_is_waited_for(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors, awake=False, timeout_s=2.0)  # how long it takes to start is a guess
+    asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+    assert len(handle.calls) == 1
 
 
 def test_an_idle_pool_tries_whatever_the_plan_believes_of_it(pooled: Any) -> None:
