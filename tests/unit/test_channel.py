@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from math import inf
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -404,6 +405,7 @@ class Pools(PooledGenerator):
         load.update({"replica": Report(1.0)}, now=0.0)
         self._outcomes, self.attempts = list(outcomes), 0
         self.given, self._asleep = SimpleNamespace(spec=SimpleNamespace(name="it")), "wait"  # type: ignore[assignment]
+        self._timeout_s = inf
         ref = SimpleNamespace(name="pool", min_replicas=1)
         self.pools = [SimpleNamespace(load=load, ref=ref, generate=self._on_a_replica, connection=None)]  # type: ignore[list-item]
 
