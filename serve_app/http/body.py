@@ -14,7 +14,7 @@ _PAUSE_S = 10.0
 # A body of up to this size is parsed quickly, whatever is in it.
 _SMALL_BYTES = 1 << 16
 # What a larger body may have at most, besides an object for each input. With more, parsing alone would take over 20 ms.
-_MOST_VALUES, _OTHER_OBJECTS, _MOST_DEPTH = 100_000, 1024, 64
+_MOST_VALUES, _OTHER_OBJECTS = 130_000, 1024
 
 
 async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
@@ -57,8 +57,8 @@ def _too_long(limit: int) -> BadBody:
 
 def _check(shape: Shape, most_inputs: int) -> None:
     """Raises: BadBody naming the count that is too high."""
-    most = Shape(most_inputs + _OTHER_OBJECTS, _MOST_VALUES, _MOST_DEPTH)
-    names = ("objects", "values (texts, numbers, lists)", "levels")
+    most = Shape(most_inputs + _OTHER_OBJECTS, _MOST_VALUES)
+    names = ("objects", "values (texts, numbers, lists)")
     for name, count, limit in zip(names, shape, most, strict=True):
         if count > limit:
             raise BadBody(f"the body has {count} {name}, the limit is {limit}; send it in parts", 413)

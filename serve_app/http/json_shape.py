@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_QUOTE, _BACKSLASH, _COMMA, _OPEN_BRACE, _CLOSE_BRACE, _OPEN_BRACKET, _CLOSE_BRACKET = map(ord, '"\\,{}[]')
+_QUOTE, _BACKSLASH, _COMMA, _OPEN_BRACE, _OPEN_BRACKET = map(ord, '"\\,{[')
 
 
 class Shape(NamedTuple):
@@ -13,7 +13,6 @@ class Shape(NamedTuple):
 
     objects: int
     values: int  # objects, arrays, strings and numbers, without the values of an array or object that has one
-    depth: int
 
 
 def shape_of(text: bytes) -> Shape:
@@ -27,11 +26,8 @@ def shape_of(text: bytes) -> Shape:
         is_outside: NDArray[np.bool_] = np.searchsorted(quotes, found) % 2 == 0
         return found[is_outside]
 
-    objects, arrays = places(_OPEN_BRACE), places(_OPEN_BRACKET)
-    opened = np.sort(np.concatenate((objects, arrays)))
-    closed = np.sort(np.concatenate((places(_CLOSE_BRACE), places(_CLOSE_BRACKET))))
-    still_open = np.arange(1, len(opened) + 1) - np.searchsorted(closed, opened)
-    return Shape(len(objects), len(opened) + len(places(_COMMA)), int(still_open.max(initial=0)))
+    num_objects = len(places(_OPEN_BRACE))
+    return Shape(num_objects, num_objects + len(places(_OPEN_BRACKET)) + len(places(_COMMA)))
 
 
 def _unescaped_quotes(data: NDArray[np.uint8]) -> NDArray[np.intp]:

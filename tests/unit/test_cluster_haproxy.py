@@ -377,18 +377,24 @@ def test_rays_statistics_of_a_server_on_one_machine_are_for_this_machine(monkeyp
     assert "mode 666" not in with_ours(text)
 
 
-def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: Path) -> None:
     port = free_port()
     file = tmp_path / "haproxy.cfg"
     file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}"))
     wrapper = f"import sys; sys.argv = ['haproxy', '-f', {str(file)!r}, '-db']; from cluster.haproxy import main; main()"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wrapper!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    try:
-        _wait_until(lambda: _listens(port))
-    finally:
-        os.kill(parent.pid, signal.SIGKILL)
-        parent.wait(10)
+    actor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wrapper!r}])"
+    start = f"subprocess.Popen([sys.executable, '-c', {actor!r}])"
+    code = f"import subprocess, sys, time; print({start}.pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as ray:
+        try:
+            assert ray.stdout is not None
+            pid = int(ray.stdout.readline())
+            _wait_until(lambda: _listens(port))
+            os.kill(pid, signal.SIGKILL)
+            sleep(0.3)
+            assert _listens(port)
+        finally:
+            ray.kill()
     _wait_until(lambda: not _listens(port))
 
 
