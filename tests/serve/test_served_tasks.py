@@ -72,7 +72,7 @@ def test_predict(served: httpx.Client, folders: dict[str, str]) -> None:
 
 def test_the_wrong_task(served: httpx.Client) -> None:
     assert served.post("embed", json={"inputs": "w1", "model": "ranker"}).status_code == 424
-    assert served.post("predict", json={"inputs": "x"}).status_code == 424
+    assert served.post("predict", json={"inputs": "x", "model": "mini"}).status_code == 424
 
 
 def test_late_chunks_are_means_of_the_tokens_of_one_pass(served: httpx.Client) -> None:
