@@ -4,9 +4,10 @@ Ray Serve's controller calls `replicas_needed` continuously. Serve itself applie
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ray.serve.config import AutoscalingContext
+if TYPE_CHECKING:  # `emberforge plan --live` imports this module before Ray may be imported: Ray reads its token at import
+    from ray.serve.config import AutoscalingContext
 
 # The replicas should work off a backlog within this time.
 _DRAIN_S = 4.0
@@ -14,7 +15,7 @@ _DRAIN_S = 4.0
 _BUSY = 0.75
 
 
-def replicas_needed(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
     """(replicas, no state). A replica reports `busy`, the share of its time that it computed, and `backlog_s`."""
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits

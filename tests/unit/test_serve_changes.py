@@ -1,5 +1,7 @@
 """What a deploy would do: a changed number of replicas replaces none, and whatever replaces some is said before."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,12 @@ def versions(content: dict[str, Any]) -> dict[str, Any]:
         each.name: (get_app_code_version(each), [(d.ray_actor_options, d.max_replicas_per_node) for d in each.deployments])
         for each in applications
     }
+
+
+def test_planning_imports_no_ray() -> None:
+    """`plan --live` writes a config after it has asked the cluster. Ray reads its token at import, so it may not come first."""
+    code = "import sys, cluster.serve_config, cluster.serve_changes, cluster.node_live; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 COUNTS = [{}, {"min_replicas": 2}, {"min_replicas": 1, "max_replicas": 3}, {"min_replicas": 2, "max_replicas": 3}]
