@@ -160,7 +160,7 @@ def most_connections() -> int:
 
 def with_ours(text: str) -> str:
     """A configuration written by Ray, with our lines added. Another text, or one that has our lines, is returned unchanged."""
-    if _AFTER not in text or _ADDED in text:
+    if _AFTER not in text or _KEEPALIVE in text:
         return text
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
     text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _DEADLINE + _default_application(text), 1).replace(
