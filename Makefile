@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
-.PHONY: serve chat test test-clients lint check test-gpu bench bench-gpu proto clean
+.PHONY: serve chat test test-clients test-lm-eval lint check test-gpu bench bench-gpu proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -19,6 +19,10 @@ test: $(VENV)/.installed-test
 # Published clients against the real server. They live in an environment of their own: some want an older openai than ours.
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+# lm-eval against the real server: its log-likelihoods are those of transformers.
+test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval
+	$(CLIENTS)/bin/python -m pytest tests/clients/test_lm_eval.py $(ARGS)
 
 # What CI runs besides the tests.
 lint: $(VENV)/.installed-test
@@ -87,4 +91,9 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.
 	@echo "installing the clients into $(CLIENTS) (once; a minute or two)"
 	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt
+	@touch $@
+
+$(CLIENTS)/.installed-lm-eval: $(CLIENTS)/.installed tests/clients/requirements-lm-eval.txt
+	@echo "installing lm-eval into $(CLIENTS) (once; a minute or two)"
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-lm-eval.txt
 	@touch $@

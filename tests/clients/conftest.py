@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Server:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
-    command = [str(BIN / "python"), str(Path(__file__).parent / "prepare.py"), str(folder)]
+    scores = ["--loglikelihoods"] if find_spec("lm_eval") else []
+    command = [str(BIN / "python"), str(Path(__file__).parent / "prepare.py"), str(folder), *scores]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder

@@ -32,7 +32,7 @@ from engine.model.gguf import GGUFWeights
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, loglikelihoods: bool) -> None:
     minilm = resolve_model(EMBEDDED_MODEL)
     _with_prompts(minilm, folder / "prompted")
     tokenizer = BertTokenizerFast.from_pretrained(minilm)
@@ -41,7 +41,9 @@ def main(folder: Path) -> None:
     mlm = BertForMaskedLM(_config())
     mlm.cls.predictions.bias.data.fill_(-3.0)  # or most of the vocabulary would be in each text
     _save(mlm, tokenizer, folder / "mlm")
-    reference = _embeddings(minilm) | _rerank(reranker) | _predict(classifier) | _sparse(folder) | _loglikelihoods()
+    reference = _embeddings(minilm) | _rerank(reranker) | _predict(classifier) | _sparse(folder)
+    if loglikelihoods:
+        reference |= _loglikelihoods()
     (folder / "reference.json").write_text(json.dumps(reference))
 
 
@@ -132,4 +134,4 @@ def _save(model: PreTrainedModel, tokenizer: BertTokenizerFast, folder: Path) ->
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "--loglikelihoods" in sys.argv)

@@ -9,6 +9,8 @@ import pytest
 from conftest import Server
 from material import FACTS
 
+pytest.importorskip("lm_eval", reason="not run: `make test-lm-eval` installs lm-eval")
+
 SCORED = """
 task: facts
 dataset_path: json
