@@ -93,6 +93,13 @@ def generator_server(prepared: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def classifier_server(prepared: Path) -> Iterator[Server]:
+    """A classifier alone: clients of TEI ask `/info` what the server is."""
+    with _serving([str(prepared / "classifier")], ["classifier"], [], prepared / "classifier.log", 30_500) as server:
+        yield server
+
+
 def _free_port() -> int:
     """None that a connection may get before the server listens on it."""
     for port in random.sample(range(20_000, 30_000), 100):

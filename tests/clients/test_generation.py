@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def there(open_server: Server) -> str:
-    return f"{open_server.url(MODEL)}/v1"
+    return f"{open_server.root}/v1"
 
 
 def test_openai(there: str) -> None:
@@ -104,7 +104,7 @@ def test_llama_index(there: str) -> None:
 
 
 def test_the_embedding_model_is_beside_it(open_server: Server) -> None:
-    with openai.OpenAI(base_url=f"{open_server.url('all-MiniLM-L6-v2')}/v1", api_key="unused", max_retries=0) as sdk:
+    with openai.OpenAI(base_url=f"{open_server.root}/v1", api_key="unused", max_retries=0) as sdk:
         assert len(sdk.embeddings.create(model="all-MiniLM-L6-v2", input="x").data[0].embedding) == 384
         with pytest.raises(openai.BadRequestError, match="does not generate text"):
             sdk.chat.completions.create(model="all-MiniLM-L6-v2", messages=MESSAGES)

@@ -8,19 +8,17 @@ from material import LABELS, PAIR, TEXTS
 from tei_client import ClassificationTuple, HttpClient
 from tei_client.models import ClassificationResult
 
-MODEL = "classifier"
 
-
-def test_huggingface_hub(open_server: Server, reference: dict[str, Any]) -> None:
+def test_huggingface_hub(classifier_server: Server, reference: dict[str, Any]) -> None:
     """Of TEI's flat list it gives the first, which is the best."""
-    best = InferenceClient(model=open_server.root + "/predict", token=KEY).text_classification(TEXTS[0])
+    best = InferenceClient(model=classifier_server.root + "/predict", token=KEY).text_classification(TEXTS[0])
     score, label = max(zip(reference["label_scores"], LABELS, strict=True))
     assert best.label == label
     close(best.score, score)
 
 
-def test_tei_client(open_server: Server, reference: dict[str, Any]) -> None:
-    client = HttpClient(open_server.root)
+def test_tei_client(classifier_server: Server, reference: dict[str, Any]) -> None:
+    client = HttpClient(classifier_server.root)
     both = client.classify([TEXTS[0], TEXTS[0]])
     assert len(both) == 2
     for each in (*both, *client.classify(TEXTS[0])):

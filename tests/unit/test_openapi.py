@@ -54,6 +54,6 @@ API = schemathesis.openapi.from_dict(openapi.document(""), config=CONFIG)
 
 
 @API.parametrize()
-@settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 def test_no_answer_outside_of_the_document(case: schemathesis.Case, sessions: dict[str, Any]) -> None:
     case.call_and_validate("http://testserver", sessions[KINDS.get(case.path, "m3")])

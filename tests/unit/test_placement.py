@@ -149,13 +149,13 @@ def tight(seed: int) -> Instance:
 
 def test_what_is_called_proven_is_what_trying_everything_finds() -> None:
     searched = 0
-    for seed in range(250):
+    for seed in range(120):
         wanted, slots = tight(seed)
         placement = place(wanted, slots)
         assert placement.proven
         assert value(placement) == best_by_trying_everything(wanted, slots), seed
         searched += placement.method == "exact"
-    assert searched > 120
+    assert searched > 55
 
 
 def with_few_cpus(slots: Sequence[Slot], rng: random.Random) -> list[Slot]:
