@@ -251,6 +251,8 @@ def _end_with_ray() -> None:
     """
     parent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
     ray, itself = int(parent.rpartition(")")[2].split()[1]), os.getpid()
+    if ray <= 1:  # Ray, or the actor, has ended just now
+        sys.exit(1)
     waits = os.pidfd_open(ray), os.pidfd_open(itself)
     if os.fork():
         for each in waits:
@@ -259,8 +261,11 @@ def _end_with_ray() -> None:
     os.setsid()
     ended, _, _ = select.select(waits, (), ())
     if waits[0] in ended:
-        with suppress(ProcessLookupError):
-            os.kill(itself, signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a HAProxy that just starts may lose the first
+            with suppress(ProcessLookupError):
+                os.kill(itself, number)
+            if select.select(waits[1:], (), (), 1.0)[0]:
+                break
     os._exit(0)
 
 
