@@ -1,6 +1,5 @@
 """Generation against transformers, in fp32: the same tokens, however a prompt is cut and whatever else is in its passes."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_generators import folder_without_pooling, prompts
 from typer.testing import CliRunner
 
 from engine import Engine, InvalidInput, ModelError
@@ -35,21 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    return [np.random.default_rng(seed).integers(5, 299, size=length).tolist() for seed, length in enumerate(lengths)]
-
-
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A tiny folder that says nothing of pooling."""
 
     def make(kind: str) -> Path:
-        more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-        folder = tiny(kind.replace("tied", "lm"), **more, **KINDS[kind])
         copy = tmp_path_factory.getbasetemp() / f"generates-{kind}"
-        if not copy.exists():
-            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("1_Pooling"))
-        return copy
+        return folder_without_pooling(tiny, kind.replace("tied", "lm"), copy, **KINDS[kind])
 
     return make
 
@@ -78,18 +70,18 @@ def ids(tokens: Sequence[Token]) -> list[int]:
 def test_greedy_answers_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
     """Of prompts alone and together, whole and in chunks, with a cold cache and a warm one."""
     folder = generator(kind)
-    expected = greedy(folder, prompts())
+    expected = greedy(folder, prompts(LENGTHS))
     assert max(len(set(answer)) for answer in expected) > 10, "an answer that repeats itself shows little"
     for budget in (4096, 50):
         engine = load(folder, max_batch_tokens=budget)
         assert engine.pages is not None
         for _ in range(2):
-            answers = engine.generate(prompts(), GREEDY)
+            answers = engine.generate(prompts(LENGTHS), GREEDY)
             assert [ids(answer.tokens) for answer in answers] == expected
             assert {answer.finish_reason for answer in answers} == {"length"}
             engine.pages.check_integrity()
         assert [answer.num_cached_tokens for answer in answers] == [0, 128, 0, 128]
-        assert [ids(list(engine.stream(prompt, GREEDY))) for prompt in prompts()] == expected
+        assert [ids(list(engine.stream(prompt, GREEDY))) for prompt in prompts(LENGTHS)] == expected
         assert engine.pages.num_free == engine.pages.num_pages
 
 
@@ -119,12 +111,12 @@ def test_streams_that_gave_up_their_pages_go_on_as_if_nothing_had_happened(
 def test_the_same_seed_gives_the_same_tokens_beside_whatever_else_runs(generator: Callable[[str], Path]) -> None:
     engine = load(generator("llama_lm"), max_batch_tokens=100)
     options = SamplingOptions(max_tokens=40, temperature=1.5, top_p=0.95, seed=7)
-    (alone,) = engine.generate(prompts()[1:2], options)
-    beside = engine.generate(prompts(), options)[1]
+    (alone,) = engine.generate(prompts(LENGTHS)[1:2], options)
+    beside = engine.generate(prompts(LENGTHS), options)[1]
     assert ids(alone.tokens) == ids(beside.tokens)
-    (other,) = engine.generate(prompts()[1:2], SamplingOptions(max_tokens=40, temperature=1.5, top_p=0.95, seed=8))
+    (other,) = engine.generate(prompts(LENGTHS)[1:2], SamplingOptions(max_tokens=40, temperature=1.5, top_p=0.95, seed=8))
     assert ids(alone.tokens) != ids(other.tokens)
-    unseeded = [ids(engine.generate(prompts()[1:2], SamplingOptions(max_tokens=40))[0].tokens) for _ in range(2)]
+    unseeded = [ids(engine.generate(prompts(LENGTHS)[1:2], SamplingOptions(max_tokens=40))[0].tokens) for _ in range(2)]
     assert unseeded[0] != unseeded[1]
 
 
@@ -133,7 +125,7 @@ def test_the_same_seed_gives_the_same_tokens_beside_whatever_else_runs(generator
 def test_log_probabilities_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
     folder = generator(kind)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = prompts()[1]
+    prompt = prompts(LENGTHS)[1]
     (answer,) = load(folder).generate([prompt], SamplingOptions(max_tokens=20, temperature=0.0, logprobs=3))
     whole = prompt + ids(answer.tokens)
     expected = model(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -147,7 +139,7 @@ def test_log_probabilities_are_transformers_own(generator: Callable[[str], Path]
 
 def test_an_answer_ends_at_a_stop_token_from_the_least_number_of_tokens_on(generator: Callable[[str], Path]) -> None:
     engine = load(generator("qwen3_lm"))
-    prompt = prompts()[0]
+    prompt = prompts(LENGTHS)[0]
     (whole,) = engine.generate([prompt], GREEDY)
     stop = whole.tokens[5].id
     first = ids(whole.tokens).index(stop)

@@ -1,6 +1,5 @@
 """Log-probabilities of prompts against transformers, in fp32: however a prompt is cut, and whatever else is in its passes."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +12,7 @@ import pytest
 import torch
 import transformers
 from starlette.testclient import TestClient
+from tiny_generators import folder_without_pooling, prompts
 
 from engine import Engine
 from engine.errors import InvalidInput, NotFinite
@@ -40,21 +40,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    return [np.random.default_rng(seed).integers(5, 299, size=length).tolist() for seed, length in enumerate(lengths)]
-
-
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A tiny folder that says nothing of pooling."""
 
     def make(kind: str) -> Path:
-        more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-        folder = tiny(kind, **more, **KINDS[kind])
         copy = tmp_path_factory.getbasetemp() / f"scores-{kind}"
-        if not copy.exists():
-            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("1_Pooling"))
-        return copy
+        return folder_without_pooling(tiny, kind, copy, **KINDS[kind])
 
     return make
 
@@ -95,19 +87,19 @@ def test_prompts_have_transformers_log_probabilities(
     """Alone and together, whole and in chunks, with a cold cache and a warm one, in several blocks of logits."""
     monkeypatch.setattr(scores, "_ROWS", 64)
     folder = generator(kind)
-    expected = [log_probs(folder, ids) for ids in prompts()]
+    expected = [log_probs(folder, ids) for ids in prompts(LENGTHS)]
     for budget in (4096, 50):
         engine = load(folder, max_batch_tokens=budget)
         assert engine.pages is not None
         for options in (SCORE, replace(SCORE, max_tokens=4, temperature=0.0)):
-            answers = engine.generate(prompts(), options)
-            for answer, ids, rows in zip(answers, prompts(), expected, strict=True):
+            answers = engine.generate(prompts(LENGTHS), options)
+            for answer, ids, rows in zip(answers, prompts(LENGTHS), expected, strict=True):
                 check(answer.prompt_tokens, ids, rows)
                 assert (len(answer.tokens), answer.finish_reason) == (options.max_tokens, "length")
                 assert answer.num_cached_tokens == 0
             engine.pages.check_integrity()
             assert engine.pages.num_free == engine.pages.num_pages
-        (later,) = engine.generate([prompts()[4]], SamplingOptions(max_tokens=1))
+        (later,) = engine.generate([prompts(LENGTHS)[4]], SamplingOptions(max_tokens=1))
         assert later.num_cached_tokens == PAGE_SIZE  # scored prompts leave their pages to others
 
 
@@ -115,10 +107,10 @@ def test_prompts_are_scored_beside_others(generator: Callable[[str], Path]) -> N
     folder = generator("qwen3_lm")
     engine = load(folder, max_batch_tokens=100)
     plain = SamplingOptions(max_tokens=20, temperature=0.0)
-    (alone,) = engine.generate([prompts()[2]], plain)
-    streams = [engine.new_stream(ids, SCORE if index % 2 else plain) for index, ids in enumerate(prompts())]
+    (alone,) = engine.generate([prompts(LENGTHS)[2]], plain)
+    streams = [engine.new_stream(ids, SCORE if index % 2 else plain) for index, ids in enumerate(prompts(LENGTHS))]
     Passes(engine, 100).run(streams)
-    for index, (stream, ids) in enumerate(zip(streams, prompts(), strict=True)):
+    for index, (stream, ids) in enumerate(zip(streams, prompts(LENGTHS), strict=True)):
         answer = stream.future.result()
         if index % 2:
             check(answer.prompt_tokens, ids, log_probs(folder, ids))
@@ -175,7 +167,7 @@ def test_a_prompt_that_fills_the_context_is_scored(generator: Callable[[str], Pa
 def test_named_tokens_have_transformers_log_probabilities(generator: Callable[[str], Path]) -> None:
     """They are the model's own, whatever the options make of its logits."""
     folder = generator("gemma3_lm")
-    given, asked = prompts()[:4], [(7, 8, 250), (), (299, 7), (0,)]
+    given, asked = prompts(LENGTHS)[:4], [(7, 8, 250), (), (299, 7), (0,)]
     engine = load(folder)
     streams = [
         engine.new_stream(ids, SamplingOptions(max_tokens=1, logprobs_of=of, allowed=(9,), logit_bias=((9, 5.0),)))

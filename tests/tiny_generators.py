@@ -1,0 +1,22 @@
+"""Tiny models that generate, and prompts for them."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def prompts(lengths: Sequence[int]) -> list[list[int]]:
+    """Random token ids, the same in each run."""
+    return [np.random.default_rng(seed).integers(5, 299, size=length).tolist() for seed, length in enumerate(lengths)]
+
+
+def folder_without_pooling(tiny: Callable[..., Path], kind: str, copy: Path, **config: Any) -> Path:
+    """A folder at `copy` that says nothing of pooling, so that its model generates."""
+    more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    folder = tiny(kind, **more, **config)
+    if not copy.exists():
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("1_Pooling"))
+    return copy
