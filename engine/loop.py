@@ -29,8 +29,9 @@ _NAP_S, _AWAKE_S = 0.0001, 0.003
 # A caller launches a pass of so few tokens itself. Larger ones take milliseconds, beside which a change of threads is little, and
 # packing them would hold up the caller's event loop.
 _QUICK_TOKENS = 1024
-# A caller polls for the end of its pass for so long before the foreseen end, and for so long after it.
-_POLL_BEFORE_S, _POLL_AFTER_S = 0.003, 0.001
+# A caller polls for the end of its pass for so long before the foreseen end, and for so long after it. Until then the event loop
+# does other work. A pass with more than _FORESEEN_S left is not waited for: what is foreseen of long passes is less exact.
+_POLL_BEFORE_S, _POLL_AFTER_S, _FORESEEN_S = 0.003, 0.001, 0.02
 # The interpreter's switch interval; Python's default is 5 ms. Every operation of a pass takes the interpreter again. Next to a
 # busy event loop 300 operations took 10 s, and 21 ms with this interval (docs/decisions/025).
 _SWITCH_INTERVAL_S = 0.0002
@@ -173,25 +174,25 @@ class EngineLoop:
 
     async def answer(self, request: Request) -> Embeddings:
         """The result of a request that was submitted. While its pass is about to end the event loop polls, and does not sleep."""
-        while not request.future.done() and self._poll():
-            await asyncio.sleep(0)
+        while not request.future.done() and (nap_s := self._poll()) is not None:
+            await asyncio.sleep(nap_s)
         result: Embeddings = request.future.result() if request.future.done() else await asyncio.wrap_future(request.future)
         return result
 
-    def _poll(self) -> bool:
-        """Deliver the pass that a caller launched if it has ended. Returns whether to ask again at once."""
+    def _poll(self) -> float | None:
+        """Deliver the pass that a caller launched if it has ended. Returns the seconds after which to ask again, or None."""
         launched = self._polled
         if launched is None:
-            return False
+            return None
         if launched.flight.done:
             if launched.take():
                 self._deliver(launched)
-            return False
+            return None
         left_s = self._scheduler.free_at - perf_counter()
-        if -_POLL_AFTER_S < left_s < _POLL_BEFORE_S and not self._scheduler.has_work:
-            return True
+        if -_POLL_AFTER_S < left_s < _FORESEEN_S and not self._scheduler.has_work:
+            return max(0.0, left_s - _POLL_BEFORE_S)
         self._hand_over()
-        return False
+        return None
 
     def _hand_over(self) -> None:
         """Leave the pass that a caller has polled for to the thread that delivers."""

@@ -334,12 +334,15 @@ def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
     loop.stop()
 
 
-@pytest.mark.parametrize("polls", [True, False])
-def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(polls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("foreseen_s", "poll_before_s", "polls"), [(5.0, 10.0, True), (0.1, 0.05, True), (60.0, 10.0, False)])
+def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(
+    foreseen_s: float, poll_before_s: float, polls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, delivered_in = Device(), list[str]()
     loop = EngineLoop(device, 64, on_batch=lambda _: delivered_in.append(threading.current_thread().name))
-    loop._scheduler.rates.add(8, 5.0 if polls else 60.0)  # what a pass of eight tokens is foreseen to take
-    monkeypatch.setattr("engine.loop._POLL_BEFORE_S", 10.0)
+    loop._scheduler.rates.add(8, foreseen_s)  # what a pass of eight tokens is foreseen to take
+    monkeypatch.setattr("engine.loop._POLL_BEFORE_S", poll_before_s)
+    monkeypatch.setattr("engine.loop._FORESEEN_S", 10.0)
 
     async def ask() -> list[Any]:
         asyncio.get_running_loop().call_later(0.01, device.ends.set if polls else device.end)
