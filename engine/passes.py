@@ -201,7 +201,6 @@ class Passes:
 
     def _deliver_tokens(self, step: Step, output: Output) -> None:
         """Give each stream its scores and the token that was chosen for it. The streams that go on can be scheduled again."""
-        assert self.scheduler.streams is not None, "a runner with pages computes streams"
         with self.lock:
             keep(step.parts)
         scored = [part for part, piece in zip(step.parts, step.pieces, strict=True) if piece.scored is not None]
@@ -217,8 +216,7 @@ class Passes:
             else:
                 stream.accept(token)
         with self.lock:
-            for stream in chosen:
-                self.scheduler.streams.advance(stream)
+            self.scheduler.advance(chosen)
         for on_pass in {stream.on_pass for stream in chosen}:
             if on_pass is not None:
                 on_pass()

@@ -14,4 +14,8 @@ class LanguageHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[B, C], any dtype -> [B, vocab_size] fp32."""
-        return self._out(hidden).float()
+        return self.narrow(hidden).float()
+
+    def narrow(self, hidden: Tensor) -> Tensor:
+        """[B, C] -> [B, vocab_size] in the dtype that the product gives."""
+        return self._out(hidden)

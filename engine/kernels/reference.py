@@ -177,8 +177,6 @@ def attention(
 
 def cached_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     lengths: Sequence[int],
     cache: Tensor,
     starts: Sequence[int],
@@ -186,10 +184,10 @@ def cached_attention(
     page_size: int,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of a batch whose first sequences are streams. The cache has the keys and values of all their tokens.
+    """Causal attention of a batch of streams. The cache has the keys and values of all their tokens, those of `q` included.
 
     Args:
-        q, k, v, lengths, window: as in `attention`.
+        q, lengths, window: as in `attention`.
         cache: [2, rows, K, D], the keys and the values of one layer.
         starts: for each stream the number of its tokens before those of the batch.
         pages: for each stream its pages; page p is the rows [p * page_size, (p + 1) * page_size) of the cache.
@@ -197,13 +195,10 @@ def cached_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if len(lengths) > 1 else None
     first = 0
-    for index, length in enumerate(lengths):
+    for length, start, of_stream in zip(lengths, starts, pages, strict=True):
         rows = slice(first, first := first + length)
-        keys, values = k[rows], v[rows]
-        if index < len(starts):
-            stop = starts[index] + length
-            oldest = 0 if window is None else max(0, starts[index] - window)  # no query sees a key before this one
-            keys, values = _from_pages(cache, pages[index], page_size, oldest, stop)
+        oldest = 0 if window is None else max(0, start - window)  # no query sees a key before this one
+        keys, values = _from_pages(cache, of_stream, page_size, oldest, start + length)
         mixed = _one_sequence(q[rows], keys, values, True, window, None)
         if out is None:
             return mixed.contiguous()

@@ -114,7 +114,7 @@ class Decoder(Model):
         return self.norm.of_sum(x)
 
     def _embedded(self, batch: PackedBatch) -> Tensor:
-        return kernels.embed(batch.token_ids, batch.positions, self.words)
+        return kernels.embed(batch.token_ids, batch.positions, self.words, last=batch.last_tokens)
 
 
 class DecoderAttention(SelfAttention):
@@ -136,16 +136,23 @@ class DecoderAttention(SelfAttention):
             scale = scale.view(kv_heads, 1, d).expand(-1, heads // kv_heads, -1).flatten()
         out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, heads * d, biased=False, scale=scale)
         super().__init__(qkv, out, (heads, kv_heads), angles, config.layer_window(index), in_e4m3)
+        self._index = index
 
     def project(self, x: Residual, batch: PackedBatch) -> Tensor:
-        """`x.value` holds the whole sum afterwards."""
+        """`x.value` holds the whole sum afterwards. Keys and values of streams go into the cache; then only Q is right."""
         qkv = self.qkv.normed(x, self.input_norm)
-        if self.qk_norms is None:
-            return self.rotated(qkv, batch)
         qkv = qkv.view(len(qkv), self.heads[0] + 2 * self.heads[1], -1)
-        q_norm, k_norm = self.qk_norms
-        assert self.angles is not None
-        kernels.norm_rope(qkv, q_norm.weight, k_norm.weight, self.angles, batch.positions, q_norm.eps, self.heads[0])
+        angles, norms = self.angles, self.qk_norms
+        assert angles is not None, "decoders have RoPE"
+        weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+        if (cached := batch.cached) is not None:
+            layer = cached.layers[self._index]
+            kernels.rope_store(qkv, angles, batch.positions, self.heads[0], layer, cached.slots, weights)
+        elif weights is not None:
+            q_weight, k_weight, eps = weights
+            kernels.norm_rope(qkv, q_weight, k_weight, angles, batch.positions, eps, self.heads[0])
+        else:
+            kernels.rope(qkv, angles, batch.positions, self.heads[0])
         return qkv
 
 

@@ -1,25 +1,43 @@
 """`PackedBatch`, the first of the engine's two thin waists: what every forward pass is given."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from engine.kernels.attention_decode import DecodeWorkspace
 from engine.kernels.tiles import Shape
 from engine.run.prefixes import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Where the cache has the tokens of a batch's streams. The streams come first in the batch."""
+    """Where the cache has the tokens of a batch of streams, for the reference attention."""
 
     layers: Sequence[Tensor]  # of `KVCache`
-    slots: Tensor  # [tokens of the streams] int64, each token's row of the cache
+    slots: Tensor  # [T] int32, each token's row of the cache
     starts: Sequence[int]  # for each stream the number of its tokens before those of the batch
     pages: Sequence[Sequence[int]]  # for each stream
+    last: None = None  # no token of the batch is foreseen
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Where the cache has the tokens of a batch of streams, for our kernels. Streams with one token come first."""
+
+    layers: Sequence[Tensor]  # of `KVCache`
+    slots: Tensor  # [T] int32, each token's row of the cache; -1 for padding
+    pages: Tensor  # int32, the pages of all streams, one stream after the other
+    num_decodes: int  # the rows of streams with one token, padding included
+    items: Mapping[int | None, Tensor]  # by window: [n, 8], what the blocks of decode attention work on
+    tiles: Tensor  # [n, 4], what the blocks of attention work on for the other rows
+    tile_shape: Shape
+    queue: Tensor  # [2], zeros, as in `PackedBatch`
+    workspace: DecodeWorkspace
+    last: Tensor  # [num_pages] int32, the token that was chosen after the last token in each page
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +64,34 @@ class PackedBatch:
     prefixes: Sequence[tuple[int, int]]  # of each of them the rows that lie before it; empty where none are shared
     spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
     token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
-    cached: Cached | None = None  # None where no sequence is a stream
+    cached: Cached | Paged | None = None  # None where the sequences are no streams
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def last_tokens(self) -> Tensor | None:
+        """The tokens that ids below 0 name; None where there are no such ids."""
+        return None if self.cached is None else self.cached.last
+
+    @classmethod
+    def of_streams(cls, token_ids: Tensor, positions: Tensor, pooled_rows: Tensor, paged: Paged) -> "PackedBatch":
+        """A batch of streams for our kernels. What else a batch has is for sequences to embed, and empty."""
+        none = token_ids.new_empty(0)
+        parts = {"bounds": none, "cu_seqlens": none, "dimensions": none, "normalize": none, "tiles": none, "pooled_tiles": none}
+        return cls(
+            token_ids,
+            positions,
+            pooled_rows=pooled_rows,
+            **parts,
+            queue=paged.queue,
+            tile_shape=paged.tile_shape,
+            lengths=(),
+            prefixes=(),
+            spans=(),
+            cached=paged,
+        )
 
 
 @dataclass(frozen=True, slots=True)

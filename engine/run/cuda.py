@@ -36,23 +36,23 @@ _WHOLE = EmbedOptions()
 _wreckage: list[RuntimeError] = []
 
 
-class _Staging:
+class Staging:
     """Pinned memory and events of one pass. They serve another pass when the first has ended.
 
     Results are copied out and the block is reused, never freed: freeing pinned memory on a lost device aborts the process.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.dtype, Tensor] = {}
+        self._blocks: dict[tuple[torch.dtype, str], Tensor] = {}
         self.start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
-    def take(self, num_values: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised values of one dtype; may be called once a pass for each dtype."""
-        block = self._blocks.get(dtype)
+    def take(self, num_values: int, dtype: torch.dtype, what: str = "") -> Tensor:
+        """Uninitialised values of one dtype; may be called once a pass for each dtype and use."""
+        block = self._blocks.get((dtype, what))
         if block is None or block.numel() < num_values:
             room = 1 << (num_values - 1).bit_length()  # torch would take as much in any case
-            block = self._blocks[dtype] = torch.empty(room, dtype=dtype, pin_memory=True)
+            block = self._blocks[dtype, what] = torch.empty(room, dtype=dtype, pin_memory=True)
         return block[:num_values]
 
 
@@ -68,8 +68,8 @@ class CudaFlight:
     end: torch.cuda.Event
     is_short: bool
     device: torch.device
-    staging: _Staging | None  # None once it has gone back
-    idle: deque[_Staging]
+    staging: Staging | None  # None once it has gone back
+    idle: deque[Staging]
 
     @property
     def done(self) -> bool:
@@ -104,7 +104,7 @@ class CudaRunner:
         self.network, self.packer, self._device = network, packer, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.graphs = Graphs(Capturer(network, device, self._stream))
-        self._idle = deque[_Staging]()
+        self._idle = deque[Staging]()
         self.max_graph_tokens = 0  # until `tune` has found where graphs pay
         self.longest_input: int | None = None  # tokens of the longest input that fits beside the rest, once `tune` has tried
 
@@ -126,7 +126,7 @@ class CudaRunner:
             graphed, (shape, tiles) = False, self.packer.shape(layout)
         graph = self.graphs.find((shape, heads)) if graphed else None
         with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens", self._device), self._stream:
-            staging = self._idle.pop() if self._idle else _Staging()
+            staging = self._idle.pop() if self._idle else Staging()
             buffer = staging.take(shape.size, torch.int32)
             self.packer.fill(buffer.numpy(), shape, layout, tiles, options)
             staging.start.record(self._stream)
@@ -151,7 +151,7 @@ class CudaRunner:
         return few_values and self.packer.has_graph(shape) and self.graphs.may_have((shape, heads))
 
 
-def _to_host(results: Sequence[Tensor], staging: _Staging) -> list[Tensor]:
+def _to_host(results: Sequence[Tensor], staging: Staging) -> list[Tensor]:
     """Queues copies of fp32 results to pinned host memory. They are valid once the stream has reached this point."""
     sizes = [each.numel() for each in results]
     parts = torch.split(staging.take(sum(sizes), torch.float32), sizes)

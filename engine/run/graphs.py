@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,20 @@ Heads = tuple[OutputHead, ...]
 Key = tuple[BatchShape, Heads]
 
 
+class HasSize(Protocol):
+    """The shape of a batch."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_seqs(self) -> int: ...
+
+
+K = TypeVar("K", bound=tuple[HasSize, Any])
+G = TypeVar("G")
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured pass: fill `buffer`, replay, and read `results` before the next replay."""
@@ -44,29 +59,29 @@ class Graph:
         return self.results
 
 
-class Graphs:
+class Graphs(Generic[K, G]):
     """The graphs of one runner. The thread that launches calls `find` and `want`; later captures have a thread of their own."""
 
-    def __init__(self, capture: Callable[[Key, bool], Graph], most: int = MAX_GRAPHS) -> None:
+    def __init__(self, capture: Callable[[K, bool], G], most: int = MAX_GRAPHS) -> None:
         """`capture` makes a graph; its second argument says whether to run the pass eagerly first."""
         self._capture, self._most = capture, most
-        self._graphs: dict[Key, Graph] = {}
-        self._given_up: set[Key] = set()
-        self._wanted: list[Key] = []
+        self._graphs: dict[K, G] = {}
+        self._given_up: set[K] = set()
+        self._wanted: list[K] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Key) -> Graph | None:
+    def find(self, key: K) -> G | None:
         return self._graphs.get(key)
 
-    def may_have(self, key: Key) -> bool:
+    def may_have(self, key: K) -> bool:
         """Whether the key has a graph or can get one."""
         return key in self._graphs or (key not in self._given_up and len(self._graphs) < self._most)
 
-    def capture_all(self, keys: Iterable[Key], most_s: float = MOST_CAPTURE_S) -> None:
+    def capture_all(self, keys: Iterable[K], most_s: float = MOST_CAPTURE_S) -> None:
         """Capture these in order, as many as the time allows."""
         start = perf_counter()
         for key in keys:
@@ -74,14 +89,15 @@ class Graphs:
                 return
             self._try(key, eager_first=True)
 
-    def want(self, key: Key) -> None:
+    def want(self, key: K) -> None:
         """Capture this beside the passes to come. A pass of the shape has just run eagerly, so its kernels are loaded."""
         with self._lock:
             if key in self._wanted or not self.may_have(key):
                 return
             self._wanted.append(key)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._capture_wanted, name="engine-graphs", daemon=True)
+                # No daemon: a process that ends while a graph is captured would be aborted by torch.
+                self._thread = threading.Thread(target=self._capture_wanted, name="engine-graphs")
                 self._thread.start()
 
     def wait(self) -> None:
@@ -92,7 +108,7 @@ class Graphs:
     def _capture_wanted(self) -> None:
         while True:
             with self._lock:
-                if not self._wanted:
+                if not self._wanted or not threading.main_thread().is_alive():  # the process ends
                     self._thread = None
                     return
                 key = self._wanted[0]
@@ -100,7 +116,7 @@ class Graphs:
             with self._lock:
                 self._wanted.remove(key)
 
-    def _try(self, key: Key, eager_first: bool) -> None:
+    def _try(self, key: K, eager_first: bool) -> None:
         """A capture that fails costs its shape the graph and nothing else."""
         try:
             self._graphs[key] = self._capture(key, eager_first)
@@ -110,18 +126,44 @@ class Graphs:
             log.warning("no CUDA graph for %d tokens of %d sequences: %s", shape.num_tokens, shape.num_seqs, error)
 
 
+class GraphPool:
+    """The memory and the stream of the captures of one runner."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        # A stream for captures alone. torch 2.13 frees a stream's cuBLAS workspace when any graph captured on the stream dies
+        # (pytorch#193402); taken during a capture, the workspace lies in the graphs' own pool. And pinned memory that is freed
+        # during a capture has an event recorded on the stream of the passes, not in the graph.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, compute: Callable[[], None], new_thread: bool) -> torch.cuda.CUDAGraph:
+        """A graph of what `compute` launches. `new_thread`: this thread may have launched nothing before.
+
+        Raises: RuntimeError, of which torch's OutOfMemoryError is one.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), self._stream:
+            if new_thread:  # a capture cannot make a cuBLAS handle, and each thread has its own
+                torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+            # Not torch.cuda.graph: it empties the allocator's cache, and so gives back what `tune` has set aside.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                compute()
+            except BaseException:
+                with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # the graph is broken or empty
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
+
+
 class Capturer:
     """Captures passes of one network on one device."""
 
     def __init__(self, network: Network, device: torch.device, passes: torch.cuda.Stream) -> None:
         """`passes`: the stream that passes run on."""
         self._network, self._device, self._passes = network, device, passes
-        self._pool = torch.cuda.graph_pool_handle()
-        # A stream for captures alone. torch 2.13 frees a stream's cuBLAS workspace when any graph captured on the stream dies
-        # (pytorch#193402); taken during a capture, the workspace lies in the graphs' own pool. And pinned memory that is freed
-        # during a capture has an event recorded on the stream of the passes, not in the graph.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._results = torch.empty(0, device=device)
+        self._pool, self._results = GraphPool(device), torch.empty(0, device=device)
 
     def __call__(self, key: Key, eager_first: bool) -> Graph:
         """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
@@ -133,23 +175,15 @@ class Capturer:
                 if eager_first:  # a capture can neither compile kernels nor load a library's
                     self._network(batch, heads)
                 vectors, rows = self._place(shape, heads)
-            graph = torch.cuda.CUDAGraph()
-            with _no_collection(), self._stream:
-                if not eager_first:  # a capture cannot make a cuBLAS handle, and each thread has its own
-                    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-                # Not torch.cuda.graph: it empties the allocator's cache, and so gives back what `tune` has set aside.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    captured_vectors, captured_rows = self._network(batch, heads)
-                    vectors.copy_(captured_vectors)
-                    for row, captured in zip(rows, captured_rows, strict=True):
-                        row.copy_(captured)
-                    del captured_vectors, captured_rows  # kept, they would split the memory that the next graph needs whole
-                except BaseException:
-                    with suppress(RuntimeError), warnings.catch_warnings(action="ignore"):  # the graph is broken or empty
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+
+            def compute() -> None:
+                # Nothing captured is kept: it would split the memory that the next graph needs whole.
+                captured_vectors, captured_rows = self._network(batch, heads)
+                vectors.copy_(captured_vectors)
+                for row, captured in zip(rows, captured_rows, strict=True):
+                    row.copy_(captured)
+
+            graph = self._pool.capture(compute, new_thread=not eager_first)
         return Graph(graph, buffer, (vectors, rows))
 
     def _place(self, shape: BatchShape, heads: Heads) -> Results:

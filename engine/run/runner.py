@@ -21,7 +21,7 @@ _WHOLE = EmbedOptions()
 
 
 class CpuRunner:
-    """Not thread-safe."""
+    """Not thread-safe. Streams of a model in float32 run here on a GPU, too."""
 
     passes_in_flight = 1
 
@@ -52,8 +52,9 @@ class CpuRunner:
     def _launch_streams(self, pieces: Sequence[Piece]) -> Finished:
         start = perf_counter()
         assert self._cache is not None, "pieces are for a model that generates"
-        batch = with_cache(self.packer.pack([piece.token_ids for piece in pieces]), pieces, self._cache)
-        tokens, scores = self._network.next_tokens(batch, pieces)
+        packer = replace(self.packer, tiling=None)  # for the reference attention
+        batch = packer.pack([piece.token_ids for piece in pieces], device=self._cache.device)
+        tokens, scores = self._network.next_tokens(with_cache(batch, pieces, self._cache), pieces)
         vectors = np.empty((0, 1), dtype=np.float32)
         return Finished(Output(vectors, device_s=perf_counter() - start, tokens=tokens, scores=scores))
 
@@ -61,15 +62,16 @@ class CpuRunner:
 def with_cache(batch: PackedBatch, pieces: Sequence[Piece], cache: KVCache) -> PackedBatch:
     """A packed batch of streams, with the place of each token in the cache."""
     lengths, starts = [len(piece.token_ids) for piece in pieces], [piece.start for piece in pieces]
-    positions = batch.positions + torch.repeat_interleave(torch.tensor(starts), torch.tensor(lengths))
+    positions = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
     tables = [np.asarray(piece.pages) for piece in pieces]
     slots = [
         table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
         for table, start, length in zip(tables, starts, lengths, strict=True)
         for at in (np.arange(start, start + length),)
     ]
-    cached = Cached(cache.layers, torch.from_numpy(np.concatenate(slots)), starts, [piece.pages for piece in pieces])
-    return replace(batch, positions=positions.to(torch.int32), cached=cached)
+    on_device = [torch.from_numpy(each.astype(np.int32)).to(cache.device) for each in (positions, np.concatenate(slots))]
+    cached = Cached(cache.layers, on_device[1], starts, [piece.pages for piece in pieces])
+    return replace(batch, positions=on_device[0], cached=cached)
 
 
 def output_of(

@@ -12,11 +12,16 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from engine.devices import compute_dtype
+from engine.draws import Row
 from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
-from engine.model.footprint import MOST_BATCH_TOKENS, body_parameters, most_graph_tokens
-from engine.options import TokenIds
+from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAM_TOKENS, body_parameters, most_graph_tokens
+from engine.options import SamplingOptions, TokenIds
 from engine.run.cuda import CudaRunner
+from engine.run.cuda_streams import StreamRunner
+from engine.run.kv_cache import PAGE_SIZE
+from engine.schedule.stream import Piece
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,8 @@ _SMALL_BODY = 200_000_000
 # A query may wait for a whole pass of other work. A slower card gets smaller passes.
 _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # of a typical text
+# Seconds that captures of decode steps may take at load. Each stream's next token waits for a step without a graph.
+_MOST_CAPTURE_S = 4.0
 
 
 def tune(
@@ -43,6 +50,79 @@ def first_budget(config: ModelConfig, dtype: torch.dtype) -> int:
     """The token budget to try first. It follows from the model alone, so that two starts on one card choose the same."""
     is_light = dtype.itemsize == 1 or body_parameters(config) <= _SMALL_BODY
     return MOST_BATCH_TOKENS if is_light else MOST_BATCH_TOKENS // 2
+
+
+def tune_streams(
+    runner: StreamRunner, config: ModelConfig, dtype: torch.dtype, cache_tokens: int, max_batch_tokens: int | None
+) -> int:
+    """Prepare a runner of streams for requests; returns the token budget, or the one given.
+
+    Raises: OutOfMemory where not even a small pass fits beside the weights and the cache.
+    """
+    return _StreamTrials(runner, config, dtype, cache_tokens).tune(max_batch_tokens)
+
+
+class _StreamTrials:
+    """The trials' tokens all lie in the first pages of the cache, which no stream has yet."""
+
+    def __init__(self, runner: StreamRunner, config: ModelConfig, dtype: torch.dtype, cache_tokens: int) -> None:
+        self._runner, self._config, self._dtype = runner, config, dtype
+        self._longest = min(config.max_input_length, cache_tokens)
+
+    def tune(self, max_batch_tokens: int | None) -> int:
+        runner, budget = self._runner, max_batch_tokens or MOST_STREAM_TOKENS
+        while not self._fits(budget):
+            if budget <= _BUDGETS[0] or max_batch_tokens:
+                raise OutOfMemory(f"a pass of {budget} tokens does not fit beside the weights and the cache; free memory on this GPU")
+            budget //= 2
+        limit = min(self._find_graph_limit(budget), budget)
+        torch.cuda.empty_cache()  # the trials leave memory of other sizes behind; so the largest pass comes first now
+        self._fits(budget)
+        decodes, chunks = runner.packer.decode_shapes(), runner.packer.chunk_shapes(limit)
+        runner.prepare_graphs([*decodes, *chunks], self._config.hidden_size, compute_dtype(self._dtype))
+        # The largest comes first: it takes the memory in which all others find room. A prompt alone may come next.
+        runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), _MOST_CAPTURE_S)
+        runner.graphs.capture_all(((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1))
+        runner.max_graph_tokens = limit
+        return budget
+
+    def _find_graph_limit(self, budget: int) -> int:
+        """As `_Trials` does it: graphs pay while launching kernels one by one takes a third of their time or more."""
+        most = most_graph_tokens(self._config, self._dtype)
+        for tokens in (*reversed(_BUDGETS), 512):
+            if tokens > min(most, budget):
+                continue
+            seconds = [self._launch_seconds(tokens) for _ in range(3)]
+            if min(whole for _, whole in seconds) < 3 * min(queued for queued, _ in seconds):
+                return tokens
+        return 256
+
+    def _launch_seconds(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds until one pass is queued, and until it has ended."""
+        start = perf_counter()
+        flight = self._runner.launch([], pieces=self._pieces(num_tokens, 0))
+        queued = perf_counter() - start
+        flight.wait()
+        return queued, perf_counter() - start
+
+    def _fits(self, num_tokens: int) -> bool:
+        try:
+            self._runner.launch([], pieces=self._pieces(num_tokens, min(256, num_tokens // 2))).wait()
+        except OutOfMemory:
+            torch.cuda.empty_cache()
+            return False
+        return True
+
+    def _pieces(self, num_tokens: int, num_decodes: int) -> list[Piece]:
+        """Streams with one token, and prompts that make up the rest."""
+        row = Row(SamplingOptions(max_tokens=1, temperature=0.0))
+        pieces, left = [Piece(np.zeros(1, np.int32), 0, (0,), row)] * num_decodes, num_tokens - num_decodes
+        while left:
+            length = min(left, self._longest)
+            ids = np.arange(length, dtype=np.int32) % self._config.vocab_size
+            pieces.append(Piece(ids, 0, tuple(range(-(-length // PAGE_SIZE))), row))
+            left -= length
+        return pieces
 
 
 class _Trials:

@@ -6,6 +6,7 @@ the token budget is scheduled as late as the device allows, so that requests tha
 
 import sys
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from math import inf
@@ -147,7 +148,17 @@ class Scheduler:
             slices, preempted = self.streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs))
             for stream in preempted:
                 self.queue.add_first(stream)
-        return self.queue.schedule(now, slices)
+        slices = self.queue.schedule(now, slices)
+        if self.streams is not None:
+            self.streams.run_ahead(slices)
+        return slices
+
+    def advance(self, streams: Iterable[Stream]) -> None:
+        """A pass has ended, and the tokens that it chose for these streams were accepted."""
+        assert self.streams is not None, "a runner with pages computes streams"
+        for stream in streams:
+            if self.streams.advance(stream):
+                self.queue.add_first(stream)
 
     def started(self, num_tokens: int, now: float) -> None:
         """A pass begins to be launched."""

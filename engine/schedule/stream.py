@@ -3,6 +3,9 @@
 A stream begins in the queue, where its prompt is taken in chunks. Each later pass computes one token: the last one that was
 chosen. The keys and values of a stream's tokens lie in pages of the cache. Where no page is free, the stream that began last
 gives its pages back and waits in the queue again; its prompt and its answer are then computed anew.
+
+Where the device keeps the chosen tokens, a stream runs ahead: its next pass is launched before the host knows the token that the
+pass computes. Such a token is foreseen. A stop id is then seen one pass late, and what that pass has chosen is dropped.
 """
 
 import random
@@ -35,11 +38,19 @@ class Scored(NamedTuple):
 class Piece(NamedTuple):
     """What a pass computes of a stream."""
 
-    token_ids: TokenIds
+    token_ids: TokenIds  # an id below 0 is foreseen: `last_token(page)` of the page of the token before it
     start: int  # the position of the first of these tokens
     pages: tuple[int, ...]  # where the keys and values of all tokens of the stream are, these included
     row: Row | None  # how the token after them is chosen; None where the stream goes on in a later pass, or ends without one
     scored: Scored | None = None
+
+
+def last_token(page: int) -> int:
+    """The id of a token that only the device knows: the one that was chosen after the last token in this page.
+
+    The page of a stream's last token is the stream's own: no other stream's last token lies there.
+    """
+    return -1 - page
 
 
 class Token(NamedTuple):
@@ -85,6 +96,7 @@ class Stream(Waiting):
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
+    num_foreseen: int = 0  # tokens of the answer that passes under way choose
     num_cached_tokens: int = 0
     pool: Pages | None = None  # the scheduler's
     counts: TokenCounts | None = None  # for penalties
@@ -123,6 +135,16 @@ class Stream(Waiting):
         return self.options.prompt_logprobs is None or len(self.scores) == len(self.prompt) - 1
 
     @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next token can be chosen before the host knows the last one."""
+        return self.matcher is None and self.counts is None and not self.options.no_repeat_ngram
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the answer may go on after the tokens that are foreseen."""
+        return len(self.answer) + self.num_foreseen < self.options.max_tokens
+
+    @property
     def num_tokens(self) -> int:
         return self.length - self.num_computed
 
@@ -148,9 +170,14 @@ class Stream(Waiting):
         return None
 
     def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
-        if start >= len(self.prompt):
-            return np.array([token.id for token in self.answer[start - len(self.prompt) : stop - len(self.prompt)]], np.int32)
-        return self.prompt[start:stop] if stop <= len(self.prompt) else self.ids[start:stop]
+        if stop <= len(self.prompt):
+            return self.prompt[start:stop]
+        if stop - start > 1:
+            return self.ids[start:stop]
+        assert self.pool is not None, "a stream is added to a scheduler first"
+        index = start - len(self.prompt)
+        known = index < len(self.answer)
+        return np.array([self.answer[index].id if known else last_token(self.pages[(start - 1) // self.pool.page_size])], np.int32)
 
     def prepare(self, may_take_pages: bool) -> int | None:
         """Pages for all tokens, before the first of them is computed: those that the cache has, and fresh ones."""
@@ -173,8 +200,10 @@ class Stream(Waiting):
     def next_slice(self, room: int, alone: bool) -> Slice | None:
         if room <= 0:
             return None
-        start = self.num_computed
-        self.num_computed = min(start + room, self.length)
+        start, length = self.num_computed, self.length + self.num_foreseen
+        self.num_computed = min(start + room, length)
+        if self.num_computed == length and self.options.max_tokens:
+            self.num_foreseen += 1
         return Slice(self, 0, start, self.num_computed)
 
     def piece(self, part: Slice) -> Piece | None:
@@ -182,12 +211,12 @@ class Stream(Waiting):
 
         A grammar that allows no token ends the stream here. The mask may be computed twice for a token, as after preemption.
         """
-        pages = tuple(self.pages)
+        pages, index = tuple(self.pages), part.stop - len(self.prompt)  # the number in the answer of the token to choose
         if self.pool is None or len(pages) * self.pool.page_size < part.stop:
             return None
         row = None
-        if part.stop == self.length and self.options.max_tokens:
-            banned = self.options.stop_ids if len(self.answer) < self.options.min_tokens else ()
+        if part.stop >= self.length and self.options.max_tokens:
+            banned = self.options.stop_ids if index < self.options.min_tokens else ()
             if self.options.no_repeat_ngram:
                 banned = (*banned, *banned_by_ngrams(self.ids, self.options.no_repeat_ngram))
             allowed = None
@@ -200,7 +229,7 @@ class Stream(Waiting):
                 if allowed is None:
                     self._end("stop")
                     return None
-            row = Row(self.options, uniform(self.seed, len(self.answer)), self.counts, banned, allowed)
+            row = Row(self.options, uniform(self.seed, index), self.counts, banned, allowed)
         return Piece(part.token_ids, part.start, pages, row, self._scored(part))
 
     def _scored(self, part: Slice) -> Scored | None:
@@ -219,6 +248,7 @@ class Stream(Waiting):
 
     def accept(self, token: Token) -> None:
         """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""
+        self.num_foreseen -= 1
         if self.future.done():
             return  # the caller has left
         if token.id in self.options.stop_ids:
@@ -258,7 +288,9 @@ class Streams:
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
-        self._ready: dict[Stream, None] = {}  # whose last token is known and not yet computed, in the order of their beginning
+        # Whose last token is not yet computed, and known or foreseen; in the order of their beginning.
+        self._ready: dict[Stream, None] = {}
+        self._leaving: dict[Stream, None] = {}  # will give their pages up when the passes under way have ended
 
     def __len__(self) -> int:
         return len(self._ready)
@@ -271,8 +303,11 @@ class Streams:
         """
         slices: list[Slice] = []
         preempted: list[Stream] = []
-        while self._ready and len(slices) < most:
-            stream = next(iter(self._ready))
+        for stream in tuple(self._ready):
+            if len(slices) == most:
+                break
+            if stream not in self._ready:  # it has given up its pages for one of the streams before it
+                continue
             if stream.num_computed < len(stream.pages) * self.pages.page_size or self._take_page(stream, preempted):
                 del self._ready[stream]
                 part = stream.next_slice(1, alone=False)
@@ -280,11 +315,26 @@ class Streams:
                 slices.append(part)
         return slices, preempted
 
+    def run_ahead(self, slices: Sequence[Slice]) -> None:
+        """The streams of these slices that can run ahead are ready for the pass after the one that is now scheduled."""
+        for part in slices:
+            stream = part.request
+            if isinstance(stream, Stream) and stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
+                self._ready[stream] = None
+
     def _take_page(self, stream: Stream, preempted: list[Stream]) -> bool:
-        """A page for the stream's next token, if need be of the streams that began last. False: the stream itself was one."""
+        """A page for the stream's next token, if need be of the streams that began last. False: there is none now.
+
+        A stream in a pass under way gives its pages up after the pass, because its token of that pass is not known yet.
+        """
         while (page := self.pages.take(1)) is None:
+            if self._leaving:
+                return False
             last = next(reversed(self._ready))
             del self._ready[last]
+            if last.num_foreseen:
+                self._leaving[last] = None
+                return False
             last.give_back()
             preempted.append(last)
             if last is stream:
@@ -292,21 +342,32 @@ class Streams:
         stream.pages += page
         return True
 
-    def advance(self, stream: Stream) -> None:
-        """The pass of a stream's last slice has ended, and its token was accepted."""
-        if not stream.future.done():
-            self._ready[stream] = None
+    def advance(self, stream: Stream) -> bool:
+        """A pass has ended, and the token that it chose for the stream was accepted.
+
+        Returns: whether the stream has given up its pages, and is to be queued again.
+        """
+        if stream.future.done() or stream.num_foreseen:
+            return False
+        if stream in self._leaving:
+            del self._leaving[stream]
+            stream.give_back()
+            return True
+        self._ready.setdefault(stream)
+        return False
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended."""
         self._ready.pop(stream, None)
+        self._leaving.pop(stream, None)
         if stream.pages:
             stream.give_back()
 
     def drain(self) -> list[Stream]:
         """Take out all streams, to tell the callers that nobody will continue them."""
-        streams = list(self._ready)
+        streams = [*self._ready, *self._leaving]
         self._ready.clear()
+        self._leaving.clear()
         return streams
 
 

@@ -21,7 +21,7 @@ from engine.passes import Passes
 from engine.run.flight import Finished, Output
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
-from engine.schedule.stream import Answer, Piece, Stream, Token
+from engine.schedule.stream import Answer, Piece, Stream, Token, last_token
 
 PAGE_SIZE = 4
 BROKEN = 999  # the pass of this token fails
@@ -45,10 +45,11 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
 class Device:
     """Computes in `launch`. The cache holds token ids where a real one holds keys and values."""
 
-    passes_in_flight, max_graph_tokens = 1, 0
+    max_graph_tokens = 0
 
-    def __init__(self, num_pages: int, most_tokens: float = inf) -> None:
-        self.pages = Pages(num_pages, PAGE_SIZE)
+    def __init__(self, num_pages: int, most_tokens: float = inf, passes_in_flight: int = 1) -> None:
+        self.pages, self.passes_in_flight = Pages(num_pages, PAGE_SIZE), passes_in_flight
+        self.last: dict[int, int] = {}  # by the id that names the token
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
         self.most_tokens = most_tokens  # of a pass; more are out of memory
         self.passes: list[list[int]] = []  # the tokens of each piece
@@ -64,15 +65,21 @@ class Device:
 
     def _compute(self, piece: Piece) -> Token | None:
         places = [piece.pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(piece.start + len(piece.token_ids))]
-        self.cache[places[piece.start :]] = piece.token_ids
+        self.cache[places[piece.start :]] = [self.last[each] if each < 0 else each for each in piece.token_ids.tolist()]
         seen = self.cache[places].tolist()
         if BROKEN in seen:
             raise RuntimeError("broken")
-        return None if piece.row is None else Token(next_token(seen))
+        if piece.row is None:
+            return None
+        token = self.last[last_token(places[-1] // PAGE_SIZE)] = next_token(seen)
+        return Token(token)
 
 
-def stream(prompt: Sequence[int], most: int = 8, priority: Priority = "interactive", deadline: float = inf) -> Stream:
-    options = SamplingOptions(max_tokens=most, stop_ids=(0,))
+def stream(
+    prompt: Sequence[int], most: int = 8, priority: Priority = "interactive", deadline: float = inf, ahead: bool = True
+) -> Stream:
+    """`ahead`: each token can be chosen before the host knows the last one."""
+    options = SamplingOptions(max_tokens=most, stop_ids=(0,), presence_penalty=0.0 if ahead else 1.0)
     return Stream(np.array(prompt, dtype=np.int32), options, 0, priority=priority, deadline=deadline)
 
 
@@ -85,21 +92,22 @@ words = st.lists(st.integers(1, 3), min_size=1, max_size=20)  # few words: promp
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(words, st.integers(1, 12), st.sampled_from(["interactive", "batch"])), min_size=1, max_size=8),
+    st.lists(st.tuples(words, st.integers(1, 12), st.sampled_from(["interactive", "batch"]), st.booleans()), min_size=1, max_size=8),
     st.integers(8, 20),
     st.integers(1, 30),
     st.integers(4, 40),
+    st.integers(1, 3),
 )
 def test_every_answer_is_what_its_prompt_gives(
-    asked: list[tuple[list[int], int, Priority]], num_pages: int, budget: int, most_tokens: int
+    asked: list[tuple[list[int], int, Priority, bool]], num_pages: int, budget: int, most_tokens: int, passes_in_flight: int
 ) -> None:
     """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
-    device = Device(num_pages, most_tokens)
-    streams = [stream(prompt, most, priority) for prompt, most, priority in asked]
+    device = Device(num_pages, most_tokens, passes_in_flight)
+    streams = [stream(prompt, most, priority, ahead=ahead) for prompt, most, priority, ahead in asked]
     passes = Passes(device, budget)
     for _ in passes.steps(streams):
         device.pages.check_integrity()
-    for each, (prompt, most, _) in zip(streams, asked, strict=True):
+    for each, (prompt, most, *_) in zip(streams, asked, strict=True):
         assert ids(each.future.result(0)) == answer_of(prompt, most)
     assert all(sum(lengths) <= budget for lengths in device.passes)
     assert device.pages.num_free == num_pages
@@ -109,9 +117,11 @@ def test_every_answer_is_what_its_prompt_gives(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(words, min_size=2, max_size=8), st.data())
-def test_a_stream_that_is_left_gives_its_pages_back_at_once(asked: list[list[int]], data: st.DataObject) -> None:
-    device = Device(40)
+@given(st.lists(words, min_size=2, max_size=8), st.integers(1, 3), st.data())
+def test_a_stream_that_is_left_gives_its_pages_back_at_once(
+    asked: list[list[int]], passes_in_flight: int, data: st.DataObject
+) -> None:
+    device = Device(40, passes_in_flight=passes_in_flight)
     streams = [stream(prompt, 12) for prompt in asked]
     left = [streams[index] for index in data.draw(st.sets(st.integers(0, len(streams) - 1)))]
     when = data.draw(st.integers(0, 6))
@@ -201,7 +211,7 @@ def test_whoever_waits_for_a_stream_hears_the_end() -> None:
     assert device.pages.num_free == 20
 
     class Embeds(Device):
-        pages = None  # type: ignore[assignment]
+        pages, passes_in_flight = None, 1  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 
@@ -241,6 +251,37 @@ def test_the_loop_continues_streams_in_its_own_thread() -> None:
     device.pages.check_integrity()
 
 
+def test_a_stream_runs_ahead_of_what_the_host_knows() -> None:
+    device = Device(20, passes_in_flight=2)
+    ahead, waits = stream([3], 5), stream([4], 5, ahead=False)
+    passes = Passes(device, 100)
+    for each in (ahead, waits):
+        passes.scheduler.add(each)
+    (first,) = passes.launch(passes.schedule())
+    (second,) = passes.launch(passes.schedule())
+    assert device.passes == [[1, 1], [1]]
+    passes.deliver(first)
+    (third,) = passes.launch(passes.schedule())
+    assert device.passes[2] == [1, 1]
+    for launched in (second, third):
+        passes.deliver(launched)
+    passes.run([])
+    assert ids(ahead.future.result(0)) == answer_of([3], 5)
+    assert ids(waits.future.result(0)) == answer_of([4], 5)
+
+
+def test_a_stream_gives_its_pages_up_after_the_pass_under_way() -> None:
+    """Two streams fill all pages and run ahead. One has to leave; its token under way is not lost and not computed twice."""
+    device = Device(6, passes_in_flight=2)
+    streams = [stream([first] * 11, 12) for first in (1, 2)]
+    passes = Passes(device, 100)
+    for _ in passes.steps(streams):
+        device.pages.check_integrity()
+    for each, first in zip(streams, (1, 2), strict=True):
+        assert ids(each.future.result(0)) == answer_of([first] * 11, 12)
+    assert device.pages.num_free == 6
+
+
 def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
     device, heard = Device(20), list[str]()
     streams = [stream([index], 3) for index in (3, 4, 5)]
@@ -255,10 +296,8 @@ def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
 class LateDevice(Device):
     """A pass ends when a test says so, as on a GPU: after its launch has returned."""
 
-    passes_in_flight = 2
-
     def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
+        super().__init__(num_pages, passes_in_flight=2)
         self.launched, self.ends = threading.Event(), threading.Event()
 
     def launch(self, *args: Any) -> Any:
@@ -284,22 +323,23 @@ class LateFlight:
         return self.output
 
 
-def test_a_stream_whose_pass_outlives_the_loop_hears_the_end() -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_stream_whose_pass_outlives_the_loop_hears_the_end(ahead: bool) -> None:
     device = LateDevice(20)
     loop = EngineLoop(device, 16)
-    last = stream([3], 8)
+    last = stream([3], 8, ahead=ahead)
     loop.submit([last])
     assert device.launched.wait(5)
     stopping = threading.Thread(target=loop.stop)
     stopping.start()
     while loop._thread.is_alive():  # the thread that launches has told whoever waits; this stream is still in a pass
         time.sleep(0.001)
-    assert not last.future.done()
+    assert last.future.done() == ahead  # a stream that runs ahead waits for its next pass at the same time
     device.ends.set()
     with pytest.raises(EngineStopped):
         last.future.result(5)
     stopping.join(5)
-    assert ids_of(last) == answer_of([3], 1)
+    assert ids_of(last) == ([] if ahead else answer_of([3], 1))
     assert device.pages.num_free == 20
 
 

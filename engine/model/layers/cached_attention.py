@@ -1,28 +1,51 @@
-"""Attention of streams, whose earlier tokens are in the cache: this pass's keys and values are stored, then all are read."""
+"""Attention of streams: the cache has the keys and values of all their tokens, those of this pass included."""
 
+import torch
 from torch import Tensor
 
-from engine.kernels import reference
-from engine.run.batch import Cached, PackedBatch
+from engine import kernels
+from engine.kernels import MaybeQuantized, Quantized, reference
+from engine.model.layers.e4m3_values import E4M3
+from engine.run.batch import Cached, PackedBatch, Paged
 from engine.run.kv_cache import PAGE_SIZE
 
 
 class CachedAttention:
-    """Causal attention of one layer. Sequences that are no streams see the tokens of their own in this pass."""
+    """Causal attention of one layer."""
 
-    def __init__(self, batch: PackedBatch, cached: Cached, layer: Tensor, heads: tuple[int, int], window: int | None) -> None:
-        """`layer`: the layer's keys and values in the cache."""
+    def __init__(
+        self, batch: PackedBatch, cached: Cached | Paged, layer: Tensor, heads: tuple[int, int], window: int | None, in_e4m3: bool
+    ) -> None:
+        """
+        Args:
+            layer: the layer's keys and values in the cache.
+            in_e4m3: as in `Attention`.
+        """
         self._batch, self._cached, self._layer, self._window = batch, cached, layer, window
-        self._split = (heads[0], heads[1], heads[1])
+        self._heads, self._in_e4m3 = heads[0], in_e4m3
 
-    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> Tensor:
-        """[T, H + 2 K, D] -> [T, H D]."""
-        q, k, v = qkv.split(self._split, dim=1)  # type: ignore[no-untyped-call]
+    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> MaybeQuantized:  # noqa: ARG002
+        """[T, H + 2 K, D] -> [T, H D]. Of `qkv` only Q is read."""
+        mixed = (self._paged if isinstance(self._cached, Paged) else self._reference)(qkv[:, : self._heads]).flatten(1)
+        if not self._in_e4m3:
+            return mixed
+        return Quantized(reference.to_e4m3(mixed), mixed.new_ones(len(mixed), dtype=torch.float32))
+
+    def _paged(self, q: Tensor) -> Tensor:
         cached, layer = self._cached, self._layer
-        num_stored = len(cached.slots)
-        keys_and_values = qkv[:num_stored, self._split[0] :].view(num_stored, 2, *layer.shape[2:])
-        layer.transpose(0, 1).index_copy_(0, cached.slots, keys_and_values)
-        mixed = reference.cached_attention(
-            q, k, v, self._batch.lengths, layer, cached.starts, cached.pages, PAGE_SIZE, self._window
-        )
-        return mixed.flatten(1)
+        assert isinstance(cached, Paged)
+        dtype = E4M3 if self._in_e4m3 else q.dtype
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+        if cached.num_decodes:
+            items = cached.items[self._window]
+            kernels.attention_decode(q, layer, items, cached.pages, cached.workspace, dtype, out)
+        if len(cached.tiles):
+            how = cached.tile_shape, self._window, dtype, cached.queue, out
+            kernels.paged_attention(q, layer, cached.tiles, cached.pages, *how)
+        return out
+
+    def _reference(self, q: Tensor) -> Tensor:
+        cached, layer = self._cached, self._layer
+        assert isinstance(cached, Cached)
+        where = cached.starts, cached.pages, PAGE_SIZE
+        return reference.cached_attention(q, self._batch.lengths, layer, *where, self._window)

@@ -1,0 +1,263 @@
+"""Runs passes of streams on one GPU: prompts in chunks, and a token of each stream.
+
+Everything runs in order on one stream. A pass leaves the chosen tokens on the device, where the next pass finds them. So the
+next pass is launched before these tokens are on the host.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine import kernels
+from engine.draws import Row
+from engine.heads.sampler import Sampling, adjust
+from engine.heads.scores import score_prompts
+from engine.kernels.attention_decode import DecodeWorkspace, most_items
+from engine.model.config import OutputName
+from engine.options import EmbedOptions, TokenIds
+from engine.run.cuda import Staging, cuda_errors
+from engine.run.flight import Output
+from engine.run.graphs import GraphPool, Graphs
+from engine.run.kv_cache import KVCache
+from engine.run.network import Network
+from engine.run.streams import MOST_GRAPH_ROWS, Laid, StreamPacker, StreamShape, rows_of
+from engine.schedule.stream import Piece, Token
+
+Key = tuple[StreamShape, tuple[()]]
+
+# Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
+_MOST_PAGES = 32_768
+_NONE = np.empty((0, 1), dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamGraph:
+    """A captured pass over the runner's buffer; its results lie where the runner has them."""
+
+    graph: torch.cuda.CUDAGraph
+
+
+@dataclass(slots=True)
+class Extra:
+    """What the plain torch operations have chosen and scored. n = rows that need more than the sampler's kernel."""
+
+    indices: list[int]  # of these rows among those that choose a token
+    sampled: Tensor  # [n, 4], as `kernels.sample` gives it
+    logprobs: Tensor  # [n] float32, of the chosen tokens
+    top: tuple[Tensor, Tensor]  # [n, most]: ids and log-probabilities of the likeliest tokens
+    named: list[Tensor | None]  # log-probabilities of `SamplingOptions.logprobs_of`
+
+    def add_to(self, tokens: list[Token | None], rows: Sequence[Row]) -> None:
+        """Put these tokens in the place of what the kernel has chosen without masks, bias and penalties."""
+        chosen = tokens_of(self.sampled.cpu().numpy(), [rows[index] for index in self.indices])
+        columns = self.logprobs.tolist(), *(each.tolist() for each in self.top), self.named
+        for index, token, logprob, ids, values, named in zip(self.indices, chosen, *columns, strict=True):
+            tokens[index] = token
+            if token is None:
+                continue
+            most = rows[index].options.logprobs
+            if most is not None:
+                token = token._replace(logprob=logprob, top=tuple(zip(ids[:most], values[:most], strict=True)))
+            tokens[index] = token if named is None else token._replace(logprobs_of=tuple(named.tolist()))
+
+
+@dataclass(slots=True)
+class StreamFlight:
+    """A pass that was launched; `wait` may be called once."""
+
+    sampled: Tensor  # [rows, 4], in pinned memory
+    picks: NDArray[np.int32]  # the rows that choose a token
+    chosen: list[Row]
+    extra: Extra | None
+    scores: Sequence[Sequence[Token] | None]
+    device: torch.device
+    staging: Staging
+    idle: deque[Staging]
+
+    @property
+    def done(self) -> bool:
+        try:
+            return bool(self.staging.end.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True  # `wait` raises it
+
+    def synchronize(self) -> None:
+        with suppress(RuntimeError):  # `wait` raises it
+            self.staging.end.synchronize()
+
+    def wait(self) -> Output:
+        with cuda_errors("a forward pass", self.device):
+            self.staging.end.synchronize()
+            device_s = self.staging.start.elapsed_time(self.staging.end) / 1e3
+            tokens = tokens_of(self.sampled.numpy()[self.picks], self.chosen)
+            if self.extra is not None:
+                self.extra.add_to(tokens, self.chosen)
+        self.idle.append(self.staging)
+        return Output(_NONE, device_s=device_s, tokens=tokens, scores=self.scores)
+
+
+class StreamRunner:
+    """Not thread-safe, except that flights may be waited for in any thread."""
+
+    passes_in_flight = 2
+
+    def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, vocab_size: int, device: torch.device) -> None:
+        assert network.language_head is not None, "only a model that generates has streams"
+        self._model, self._head, self._device = network.model, network.language_head, device
+        self.packer, self._cache, self._vocab_size = packer, cache, vocab_size
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = GraphPool(device)
+        self.graphs: Graphs[Key, StreamGraph] = Graphs(self._capture)
+        self._idle = deque[Staging]()
+        tiling = packer.tiling
+        n_heads = tiling.group * tiling.n_kv_heads
+        self._workspace_of = lambda items: DecodeWorkspace.create(items, n_heads, tiling.head_dim, device)
+        self._workspace = self._workspace_of(most_items(MOST_GRAPH_ROWS, tiling.n_kv_heads, packer.num_blocks))
+        self._last = torch.zeros(cache.num_pages, dtype=torch.int32, device=device)
+        self._buffer = torch.zeros(0, dtype=torch.int32, device=device)  # of all graphs
+        self._sampled = torch.zeros(MOST_GRAPH_ROWS, 4, dtype=torch.int32, device=device)  # of all graphs
+        self._hidden: Tensor | None = None  # of all graphs, [MOST_GRAPH_ROWS, C]
+        self.max_graph_tokens = 0  # until `tune_streams` has found where graphs pay
+        self.longest_input: int | None = None
+
+    def launch(
+        self,
+        sequences: Sequence[TokenIds],
+        options: Sequence[EmbedOptions] | None = None,
+        outputs: tuple[OutputName, ...] = (),
+        pieces: Sequence[Piece] = (),
+    ) -> StreamFlight:
+        """Queue one pass over the pieces. Raises: OutOfMemory, BackendError, DeviceLost."""
+        assert not sequences, "a model that generates gives no vectors"
+        laid = Laid(pieces)
+        is_scored = any(piece.scored is not None for piece in pieces)
+        graphed = laid.num_tokens <= self.max_graph_tokens and len(laid.pages) <= _MOST_PAGES and not is_scored
+        shape = self.packer.shape(laid, graphed)
+        key: Key = shape, ()
+        graphed = graphed and shape.num_seqs <= MOST_GRAPH_ROWS and self.graphs.may_have(key)
+        graph = self.graphs.find(key) if graphed else None
+        if graph is None:
+            shape = self.packer.shape(laid, graphs=False)
+        chosen, scores = [piece.row for piece in pieces if piece.row is not None], list[list[Token] | None]()
+        what = f"a pass of {len(pieces)} streams, {laid.num_tokens} tokens"
+        with torch.inference_mode(), cuda_errors(what, self._device), self._stream:
+            staging = self._idle.pop() if self._idle else Staging()
+            filled = staging.take(shape.size + len(laid.pages), torch.int32)
+            self.packer.fill(filled.numpy(), shape, laid)
+            staging.start.record(self._stream)
+            if graph is not None:
+                self._buffer[: len(filled)].copy_(filled, non_blocking=True)
+                graph.graph.replay()
+                assert self._hidden is not None
+                hidden, sampled = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
+            else:
+                buffer = filled.to(self._device, non_blocking=True)
+                hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else ())
+            picks = rows_of(shape, laid)
+            extra = self._extra(hidden, shape, filled, picks, chosen)
+            host = staging.take(sampled.numel(), torch.int32, "results").view(sampled.shape).copy_(sampled, non_blocking=True)
+            staging.end.record(self._stream)
+        if graphed and graph is None:
+            self.graphs.want(key)
+        return StreamFlight(host, picks, chosen, extra, scores, self._device, staging, self._idle)
+
+    def _compute(
+        self, shape: StreamShape, buffer: Tensor, scored: Sequence[Piece] = ()
+    ) -> tuple[Tensor, Tensor, list[list[Token] | None]]:
+        """The hidden states [rows, C], the chosen tokens [rows, 4], and the scores of prompts."""
+        workspace = self._workspace
+        if shape.num_items > len(workspace.counters):
+            workspace = self._workspace_of(shape.num_items)
+        batch, choices = shape.view(buffer, self._cache.layers, workspace, self._last)
+        scores: list[list[Token] | None] = []
+        if scored:
+            whole = self._model.forward(batch)
+            scores = score_prompts(whole, scored, self._head)
+            hidden = whole.index_select(0, batch.pooled_rows)
+        else:
+            hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
+        return hidden, kernels.sample(self._head.narrow(hidden), choices, self._last), scores
+
+    def _capture(self, key: Key, eager_first: bool) -> StreamGraph:
+        """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
+        shape, _ = key
+        with torch.inference_mode(), torch.cuda.device(self._device):
+            with self._stream:
+                room = shape.size + _MOST_PAGES
+                if len(self._buffer) < room:  # graphs made before keep the smaller buffer: they would read another one
+                    raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
+                if eager_first:  # a capture can neither compile kernels nor load a library's
+                    self._compute(shape, self._padding(shape))
+            assert self._hidden is not None
+            hidden_place, sampled_place = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
+
+            def compute() -> None:
+                batch, choices = shape.view(self._buffer, self._cache.layers, self._workspace, self._last)
+                hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
+                kernels.sample(self._head.narrow(hidden), choices, self._last, sampled_place)
+                hidden_place.copy_(hidden)
+
+            return StreamGraph(self._pool.capture(compute, new_thread=not eager_first))
+
+    def _padding(self, shape: StreamShape) -> Tensor:
+        """The buffer of a batch without streams."""
+        buffer = torch.zeros(shape.size + 1, dtype=torch.int32, device=self._device)
+        batch, choices = shape.view(buffer, self._cache.layers, self._workspace, self._last)
+        choices[:, 6] = -1
+        assert batch.cached is not None
+        batch.cached.slots.fill_(-1)
+        return buffer
+
+    def prepare_graphs(self, largest: Sequence[StreamShape], hidden_size: int, dtype: torch.dtype) -> None:
+        """Set aside what all graphs share. `largest`: the shapes of which one needs the largest buffer."""
+        room = max(shape.size for shape in largest) + _MOST_PAGES
+        with torch.inference_mode():
+            self._buffer = torch.zeros(room, dtype=torch.int32, device=self._device)
+            self._hidden = torch.zeros(MOST_GRAPH_ROWS, hidden_size, dtype=dtype, device=self._device)
+
+    def _extra(
+        self, hidden: Tensor, shape: StreamShape, filled: Tensor, picks: NDArray[np.int32], chosen: Sequence[Row]
+    ) -> Extra | None:
+        """Choose again for rows with masks, bias or penalties, and log-probabilities where a row asks for more than its token's."""
+        indices = [index for index, row in enumerate(chosen) if _needs_more(row)]
+        if not indices:
+            return None
+        rows = [chosen[index] for index in indices]
+        at = picks[indices]
+        logits = self._head(hidden.index_select(0, torch.from_numpy(at).to(self._device)))  # [n, V]
+        choices = shape.choices_in(filled.numpy())[at]
+        adjusted = adjust(logits, Sampling.of(rows, self._vocab_size, self._device))
+        sampled = kernels.sample(adjusted, torch.from_numpy(choices).to(self._device), self._last)
+        log_probs = logits.log_softmax(1)
+        most = max((row.options.logprobs or 0 for row in rows), default=0)
+        top = log_probs.topk(most)
+        named = [
+            log_probs[index][torch.tensor(row.options.logprobs_of, device=self._device)] if row.options.logprobs_of else None
+            for index, row in enumerate(rows)
+        ]
+        logprobs = log_probs.gather(1, sampled[:, :1].long()).squeeze(1)
+        return Extra(indices, sampled, logprobs, (top.indices, top.values), named)
+
+
+def _needs_more(row: Row) -> bool:
+    options = row.options
+    narrowed = row.counts is not None or row.banned or row.allowed is not None or options.allowed is not None
+    return bool(narrowed or options.logit_bias or options.logprobs or options.logprobs_of)
+
+
+def tokens_of(sampled: NDArray[np.int32], rows: Sequence[Row]) -> list[Token | None]:
+    """The chosen tokens; None where the logits are not finite. [n, 4] as `kernels.sample` gives it."""
+    ids, finite = sampled[:, 0].tolist(), sampled[:, 1]
+    if finite.all() and all(row.options.logprobs is None for row in rows):
+        return [Token(each) for each in ids]
+    logprobs = sampled[:, 2].copy().view(np.float32).tolist()
+    return [
+        None if not fine else Token(token) if row.options.logprobs is None else Token(token, logprob, ())
+        for token, fine, logprob, row in zip(ids, finite.tolist(), logprobs, rows, strict=True)
+    ]

@@ -1,0 +1,234 @@
+"""Pieces of streams -> the filled buffer of a batch for our kernels. On the host; `engine/run/cuda_streams.py` launches.
+
+Streams with one token come first: decode attention computes these. The tokens of other pieces, chunks of prompts, follow.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.attention_decode import DecodeWorkspace, decode_items, most_items
+from engine.kernels.sample import choices_of
+from engine.kernels.tiles import Shape, Tiling, most_paged_tiles, paged_tiles
+from engine.run.batch import PackedBatch, Paged
+from engine.run.kv_cache import PAGE_SIZE
+from engine.run.pack import GRAPH_TOKENS
+from engine.schedule.stream import Piece
+
+Ints = NDArray[np.int32]
+
+# Numbers of streams that get a CUDA graph of their decode step. A pass is padded to the next one.
+DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
+# The same for passes with chunks of prompts: numbers of streams beside the chunks, and of chunks.
+_DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
+MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]
+_SLOT = 6  # the column of a row's slot in `choices`
+
+
+@dataclass(frozen=True, slots=True)
+class StreamShape:
+    """How much a batch has room for; decides where each part lies in the buffer."""
+
+    num_decodes: int
+    num_chunk_tokens: int
+    num_chunks: int
+    num_items: int  # for each window
+    num_tiles: int
+    tile_shape: Shape
+    windows: tuple[int | None, ...]  # of the model's layers
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_chunk_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_decodes + self.num_chunks
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each part, in order. The pages of the streams follow; their number is not part of the shape."""
+        items = {f"items{index}": (self.num_items, 8) for index in range(len(self.windows))}
+        return {
+            "choices": (self.num_seqs, 8),
+            **items,
+            "tiles": (self.num_tiles, 4),
+            "token_ids": (self.num_tokens,),
+            "positions": (self.num_tokens,),
+            "slots": (self.num_tokens,),
+            "pooled_rows": (self.num_seqs,),
+            "queue": (2,),
+        }
+
+    @property
+    def size(self) -> int:
+        """Numbers in the buffer, without the pages. A multiple of 4, as kernels read four numbers at a time."""
+        return -(-sum(map(math.prod, self.parts().values())) // 4) * 4
+
+    def view(self, buffer: Tensor, layers: Sequence[Tensor], workspace: DecodeWorkspace, last: Tensor) -> tuple[PackedBatch, Tensor]:
+        """The batch in a filled buffer, and how its rows choose their tokens."""
+        part: Any = {name: buffer[where].view(shape) for name, (where, shape) in _places(self).items()}
+        paged = Paged(
+            layers,
+            part["slots"],
+            buffer[self.size :],
+            self.num_decodes,
+            {window: part[f"items{index}"] for index, window in enumerate(self.windows)},
+            part["tiles"],
+            self.tile_shape,
+            part["queue"],
+            workspace,
+            last,
+        )
+        return PackedBatch.of_streams(part["token_ids"], part["positions"], part["pooled_rows"], paged), part["choices"]
+
+    def choices_in(self, buffer: Ints) -> Ints:
+        """How the rows choose their tokens, in a filled buffer."""
+        where, shape = _places(self)["choices"]
+        return buffer[where].reshape(shape)
+
+
+@lru_cache(512)
+def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """Where each part lies in the buffer, and the part's shape."""
+    found, start = {}, 0
+    for name, part in shape.parts().items():
+        found[name] = (slice(start, start := start + math.prod(part)), part)
+    return found
+
+
+class Laid:
+    """The pieces of a pass in the order of their rows: numbers on the host."""
+
+    __slots__ = ("lengths", "num_decodes", "page_offsets", "pages", "pieces", "starts")
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces, count = pieces, len(pieces)
+        self.lengths = np.fromiter((len(piece.token_ids) for piece in pieces), np.int64, count)
+        self.starts = np.fromiter((piece.start for piece in pieces), np.int64, count)
+        several = np.flatnonzero(self.lengths > 1)
+        self.num_decodes = int(several[0]) if len(several) else count
+        num_pages = np.fromiter((len(piece.pages) for piece in pieces), np.int64, count)
+        ends = np.cumsum(num_pages)
+        self.page_offsets = ends - num_pages
+        self.pages = np.fromiter(chain.from_iterable(piece.pages for piece in pieces), np.int32, int(ends[-1]))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPacker:
+    """What packing needs to know of a model that generates."""
+
+    tiling: Tiling
+    windows: tuple[int | None, ...]  # of the model's layers, each once
+    num_blocks: int  # that decode attention should have
+
+    def shape(self, laid: Laid, graphs: bool) -> StreamShape:
+        """The shape of a batch. `graphs`: the smallest shape of a graph that has room for the batch, where there is one."""
+        decodes, tokens = laid.num_decodes, laid.num_tokens - laid.num_decodes
+        chunks = len(laid.pieces) - decodes
+        if graphs and (shape := self.graph_shape(decodes, tokens, chunks)) is not None:
+            return shape
+        return self._shape(decodes, tokens, chunks)
+
+    def graph_shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape | None:
+        """The smallest shape of a graph with so much room; None where there is none."""
+        if not chunks:
+            size = _next(DECODE_SIZES, decodes)
+            return None if size is None else self._shape(size, 0, 0)
+        beside, padded, rows = _next(_DECODES_BESIDE, decodes), _next(GRAPH_TOKENS, tokens), _next(_CHUNKS, chunks)
+        return None if beside is None or padded is None or rows is None else self._shape(beside, padded, min(rows, padded))
+
+    def decode_shapes(self) -> list[StreamShape]:
+        """The shapes of decode steps that have graphs, the largest first."""
+        return [self._shape(size, 0, 0) for size in reversed(DECODE_SIZES)]
+
+    def chunk_shapes(self, most_tokens: int) -> list[StreamShape]:
+        """The shapes of passes with chunks of prompts that have graphs, the largest first."""
+        return [
+            self._shape(beside, tokens, min(chunks, tokens))
+            for tokens in reversed(GRAPH_TOKENS)
+            if tokens <= most_tokens
+            for beside in reversed(_DECODES_BESIDE)
+            for chunks in reversed(_CHUNKS)
+        ]
+
+    def _shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape:
+        tile_shape = self.tiling.shape(tokens or decodes)
+        depth = tile_shape.block_m // self.tiling.group
+        items = most_items(decodes, self.tiling.n_kv_heads, self.num_blocks) if decodes else 0
+        tiles = most_paged_tiles(tokens, chunks, depth) if tokens else 0
+        return StreamShape(decodes, tokens, chunks, items, tiles, tile_shape, self.windows)
+
+    def fill(self, buffer: Ints, shape: StreamShape, laid: Laid) -> None:
+        """Writes a batch into a buffer of `shape.size` numbers and as many as there are pages. Nothing reads results of padding.
+
+        Padding tokens are token 0 at position 0 and stored nowhere.
+        """
+        part = {name: buffer[where].reshape(parts) for name, (where, parts) in _places(shape).items()}
+        buffer[: shape.size] = 0
+        buffer[shape.size :] = laid.pages
+        count, decodes = len(laid.pieces), laid.num_decodes
+        part["slots"][:] = -1
+        self._fill_tokens(part, slice(0, decodes), laid, slice(0, decodes))
+        num_chunk_tokens = laid.num_tokens - decodes
+        self._fill_tokens(part, slice(shape.num_decodes, shape.num_decodes + num_chunk_tokens), laid, slice(decodes, count))
+        rows = part["pooled_rows"]
+        rows[:decodes] = np.arange(decodes)
+        rows[shape.num_decodes : shape.num_decodes + count - decodes] = (
+            shape.num_decodes - 1 + np.cumsum(laid.lengths[decodes:])
+        )
+        if decodes:
+            seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
+            for index, window in enumerate(shape.windows):
+                items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window)
+                part[f"items{index}"][: len(items)] = items
+        if count > decodes:
+            lengths, starts, offsets = laid.lengths[decodes:], laid.starts[decodes:], laid.page_offsets[decodes:]
+            depth = shape.tile_shape.block_m // self.tiling.group
+            tiles = paged_tiles(lengths, starts, offsets, shape.num_decodes, depth)
+            part["tiles"][: len(tiles)] = tiles
+        self._fill_choices(part["choices"], shape, laid)
+
+    def _fill_tokens(self, part: dict[str, Ints], rows: slice, laid: Laid, pieces: slice) -> None:
+        lengths = laid.lengths[pieces]
+        if not len(lengths):
+            return
+        np.concatenate([piece.token_ids for piece in laid.pieces[pieces]], out=part["token_ids"][rows])
+        firsts = np.cumsum(lengths) - lengths
+        positions = np.arange(int(lengths.sum())) + np.repeat(laid.starts[pieces] - firsts, lengths)
+        pages = laid.pages[np.repeat(laid.page_offsets[pieces], lengths) + positions // PAGE_SIZE].astype(np.int64)
+        part["positions"][rows] = positions
+        part["slots"][rows] = pages * PAGE_SIZE + positions % PAGE_SIZE
+
+    def _fill_choices(self, choices: Ints, shape: StreamShape, laid: Laid) -> None:
+        """How the rows choose their tokens. The row of a piece that chooses none stays a greedy one, and goes nowhere."""
+        choices[:, _SLOT] = -1
+        rows = rows_of(shape, laid)
+        if not len(rows):
+            return
+        chosen = [piece.row for piece in laid.pieces if piece.row is not None]
+        last = laid.page_offsets + (laid.starts + laid.lengths - 1) // PAGE_SIZE  # the page of each piece's last token
+        picks = np.array([piece.row is not None for piece in laid.pieces])
+        choices[rows] = choices_of(chosen)
+        choices[rows, _SLOT] = laid.pages[last[picks]]
+
+
+def rows_of(shape: StreamShape, laid: Laid) -> Ints:
+    """The row of each piece that chooses a token."""
+    at = np.arange(len(laid.pieces), dtype=np.int32)
+    at[laid.num_decodes :] += shape.num_decodes - laid.num_decodes
+    return at[[piece.row is not None for piece in laid.pieces]]
+
+
+def _next(sizes: Sequence[int], least: int) -> int | None:
+    return next((size for size in sizes if size >= least), None)
