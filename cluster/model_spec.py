@@ -58,6 +58,9 @@ class ModelOptions(BaseModel):
     )
     max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
     max_input_tokens: int | None = Field(None, ge=1, description="Tokens of the longest input [default: the model's own limit]")
+    cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens of all streams that a model which generates keeps [default: by the free memory]"
+    )
 
     @model_validator(mode="after")
     def _prompts_agree(self) -> "ModelOptions":

@@ -127,7 +127,8 @@ class Plan:
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
         config = shortened(self.shapes[entry.name], entry.max_input_tokens)
-        return footprint(config, _dtype_on(entry, node, config), _kind(node), entry.max_batch_tokens)
+        dtype, kind = _dtype_on(entry, node, config), _kind(node)
+        return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
         """The rate in the model's entry, or else the best known estimate."""

@@ -13,6 +13,7 @@ from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
 from engine.model.weights import ShapeCounter
+from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
 
 # A card's own memory, the host's memory lent to a GPU, or the host's memory.
 MemoryKind = Literal["gpu", "unified", "cpu"]
@@ -27,6 +28,13 @@ _SHORT_BATCH_TOKENS = 4096  # every model gets graphs up to this size
 # Graphs keep their results beside their own memory: vectors of at most this many sequences, and at most this many other values.
 MOST_GRAPH_SEQS = 4096
 MOST_GRAPH_VALUES = 2 << 20
+# Long prompts are cut into chunks, so the largest pass of a model that generates has its token budget, whatever the context.
+MOST_STREAM_TOKENS = 8192
+# So many rows of logits are computed at a time, and graphs are for passes of so many tokens.
+MOST_LOGIT_ROWS = 256
+# What blocks of decode attention leave to be combined: in fp32, for each item and each query head of the item's key head, the
+# weighted sum of the values, the sum of the weights, and the largest score.
+_MOST_DECODE_ITEMS = 4096
 # Measured on an H200 as the difference to torch's report, for engines of 0.2 to 17 GiB (docs/decisions/009). The half of
 # cuBLAS's workspaces that captures use follows from torch's rule.
 _CUBLAS_BYTES = 4 * (32 << 20)  # cuBLAS's workspaces, for passes and for captures, in the threads that warm up and serve
@@ -41,7 +49,10 @@ _GAPS_IN_8_BITS = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that one replica takes. `workspace` is for its largest pass; each token of a pass adds `workspace_per_token`."""
+    """Bytes that one replica takes. `workspace` is for its largest pass; each token of a pass adds `workspace_per_token`.
+
+    `cache` is of the keys and values of a model that generates.
+    """
 
     weights: int
     workspace: int
@@ -49,11 +60,17 @@ class Footprint:
     overhead: int
     context: int
     workspace_per_token: int
+    cache: int = 0
+
+    @property
+    def of_passes(self) -> int:
+        """What torch takes besides weights and cache."""
+        return self.workspace + self.graphs + self.overhead
 
     @property
     def reserved(self) -> int:
         """At most this much will torch report as reserved. torch does not count the context."""
-        return self.weights + self.workspace + self.graphs + self.overhead
+        return self.weights + self.of_passes + self.cache
 
     @property
     def total(self) -> int:
@@ -66,32 +83,48 @@ def footprint(
     kind: MemoryKind,
     max_batch_tokens: int | None = None,
     weight_bytes: int | None = None,
+    cache_tokens: int | None = None,
 ) -> Footprint:
     """The bytes that a replica of this model will take: an upper bound, with few exceptions (docs/decisions/009).
 
     Args:
         dtype: a dtype of 8 bits applies to the layers' matrices.
-        max_batch_tokens: None for a budget that warm-up finds; it is at most MOST_BATCH_TOKENS.
+        max_batch_tokens: None for a budget that warm-up finds; it is at most MOST_BATCH_TOKENS, or MOST_STREAM_TOKENS of a model
+            that generates.
         weight_bytes: the size by the checkpoint's headers, in the dtype that the model computes in; None computes it.
+        cache_tokens: of the cache of a model that generates. None counts the most that the engine's default takes; a card with
+            less memory gets a smaller cache by default, so whoever divides a card should say a number.
     """
+    generates = config.generation is not None
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
+    if generates:
+        longest = max_batch_tokens or MOST_STREAM_TOKENS
     family, wide, per_token = family_of(config), compute_dtype(dtype), _bytes_per_token(config, dtype)
     vectors = _splade_bytes(config, wide, longest)
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
     weights -= bytes_saved_in_8_bits(config, dtype)
     workspace = longest * per_token + vectors
+    cache = 0
+    if generates:
+        rows = min(longest, MOST_LOGIT_ROWS)
+        workspace += _choosing_bytes(config, wide, rows) + _decode_attention_bytes(config)
+        cache = bytes_per_token(config, wide) * whole_pages(most_default_tokens(config) if cache_tokens is None else cache_tokens)
     if kind == "cpu":
         weights += _decoding_bytes(config, dtype)
         workspace += attention_bytes(config.max_input_length, config.head_dim, wide.itemsize)
-        return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, HOST_BYTES, per_token)
+        return Footprint(weights, int(workspace * _FRAGMENTED), 0, 0, HOST_BYTES, per_token, cache)
     if kind == "unified":
         workspace = int(workspace * _FRAGMENTED)
+    overhead = _CUBLAS_BYTES + _ROUNDING_BYTES
+    if generates:
+        graphs = rows * (per_token + config.vocab_size * (wide.itemsize + 4)) + _decode_attention_bytes(config)
+        return Footprint(weights, workspace, graphs, overhead, _CONTEXT_BYTES, per_token, cache)
     graph_tokens = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype))
     graphs = graph_tokens * per_token + 4 * MOST_GRAPH_VALUES
     # SPLADE's vectors count as other values, so there are few. The pool holds logits, and the vectors in both dtypes.
     graphs += _SPLADE_GRAPH_BYTES if vectors else 4 * min(graph_tokens, MOST_GRAPH_SEQS) * config.embedding_size
-    return Footprint(weights, workspace, graphs, _CUBLAS_BYTES + _ROUNDING_BYTES, _CONTEXT_BYTES, per_token)
+    return Footprint(weights, workspace, graphs, overhead, _CONTEXT_BYTES, per_token)
 
 
 def most_graph_tokens(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -121,6 +154,16 @@ def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
         return 0
     words = config.vocab_size * config.hidden_size * dtype.itemsize
     return words + (2 * body_parameters(config) + words if dtype == torch.bfloat16 else 0)
+
+
+def _choosing_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """Bytes of some rows' logits while tokens are chosen by them: as the head gives them, and in fp32 the logits, the logits with
+    masks and penalties, and the log-probabilities."""
+    return rows * config.vocab_size * (dtype.itemsize + 3 * 4)
+
+
+def _decode_attention_bytes(config: ModelConfig) -> int:
+    return 4 * _MOST_DECODE_ITEMS * (config.n_heads // config.n_kv_heads) * (config.head_dim + 2)
 
 
 def _pooling_values(config: ModelConfig) -> int:
@@ -153,9 +196,12 @@ _INDEX_BYTES = 48
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the tensors that the engine loads. It loads no head but a classifier's, and no needless tensor."""
+    """Parameters of the tensors that the engine loads. It loads no needless tensor, and no head but that of a classifier or of a
+    model that generates."""
     token_rows = config.lexical + (config.colbert_size or 0)
     loaded = _shapes(config).num_parameters + dense_parameters(config) + head_parameters(config)
+    if config.generation is not None and not config.generation.tied:
+        loaded += config.vocab_size * config.hidden_size
     return loaded + token_rows * (config.hidden_size + 1)
 
 

@@ -4,28 +4,64 @@ import psutil
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.model.config import ModelConfig
+from engine.run import reserve
+
+_CPU = torch.device("cpu")
 
 PAGE_SIZE = 128  # tokens: the block of keys that the attention kernels walk
-# The default size of the cache is 16 whole contexts. It takes at most a quarter of the free memory.
+# The default size of the cache is 16 whole contexts. On a CPU it takes at most a quarter of the free memory.
 _CONTEXTS = 16
 _FREE_SHARE = 4
+# Left free of a GPU: kernels that CUDA loads after the weights.
+KERNEL_BYTES = 512 << 20
 
 
 class KVCache:
     """[2, num_pages * PAGE_SIZE, n_kv_heads, head_dim] for each layer: the keys, and the values, of each token."""
 
     def __init__(self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_pages = -(-num_tokens // PAGE_SIZE)
+        self.num_pages = whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
         self.layers: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+
+
+def whole_pages(num_tokens: int) -> int:
+    """The tokens of the pages that hold so many."""
+    return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
 
 
-def default_tokens(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The size of the cache on a CPU. The system gives a page of memory when it is first written."""
-    fits = psutil.virtual_memory().available // _FREE_SHARE // bytes_per_token(config, dtype)
-    return max(PAGE_SIZE, int(min(_CONTEXTS * config.max_input_length, fits)))
+def most_default_tokens(config: ModelConfig) -> int:
+    """The size of the cache where there is memory enough."""
+    return _CONTEXTS * config.max_input_length
+
+
+def default_tokens(config: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU, pass_bytes: int = 0) -> int:
+    """The size of the cache where nobody says one; to be called with the weights loaded.
+
+    A CPU's cache may grow into a quarter of the memory that is free now: the system gives a page of memory when it is first
+    written. A GPU's cache is allocated at once, and may take all that passes leave of the free memory.
+
+    Args:
+        dtype: of the cache.
+        pass_bytes: bytes of GPU memory that passes will take: `Footprint.of_passes`.
+    Raises: ModelError with the numbers, where a GPU has no memory for a single page.
+    """
+    per_token, most = bytes_per_token(config, dtype), most_default_tokens(config)
+    if device.type == "cpu":
+        fits = psutil.virtual_memory().available // _FREE_SHARE // per_token
+        return max(PAGE_SIZE, int(min(most, fits)))
+    free = reserve.free_bytes(device)
+    fits = (free - pass_bytes - KERNEL_BYTES) // per_token // PAGE_SIZE * PAGE_SIZE
+    if fits < PAGE_SIZE:
+        raise ModelError(
+            f"{device} has {free / 2**30:.1f} GiB free beside the weights; passes take {(pass_bytes + KERNEL_BYTES) / 2**30:.1f} "
+            f"GiB, and a page of the cache, {PAGE_SIZE} tokens, {PAGE_SIZE * per_token / 2**20:.1f} MiB; lower max_batch_tokens, "
+            "free memory on this GPU, take another GPU, or a smaller dtype or model"
+        )
+    return min(whole_pages(most), fits)

@@ -48,13 +48,16 @@ def keep_freed_memory() -> None:
     mallopt(arena_max, 1)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's memory that this process may still take."""
+    return free_unified_bytes() if is_integrated(device) else torch.cuda.mem_get_info(device)[0]
+
+
 def check_fits(weight_bytes: int, device: torch.device, model: str) -> None:
     """Raises: ModelError with the numbers, before any weight is copied to a GPU that has no memory for all of them."""
     if device.type != "cuda":
         return
-    free, total = torch.cuda.mem_get_info(device)
-    if is_integrated(device):
-        free = free_unified_bytes()
+    free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     if weight_bytes + _LEAST_WORKSPACE_BYTES > free:
         raise ModelError(
             f"{model} has {weight_bytes / 2**30:.1f} GiB of weights in this dtype, {device} has {free / 2**30:.1f} of "

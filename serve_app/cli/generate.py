@@ -48,10 +48,10 @@ class Options:
     no_repeat_ngram: Annotated[int, Option(help="Never repeat so many tokens in the same order; 0 allows it")] = 0
     seed: Annotated[int | None, _option(text="The same seed gives the same answer", default="a new one each time")] = None
     ctx_size: Annotated[int | None, _option("--ctx-size", "-c", text="Tokens of prompt and answer", default="the model's")] = None
-    devices: Annotated[
-        str | None, _option(text="Number of the GPU, or cpu. Generation runs on the CPU so far", default="0, else cpu")
-    ] = None
-    dtype: Annotated[str, _option(text="float32 or bfloat16", default="auto: what the CPU computes natively")] = "auto"
+    devices: Annotated[str | None, _option(text="Number of the GPU, or cpu", default="0, else cpu")] = None
+    dtype: Annotated[
+        str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: what the device computes natively")
+    ] = "auto"
     threads: Annotated[int | None, _option("--threads", "-t", text="CPU threads", default="one for each core")] = None
     verbose: Annotated[bool, Option("--verbose", "-v", help="Say how fast it was")] = False
 
@@ -101,7 +101,7 @@ def generate(
     interactive: Annotated[bool, Option("--interactive", "-i", help="Open a chat")] = False,
     check: Annotated[bool, Option("--check", help="Compare the model's tokens with those of transformers, in fp32")] = False,
 ) -> None:
-    """Continue a text with a model, on this machine's CPU."""
+    """Continue a text with a model, on this machine's GPU or CPU."""
     if check:
         return check_model(options.model, 64 if options.n_predict is None else options.n_predict)
     writer = Writer.load(options)
@@ -115,7 +115,7 @@ def chat(
     *,
     prompt: Annotated[str | None, Option("--prompt", "-p", help="Ask this, and end after the answer")] = None,
 ) -> None:
-    """Talk with a model in the terminal, on this machine's CPU. An empty line, `quit` or Ctrl-D ends the chat."""
+    """Talk with a model in the terminal, on this machine's GPU or CPU. An empty line, `quit` or Ctrl-D ends the chat."""
     writer = Writer.load(options)
     if prompt is None:
         return _chat(writer)
@@ -180,7 +180,7 @@ class Writer:
         if engine.config.generation is None:
             raise ModelError(f"{options.model} gives vectors and no text; `emberforge serve {options.model}` serves it")
         if options.verbose:
-            say(f"loaded in {perf_counter() - start:.1f} s, {engine.dtype_name}")
+            say(f"loaded in {perf_counter() - start:.1f} s, {engine.dtype_name} on {engine.device}")
         return cls(engine, _sampling(options, engine.config.generation), options.verbose)
 
     def write(self, prompt: "TokenIds") -> str:
@@ -205,7 +205,7 @@ def _written(text: str) -> str:
 
 
 def _device(devices: str | None) -> str:
-    """The device that `--devices` means. It is the CPU in any case so far, and the user is told where that is not expected.
+    """The device that `--devices` means, as `Engine.load` takes it. Without a GPU it is the CPU, and who asked for a GPU is told.
 
     Raises: InvalidInput for several devices, and for one that this machine does not have.
     """
@@ -221,8 +221,8 @@ def _device(devices: str | None) -> str:
     if devices is not None and int(devices) >= max(1, num_gpus):
         raise InvalidInput(f"--devices {devices}: this machine has {num_gpus} GPUs, and their numbers begin with 0")
     if num_gpus:
-        say("generation runs on the CPU so far, and leaves the GPU idle")
-    elif devices is not None:
+        return f"cuda:{int(devices or 0)}"
+    if devices is not None:
         say("this machine has no GPU: the CPU computes")
     return "cpu"
 

@@ -257,17 +257,17 @@ def test_the_help_tells_the_default_of_every_setting(monkeypatch: pytest.MonkeyP
     assert "[default: every chip" in help_of("kernels", monkeypatch)["--arch"]
 
 
-def test_the_device_is_the_cpu_so_far_and_the_user_is_told(
+def test_the_device_is_the_first_gpu_or_the_one_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(devices: str | None, num_gpus: int) -> str:
+    def chosen(devices: str | None, num_gpus: int) -> tuple[str, str]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-        assert _device(devices) == "cpu"
-        return capsys.readouterr().err
+        return _device(devices), capsys.readouterr().err
 
-    assert said("cpu", 1) == said(None, 0) == ""
-    assert said("0", 0) == "this machine has no GPU: the CPU computes\n"
-    assert said(None, 1) == said("0", 1) == "generation runs on the CPU so far, and leaves the GPU idle\n"
+    assert chosen(None, 0) == chosen("cpu", 0) == chosen("cpu", 1) == ("cpu", "")
+    assert chosen("0", 0) == ("cpu", "this machine has no GPU: the CPU computes\n")
+    assert chosen(None, 1) == chosen("0", 2) == ("cuda:0", "")
+    assert chosen("1", 2) == chosen("01", 2) == ("cuda:1", "")
     for devices, problem in {
         "0,1": "several GPUs is not supported yet",
         "1": "has 1 GPUs",
@@ -275,7 +275,7 @@ def test_the_device_is_the_cpu_so_far_and_the_user_is_told(
         "-1": "or cpu",
     }.items():
         with pytest.raises(InvalidInput, match=f"--devices {devices}: .*{problem}"):
-            said(devices, 1)
+            chosen(devices, 1)
 
 
 def test_embers_other_options_are_refused_by_name() -> None:

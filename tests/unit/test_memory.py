@@ -25,11 +25,12 @@ from engine.devices import DTYPES
 from engine.heads.classifier import Head
 from engine.heads.splade import Splade
 from engine.kernels import MaybeQuantized, Quantized
-from engine.model.config import DenseConfig, GenerationConfig
+from engine.model.config import DenseConfig, GenerationConfig, ModelConfig
 from engine.model.families import MODELS, family_of
 from engine.model.folder import load_model_config
 from engine.model.footprint import (
     MOST_BATCH_TOKENS,
+    MOST_STREAM_TOKENS,
     MemoryKind,
     body_parameters,
     footprint,
@@ -39,6 +40,8 @@ from engine.model.footprint import (
 from engine.model.layers.attention import attention_bytes
 from engine.model.weights import Checkpoint, ShapeCounter
 from engine.run import reserve
+from engine.run.fits import check_generator_fits, pass_bytes
+from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.pack import BatchPacker
 from loadtests.report import RESULTS
 
@@ -246,6 +249,115 @@ def test_a_cpu_that_decodes_keeps_every_matrix_twice_and_the_words_as_a_head() -
     copies = {torch.bfloat16: 2 * (body_parameters(config) + 2 * words), torch.float32: 4 * words}
     for dtype, expected in copies.items():
         assert footprint(generates, dtype, "cpu").weights - footprint(config, dtype, "cpu").weights == expected
+
+
+def qwen3(size: str, tied: bool = True, context: int = 40960) -> ModelConfig:
+    """The model that generates, of the size of an embedder."""
+    config = CATALOGUE[f"Qwen/Qwen3-Embedding-{size}"]
+    shape = {"vocab_size": 151_936, "max_position_embeddings": 40960, "max_input_length": context}
+    return replace(config, generation=GenerationConfig(tied=tied), **shape)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "tied", "published"), [("0.6B", True, 596_049_920), ("8B", False, 8_190_735_360)])
+def test_parameters_of_a_model_that_generates_are_the_published_checkpoints(size: str, tied: bool, published: int) -> None:
+    assert num_parameters(qwen3(size, tied)) == published
+
+
+def test_a_model_that_generates_takes_what_an_h200_reported_or_a_little_more() -> None:
+    estimate = footprint(qwen3("0.6B"), torch.bfloat16, "gpu", cache_tokens=0).reserved / MIB
+    reported = 1934  # MiB reserved by torch, without the cache, after streams of every length
+    assert 1.0 <= estimate / reported <= 1.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_is_counted_in_whole_pages(kind: MemoryKind) -> None:
+    config = qwen3("0.6B")
+    none, page, more = (footprint(config, torch.bfloat16, kind, cache_tokens=tokens) for tokens in (0, 1, 129))
+    a_page = PAGE_SIZE * 2 * 28 * 8 * 128 * 2
+    assert (none.cache, page.cache, more.cache) == (0, a_page, 2 * a_page)
+    assert more.total - none.total == more.reserved - none.reserved == 2 * a_page
+    with torch.device("meta"):
+        cache = KVCache(config, 129, torch.bfloat16, torch.device("meta"))
+    assert sum(layer.nbytes for layer in cache.layers) == more.cache
+    assert footprint(config, torch.int8, kind, cache_tokens=1).cache == a_page  # keys and values stay in bf16
+    most = footprint(config, torch.bfloat16, kind)
+    assert most == footprint(config, torch.bfloat16, kind, cache_tokens=16 * config.max_input_length)
+    assert footprint(CATALOGUE["Qwen/Qwen3-Embedding-0.6B"], torch.bfloat16, kind, cache_tokens=128).cache == 0
+
+
+def test_prompts_are_cut_so_a_longer_context_takes_no_more() -> None:
+    short, long = (footprint(qwen3("4B", context=tokens), torch.bfloat16, "gpu", cache_tokens=256) for tokens in (512, 40960))
+    assert short == long
+    assert long == footprint(qwen3("4B"), torch.bfloat16, "gpu", MOST_STREAM_TOKENS, cache_tokens=256)
+    few = footprint(qwen3("4B"), torch.bfloat16, "gpu", 64, cache_tokens=256)
+    assert few.workspace < long.workspace
+    assert few.graphs < long.graphs  # so few tokens have so few logits
+
+
+def _free(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 139 << 30) -> torch.device:
+    """A GPU with so many bytes free."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=False))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    return torch.device("cuda", 0)
+
+
+def test_a_gpus_cache_has_16_contexts_or_what_is_free_beside_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gib, per_token = qwen3("0.6B"), 1 << 30, 114_688
+    device = _free(monkeypatch, 139 * gib)
+    passes = pass_bytes(config, torch.bfloat16, device, None)
+    assert passes == footprint(config, torch.bfloat16, "gpu", cache_tokens=0).of_passes
+    assert default_tokens(config, torch.bfloat16, device, passes) == 16 * 40960
+    short = replace(config, max_input_length=1000)
+    assert default_tokens(short, torch.bfloat16, device, passes) == 125 * PAGE_SIZE  # of 16,000 tokens
+    tokens = default_tokens(config, torch.bfloat16, _free(monkeypatch, 10 * gib), passes)
+    assert tokens % PAGE_SIZE == 0
+    left = 10 * gib - passes - tokens * per_token
+    assert 512 << 20 <= left < (512 << 20) + PAGE_SIZE * per_token  # what kernels take that are loaded later
+    just = passes + (512 << 20) + PAGE_SIZE * per_token
+    assert default_tokens(config, torch.bfloat16, _free(monkeypatch, just), passes) == PAGE_SIZE
+    with pytest.raises(
+        ModelError, match=r"cuda:0 has 1\.7 GiB free .* passes take 1\.6 GiB, .* 128 tokens, 14\.0 MiB; lower max_b"
+    ):
+        default_tokens(config, torch.bfloat16, _free(monkeypatch, just - 1), passes)
+
+
+def test_a_gpu_that_shares_the_hosts_memory_keeps_the_hosts_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, device = 1 << 30, _free(monkeypatch, 1 << 30, 121 << 30)  # the driver counts the page cache as used
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * gib))
+    config = qwen3("0.6B")
+    passes = pass_bytes(config, torch.bfloat16, device, None)
+    assert passes == footprint(config, torch.bfloat16, "unified", cache_tokens=0).of_passes
+    tokens = default_tokens(config, torch.bfloat16, device, passes)
+    assert 0 <= 20 * gib - (10 * gib) - passes - (512 << 20) - tokens * 114_688 < 14 << 20
+
+
+def test_a_cpus_cache_may_grow_into_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, dtype = qwen3("0.6B"), torch.bfloat16
+    for free, tokens in ((4 << 30, (1 << 30) // 114_688), (1 << 40, 16 * 40960), (1, PAGE_SIZE)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert default_tokens(config, dtype) == tokens
+
+
+def test_a_model_that_does_not_fit_is_refused_before_the_load_with_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, gib = qwen3("8B", tied=False), 1 << 30
+
+    def check(free: float, max_batch_tokens: int | None = None, cache_tokens: int | None = None) -> None:
+        device = _free(monkeypatch, int(free * gib))
+        check_generator_fits(config, torch.bfloat16, device, "Qwen3-8B", max_batch_tokens, cache_tokens)
+
+    check(20)
+    check(18, cache_tokens=1024)
+    numbers = r"Qwen3-8B needs 22\.0 GiB on cuda:0, which has 20\.0 GiB free: 15\.3 GiB of weights in this dtype, "
+    numbers += r"2\.2 GiB for passes of 8,192 tokens, and 4\.5 GiB for a cache of 32,768 tokens; "
+    with pytest.raises(
+        ModelError, match=numbers + r"give 18,\d\d\d cache_tokens or fewer, which shortens the context to as many, "
+    ):
+        check(20, cache_tokens=32768)
+    with pytest.raises(ModelError, match=r"for a cache of 128 tokens; lower max_batch_tokens, free memory on this GPU"):
+        check(17.4)
+    check(17.4, max_batch_tokens=2048)
+    check_generator_fits(config, torch.bfloat16, torch.device("cpu"), "Qwen3-8B", None, 1 << 40)
 
 
 class _Watched(Checkpoint):

@@ -1,0 +1,58 @@
+"""Whether a model that generates fits into a GPU's free memory, asked before its weights are read."""
+
+import torch
+
+from engine.devices import compute_dtype, is_integrated
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.footprint import MOST_STREAM_TOKENS, MemoryKind, footprint
+from engine.run import reserve
+from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
+
+
+def pass_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None) -> int:
+    """What passes take besides weights and cache."""
+    return footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
+
+
+def check_generator_fits(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    model: str,
+    max_batch_tokens: int | None,
+    cache_tokens: int | None,
+) -> None:
+    """Weights, passes and the cache: of one page at least, or of `cache_tokens`. Does nothing for a CPU.
+
+    Raises: ModelError with the numbers and the ways out.
+    """
+    if device.type != "cuda":
+        return
+    needs = footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens or PAGE_SIZE)
+    free = reserve.free_bytes(device)
+    if needs.reserved + KERNEL_BYTES <= free:
+        return
+    room = (free - needs.reserved - KERNEL_BYTES + needs.cache) // bytes_per_token(config, compute_dtype(dtype))
+    fewer = room // PAGE_SIZE * PAGE_SIZE
+    way_out = f"give {fewer:,} cache_tokens or fewer"
+    if fewer < PAGE_SIZE:
+        way_out = "lower max_batch_tokens"
+    elif fewer < config.max_input_length:
+        way_out += ", which shortens the context to as many"
+    raise ModelError(
+        f"{model} needs {_gib(needs.reserved + KERNEL_BYTES)} on {device}, which has {_gib(free)} free: {_gib(needs.weights)} of "
+        f"weights in this dtype, {_gib(needs.of_passes + KERNEL_BYTES)} for passes of {max_batch_tokens or MOST_STREAM_TOKENS:,} "
+        f"tokens, and {_gib(needs.cache)} for a cache of {cache_tokens or PAGE_SIZE:,} tokens; {way_out}, free memory on this "
+        "GPU, take another GPU, or a smaller dtype or model"
+    )
+
+
+def _kind(device: torch.device) -> MemoryKind:
+    if device.type == "cpu":
+        return "cpu"
+    return "unified" if is_integrated(device) else "gpu"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
