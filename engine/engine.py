@@ -18,15 +18,19 @@ from engine.load import Loaded, choose, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
+from engine.model.footprint import MOST_STREAMS
 from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
+from engine.run.cuda_streams import StreamRunner
+from engine.run.fits import check_generator_fits, pass_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.runner import CpuRunner
-from engine.run.tune import tune
+from engine.run.streams import StreamPacker
+from engine.run.tune import tune, tune_streams
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Piece, Stream, Token
@@ -39,13 +43,26 @@ class Engine:
     """One model, ready to run. Not thread-safe: one thread at a time calls `launch` or `embed` (see `engine/loop.py`)."""
 
     def __init__(
-        self, config: ModelConfig, parts: Loaded, dtype: torch.dtype, device: torch.device, cache_tokens: int | None = None
+        self,
+        config: ModelConfig,
+        parts: Loaded,
+        dtype: torch.dtype,
+        device: torch.device,
+        cache_tokens: int | None = None,
+        max_batch_tokens: int | None = None,
     ) -> None:
-        """`cache_tokens`: the size of the cache of a model that generates."""
+        """
+        Args:
+            cache_tokens: the size of the cache of a model that generates.
+            max_batch_tokens: for the default size of that cache; None for a budget that warm-up finds.
+        """
         cache = None
         if config.generation is not None:
             wide = compute_dtype(dtype)
-            cache = KVCache(config, cache_tokens or default_tokens(config, wide), wide, device)
+            if cache_tokens is None:
+                passes = pass_bytes(config, dtype, device, max_batch_tokens)
+                cache_tokens = default_tokens(config, wide, device, passes)
+            cache = KVCache(config, cache_tokens, wide, device)
         self.pages = None if cache is None else Pages(cache.num_pages, PAGE_SIZE)
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
         self.prompts = parts.prompts
@@ -54,11 +71,13 @@ class Engine:
             self._grammars = Compiler(parts.prompts.tokenizer.to_str, config.vocab_size, config.generation.eos_ids)
         self.dtype, self.device = dtype, device
         self.max_batch_tokens = default_batch_tokens(device)
-        self.runner: CpuRunner | CudaRunner
-        if device.type == "cuda":
-            self.runner = CudaRunner(self.network, self.packer, device)
-        else:
+        self.runner: CpuRunner | CudaRunner | StreamRunner
+        if device.type == "cpu" or (cache is not None and self.packer.tiling is None):
             self.runner = CpuRunner(self.network, self.packer, cache)
+        elif cache is not None:
+            self.runner = StreamRunner(self.network, StreamPacker.of(self.packer, self.network.model), cache, device)
+        else:
+            self.runner = CudaRunner(self.network, self.packer, device)
 
     @classmethod
     def load(
@@ -104,7 +123,10 @@ class Engine:
         )
         chosen, where = choose(config, dtype, device)
         with reserve.reservation(where), torch.inference_mode():
-            engine = cls(config, load_parts(folder, config, chosen, where, on_progress), chosen, where, cache_tokens)
+            if config.generation is not None:
+                check_generator_fits(config, chosen, where, str(folder), max_batch_tokens, cache_tokens)
+            parts = load_parts(folder, config, chosen, where, on_progress)
+            engine = cls(config, parts, chosen, where, cache_tokens, max_batch_tokens)
             engine._warm_up(max_batch_tokens)
         return engine
 
@@ -123,12 +145,15 @@ class Engine:
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
 
     def _warm_up_streams(self, max_batch_tokens: int | None) -> None:
-        if not isinstance(self.runner, CpuRunner):
-            raise ModelError(
-                'generation runs on a CPU only so far: load the model with device="cpu", or hide the GPU from the server with '
-                "CUDA_VISIBLE_DEVICES="
-            )
         self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
+        if isinstance(self.runner, StreamRunner):
+            assert self.pages is not None, "a model that generates has a cache"
+            cache_tokens = self.pages.num_pages * PAGE_SIZE
+            self.max_batch_tokens = tune_streams(self.runner, self.config, self.dtype, cache_tokens, max_batch_tokens)
+            log.info(
+                "token budget %d, %d tokens of cache, CUDA graphs up to %d tokens",
+                self.max_batch_tokens, cache_tokens, self.max_graph_tokens,
+            )  # fmt: skip
         try:
             self.generate([[0]], SamplingOptions(max_tokens=2, temperature=0.0))
         except NotFinite as error:
@@ -194,7 +219,7 @@ class Engine:
         Raises: InvalidInput naming what is wrong with a prompt or the options; BackendError.
         """
         streams = [self.new_stream(prompt, options) for prompt in prompts]
-        Passes(self, self.max_batch_tokens).run(streams)
+        Passes(self, self.max_batch_tokens, self.max_batch_seqs).run(streams)
         return [stream.future.result() for stream in streams]
 
     def stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Iterator[Token]:
@@ -202,7 +227,7 @@ class Engine:
         stream = self.new_stream(prompt, options)
         try:
             sent = 0
-            for _ in Passes(self, self.max_batch_tokens).steps([stream]):
+            for _ in Passes(self, self.max_batch_tokens, self.max_batch_seqs).steps([stream]):
                 yield from stream.answer[sent:]
                 sent = len(stream.answer)
             stream.future.result()
@@ -256,12 +281,14 @@ class Engine:
     @property
     def max_batch_seqs(self) -> int | None:
         """Sequences that one pass may have; None where only their tokens count."""
+        if isinstance(self.runner, StreamRunner):
+            return MOST_STREAMS
         return most_splade_seqs(self.config.vocab_size) if self.network.vector_head.is_wide else None
 
     @property
     def max_graph_tokens(self) -> int:
         """Batches of up to so many tokens run as CUDA graphs; 0 on a CPU."""
-        return self.runner.max_graph_tokens if isinstance(self.runner, CudaRunner) else 0
+        return 0 if isinstance(self.runner, CpuRunner) else self.runner.max_graph_tokens
 
     @property
     def longest_input(self) -> int:

@@ -45,6 +45,11 @@ class Model(ABC):
     def __init__(self, config: Any, checkpoint: WeightSource) -> None:
         """`config`: as `read_config` gives it. Raises: ModelError for a tensor that is missing or has another shape."""
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers' attention, each once; None for a layer that sees all."""
+        return (None,)
+
     @abstractmethod
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         """The last hidden states after the final norm, [T, hidden_size].

@@ -107,6 +107,10 @@ class Decoder(Model):
         has_windows = any(config.layer_window(index) is not None for index in range(config.n_layers))
         self.shares_prefixes = config.causal and not has_windows
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(dict.fromkeys(layer.attend.window for layer in self.layers))
+
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         x = Residual(self._embedded(batch))  # [T, C]
         for layer, attention in zip(self.layers, attention_by_layer(batch, self.layers, self.causal), strict=True):

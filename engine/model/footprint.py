@@ -30,8 +30,8 @@ MOST_GRAPH_SEQS = 4096
 MOST_GRAPH_VALUES = 2 << 20
 # Long prompts are cut into chunks, so the largest pass of a model that generates has its token budget, whatever the context.
 MOST_STREAM_TOKENS = 8192
-# So many rows of logits are computed at a time, and graphs are for passes of so many tokens.
-MOST_LOGIT_ROWS = 256
+# Streams of one pass, each with a row of logits: 256 with one token, and 64 prompts beside.
+MOST_STREAMS = 320
 # What blocks of decode attention leave to be combined: in fp32, for each item and each query head of the item's key head, the
 # weighted sum of the values, the sum of the weights, and the largest score.
 _MOST_DECODE_ITEMS = 4096
@@ -107,7 +107,7 @@ def footprint(
     workspace = longest * per_token + vectors
     cache = 0
     if generates:
-        rows = min(longest, MOST_LOGIT_ROWS)
+        rows = min(longest, MOST_STREAMS)
         workspace += _choosing_bytes(config, wide, rows) + _decode_attention_bytes(config)
         cache = bytes_per_token(config, wide) * whole_pages(most_default_tokens(config) if cache_tokens is None else cache_tokens)
     if kind == "cpu":

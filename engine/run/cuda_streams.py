@@ -107,10 +107,10 @@ class StreamRunner:
 
     passes_in_flight = 2
 
-    def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"
         self._model, self._head, self._device = network.model, network.language_head, device
-        self.packer, self._cache, self._vocab_size = packer, cache, vocab_size
+        self.packer, self._cache = packer, cache
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = GraphPool(device)
         self.graphs: Graphs[Key, StreamGraph] = Graphs(self._capture)
@@ -124,7 +124,6 @@ class StreamRunner:
         self._sampled = torch.zeros(MOST_GRAPH_ROWS, 4, dtype=torch.int32, device=device)  # of all graphs
         self._hidden: Tensor | None = None  # of all graphs, [MOST_GRAPH_ROWS, C]
         self.max_graph_tokens = 0  # until `tune_streams` has found where graphs pay
-        self.longest_input: int | None = None
 
     def launch(
         self,
@@ -232,7 +231,7 @@ class StreamRunner:
         at = picks[indices]
         logits = self._head(hidden.index_select(0, torch.from_numpy(at).to(self._device)))  # [n, V]
         choices = shape.choices_in(filled.numpy())[at]
-        adjusted = adjust(logits, Sampling.of(rows, self._vocab_size, self._device))
+        adjusted = adjust(logits, Sampling.of(rows, logits.shape[1], self._device))
         sampled = kernels.sample(adjusted, torch.from_numpy(choices).to(self._device), self._last)
         log_probs = logits.log_softmax(1)
         most = max((row.options.logprobs or 0 for row in rows), default=0)

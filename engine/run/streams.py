@@ -17,9 +17,10 @@ from torch import Tensor
 from engine.kernels.attention_decode import DecodeWorkspace, decode_items, most_items
 from engine.kernels.sample import choices_of
 from engine.kernels.tiles import Shape, Tiling, most_paged_tiles, paged_tiles
+from engine.model.base import Model
 from engine.run.batch import PackedBatch, Paged
 from engine.run.kv_cache import PAGE_SIZE
-from engine.run.pack import GRAPH_TOKENS
+from engine.run.pack import GRAPH_TOKENS, BatchPacker
 from engine.schedule.stream import Piece
 
 Ints = NDArray[np.int32]
@@ -28,7 +29,8 @@ Ints = NDArray[np.int32]
 DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
 # The same for passes with chunks of prompts: numbers of streams beside the chunks, and of chunks.
 _DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
-MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]
+MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]  # the engine puts no more streams into a pass
+_BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
 _SLOT = 6  # the column of a row's slot in `choices`
 
 
@@ -131,6 +133,12 @@ class StreamPacker:
     tiling: Tiling
     windows: tuple[int | None, ...]  # of the model's layers, each once
     num_blocks: int  # that decode attention should have
+
+    @classmethod
+    def of(cls, packer: BatchPacker, model: Model) -> "StreamPacker":
+        """Of a model whose attention our kernels compute."""
+        assert packer.tiling is not None, "the reference attention needs no such batches"
+        return cls(packer.tiling, model.windows, _BLOCKS_OF_SM * packer.tiling.num_sms)
 
     def shape(self, laid: Laid, graphs: bool) -> StreamShape:
         """The shape of a batch. `graphs`: the smallest shape of a graph that has room for the batch, where there is one."""
