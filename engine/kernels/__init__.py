@@ -5,6 +5,7 @@ Each operation chooses between the two by the tensor's device and dtype, so that
 
 from engine.kernels.activation import geglu, gelu, swiglu
 from engine.kernels.attention import attention
+from engine.kernels.attention_decode import attention_decode
 from engine.kernels.embed import embed
 from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
 from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
@@ -14,7 +15,7 @@ from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope
 
 __all__ = [
-    "MaybeQuantized", "Quantized", "attention", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8",
-    "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish", "pool_mean", "quantize_weight",
-    "rms_norm", "rope", "swiglu",
+    "MaybeQuantized", "Quantized", "attention", "attention_decode", "embed", "geglu", "gelu", "interleaved", "layer_norm",
+    "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish",
+    "pool_mean", "quantize_weight", "rms_norm", "rope", "swiglu",
 ]  # fmt: skip

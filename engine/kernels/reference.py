@@ -207,6 +207,26 @@ def cached_attention(
     return out
 
 
+def attention_decode(q: Tensor, cache: Tensor, items: Tensor, pages: Tensor, out: Tensor) -> Tensor:
+    """Attention of one token of each sequence over the pages of a cache. Every result is of all parts of a sequence at once.
+
+    Args:
+        q: [B, H, D]; cache: [2, S, K, D].
+        items: [n, 8], as `attention_decode.decode_items` gives them; pages: [m]. A page is 128 slots.
+        out: [B, H, D]. Rows of no item are not written.
+    Returns: `out`.
+    """
+    slots: dict[int, list[Tensor]] = {}
+    for row, page_at, first, end, *_ in items.tolist():
+        if first < end:
+            keys = torch.arange(first, end, device=q.device)
+            slots.setdefault(row, []).append(pages[page_at + keys // 128].long() * 128 + keys % 128)
+    for row, parts in slots.items():
+        keys, values = cache.index_select(1, torch.cat(parts))
+        out[row] = _one_query(q[row : row + 1], keys, values)[0].to(out.dtype)
+    return out
+
+
 def _from_pages(cache: Tensor, pages: Sequence[int], page_size: int, start: int, stop: int) -> Tensor:
     """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view where the pages lie in a row."""
     first, last = start // page_size, -(-stop // page_size)

@@ -11,6 +11,7 @@ from engine.devices import LEAST_CAPABILITY
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
+from engine.kernels.attention_decode import DECODE_SHAPES, attention_decode_defines
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
@@ -111,6 +112,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                     yield from (_attention_hopper(head_dim, group, dtype, hopper, prefix) for group in _GROUPS[head_dim])
                     yield _attention_hopper(head_dim, 1, torch.float16, hopper, prefix)
                     yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, prefix, e4m3=True)
+        yield from _attentions_decode(capability)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -203,6 +205,24 @@ def _attention_hopper(
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}{', e4m3' * e4m3}"
     defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix, e4m3)
     return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), FEATURES)
+
+
+def _attentions_decode(capability: tuple[int, int]) -> Iterator[Variant]:
+    """16 query heads take the most registers: two tiles of eight. Fewer take one tile."""
+    for head_dim in DECODE_SHAPES:
+        yield _attention_decode(head_dim, 16, torch.bfloat16)
+    for head_dim, group in ((64, 7), (128, 2), (128, 8), (256, 3)):
+        yield _attention_decode(head_dim, group, torch.bfloat16)
+    yield _attention_decode(256, 8, torch.float16)
+    if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
+        yield _attention_decode(256, 8, torch.bfloat16, e4m3=True)
+
+
+def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False) -> Variant:
+    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}"
+    shape = DECODE_SHAPES[head_dim]
+    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3)
+    return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim))
 
 
 def _gemm_hopper(operands: int, followed_by: FollowedBy) -> Variant:

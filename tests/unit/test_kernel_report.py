@@ -31,7 +31,7 @@ def test_every_variant_compiles_for_every_chip_without_spilling(kernel_reports: 
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("source", ["activation", "attention", "embed", "norm", "pool", "rope"])
+@pytest.mark.parametrize("source", ["activation", "attention", "attention_decode", "embed", "norm", "pool", "rope"])
 def test_rows_hold_what_the_compiler_says(source: str) -> None:
     (variant,) = only(source)((9, 0))
     for row in compile_rows(variant, "sm_90"):
@@ -53,7 +53,11 @@ def test_labels_of_one_source_tell_its_variants_apart() -> None:
 
 def test_before_sm_80_there_is_no_attention_and_no_bf16() -> None:
     assert all(v.source != "attention" and v.defines["HALF"] for v in variants((7, 5)))
-    assert {v.source for v in variants((8, 0))} == {v.source for v in variants((7, 5))} | {"attention", "quantize"}
+    assert {v.source for v in variants((8, 0))} == {v.source for v in variants((7, 5))} | {
+        "attention",
+        "attention_decode",
+        "quantize",
+    }
 
 
 @pytest.mark.parametrize("arch", ["sm_86", "sm_89", "sm_90", "sm_120", "sm_121"])

@@ -18,6 +18,7 @@ from engine import BackendError, Engine, kernels
 from engine.kernels import report
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
+from engine.kernels.attention_decode import DecodeWorkspace, decode_items
 from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import few_rows, few_rows_shape
@@ -33,6 +34,7 @@ SOURCES = sorted(path.stem for path in _SOURCES.glob("*.cu"))
 LAUNCHERS = (
     "activation",
     "attention",
+    "attention_decode",
     "attention_hopper",
     "embed",
     "few_rows",
@@ -46,7 +48,7 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 14
+    assert len(seen) == 15
     for variant in report.variants((9, 0)):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -188,6 +190,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
             kernels.attention(q, k, v, each, tile_shapes(128, (9, 0))[0], bounds, True, dtype=dtype)
             kernels.attention(q, k, v, each, wgmma, bounds, True, dtype=dtype)
     kernels.attention(q, k, v, tiles, tile_shapes(128, (9, 0))[0], bounds, False, bias=torch.ones(4, 9))
+    cache, workspace = torch.ones(2, 128, 2, 128, dtype=BF16), DecodeWorkspace.create(3, 4, 128, q.device)
+    items = torch.from_numpy(decode_items([128, 1, 7], [0, 0, 0], 2, 264))
+    for dtype in (None, E4M3):
+        kernels.attention_decode(q, cache, items, ids, workspace, dtype)
     for kind in (E4M3, torch.int8):
         quantize(wide, kind, norm=weight, pending=wide.clone())
         quantize(wide, kind, gated=True)

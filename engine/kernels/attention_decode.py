@@ -1,0 +1,213 @@
+"""Attention of decode steps: one token for each sequence, over the paged cache."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.launch import Kernel, half, runs_on
+
+PAGE = 128  # tokens
+# Parts of one sequence. The block that adds them up has a factor for each part and query head in shared memory.
+MOST_PARTS = 256
+_EXTRA_BYTES = 1024  # shared memory beside the rings
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How a block of attention_decode.cu divides the work."""
+
+    warps: int  # each takes every warps-th group of 16 keys
+    stages: int  # groups of a warp that are in shared memory or on their way there
+    rows: int = 16  # query heads: 8 or 16
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    def shared_bytes(self, head_dim: int) -> int:
+        pitch = head_dim if head_dim % 64 == 0 else head_dim + 8
+        return self.warps * self.stages * 2 * 16 * pitch * 2 + _EXTRA_BYTES
+
+    def blocks(self, n_heads: int, n_kv_heads: int) -> int:
+        """Returns the blocks of one item."""
+        return n_kv_heads * -(-(n_heads // n_kv_heads) // self.rows)
+
+
+# By head_dim. The memory needs about 32 KB on their way to each multiprocessor of an H200, and two blocks share one.
+DECODE_SHAPES = {
+    32: DecodeShape(4, 4),
+    64: DecodeShape(4, 4),
+    96: DecodeShape(4, 3),
+    128: DecodeShape(4, 3),
+    256: DecodeShape(2, 3, 8),  # 16 rows need more registers than there are
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """The results of parts, until the last block of a sequence adds them up. All layers of a model share one."""
+
+    partial: Tensor  # [most items, H, D] fp32, sums of weighted values
+    weights: Tensor  # [most items, H, 2] fp32, the running maximum and the sum of weights
+    counters: Tensor  # [most items, H] int32, of each block of an item, 0 between launches
+
+    @staticmethod
+    def create(most_items: int, n_heads: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
+        return DecodeWorkspace(
+            torch.empty(most_items, n_heads, head_dim, device=device),
+            torch.empty(most_items, n_heads, 2, device=device),
+            torch.zeros(most_items, n_heads, dtype=torch.int32, device=device),
+        )
+
+
+def attention_decode(
+    q: Tensor,
+    cache: Tensor,
+    items: Tensor,
+    pages: Tensor,
+    workspace: DecodeWorkspace,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    shape: DecodeShape | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for one token of each sequence. The cache holds the keys and values of all tokens it sees.
+
+    Args:
+        q: [B, H, D], D one of DECODE_SHAPES. The heads of a token are contiguous. The stride of tokens is any multiple of 8.
+        cache: [2, S, K, D], the keys and the values of one layer, H a multiple of K. Page p is the slots [128 p, 128 p + 128).
+        items: [n, 8] int32 on the device, as `decode_items` gives them; zeros are padding. n is at most 65,535.
+        pages: [m] int32 on the device, the pages of all sequences. No kernel writes items or pages just before this launch:
+            they are read while the kernel before still runs. Copies from the host may come just before.
+        workspace: of at least n items.
+        dtype: dtype of the result: q's, or torch.float8_e4m3fn, whose largest value is 448.
+        out: [B, H, D] contiguous, of `dtype`. None makes one.
+        shape: None for the head_dim's own; others are for measurements.
+    Returns: [B, H, D], contiguous. Rows of no item are not written.
+    """
+    n_heads, head_dim = q.shape[1:]
+    if out is None:
+        out = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+    assert out.dtype == (dtype or q.dtype), "the caller's own buffer"
+    if not runs_on(q):
+        return reference.attention_decode(q, cache, items, pages, out)
+    assert len(items) <= len(workspace.counters), "the workspace holds the most items"
+    if not len(items):
+        return out
+    n_kv_heads = cache.shape[2]
+    shape = shape or DECODE_SHAPES[head_dim]
+    kernel = _kernel(head_dim, n_heads // n_kv_heads, shape, q.dtype, out.itemsize == 1, q.device)
+    kernel(
+        (shape.blocks(n_heads, n_kv_heads), len(items)),
+        q,
+        cache,
+        items,
+        pages,
+        workspace.partial,
+        workspace.weights,
+        workspace.counters,
+        out,
+        q.stride(0),
+        cache[0].numel(),
+        n_kv_heads,
+        np.float32(math.log2(math.e) / math.sqrt(head_dim)),
+    )
+    return out
+
+
+def decode_items(
+    lengths: ArrayLike,
+    page_offsets: ArrayLike,
+    num_kv_heads: int,
+    num_blocks: int,
+    window: int | None = None,
+    first_row: int = 0,
+) -> NDArray[np.int32]:
+    """Divide the keys of each sequence into parts of whole pages, so that all parts together make about `num_blocks` blocks.
+
+    A part has at most as many pages as one block of `num_blocks` would have to take. The parts of one sequence are equally long,
+    but the last may be shorter. The longest parts come first, as the blocks that start last should be short.
+
+    Args:
+        lengths: [B], the keys that each row sees, its own token included; 0 for a row that is left out.
+        page_offsets: [B], where the row's list of pages begins.
+        num_kv_heads: blocks of each part.
+        num_blocks: blocks that the chip should have: two or three for each multiprocessor.
+        window: a token sees no token further away than this; None for no limit.
+        first_row: the row of q that belongs to lengths[0].
+    Returns: [n, 8] int32, n at most `most_items`: the row of q, the place of the part's first page in the array of pages, the
+        part's first key and the end of its keys (counted from the start of that page), the part's index in its sequence, the
+        number of parts of the sequence, the item of the sequence's first part, 0.
+    """
+    # Few operations, in place: each takes a microsecond, and all of them lie between two decode steps.
+    lengths = np.asarray(lengths, np.int32)
+    begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - (1 + window), 0)
+    first_pages = begins // PAGE
+    pages = (lengths + (PAGE - 1)) // PAGE - first_pages
+    longest = int(pages.max(initial=1))
+    most = max(1, -(-int(pages.sum()) * num_kv_heads // num_blocks), -(-longest // MOST_PARTS))
+    if longest <= most:
+        parts, sizes = (pages > 0).astype(np.int32), pages
+    else:  # as few parts as `most` allows, then as few pages as this number of parts allows
+        parts = (pages + (most - 1)) // most
+        sizes = -(-pages // np.maximum(parts, 1))
+        parts = -(-pages // np.maximum(sizes, 1))
+    order = np.argsort(-sizes, kind="stable")
+    of_sequence = np.zeros((len(lengths), 8), np.int32)
+    of_sequence[:, 0] = np.arange(first_row, first_row + len(lengths), dtype=np.int32)
+    of_sequence[:, 1] = page_offsets
+    of_sequence[:, 1] += first_pages
+    of_sequence[:, 2] = begins - first_pages * PAGE
+    of_sequence[:, 3] = lengths - first_pages * PAGE
+    of_sequence[:, 4] = sizes
+    of_sequence[:, 5] = parts
+    of_sequence = of_sequence[order]
+    parts = of_sequence[:, 5]
+    of_sequence[:, 6] = np.cumsum(parts) - parts
+    if longest <= most:
+        items = of_sequence[: int(parts.sum())]  # rows without keys come last
+        items[:, 4] = 0
+        return items
+    items = of_sequence.repeat(parts, axis=0)
+    part = np.arange(len(items), dtype=np.int32) - items[:, 6]
+    keys = items[:, 4] * PAGE
+    items[:, 1] += part * items[:, 4]
+    items[:, 2] *= part == 0
+    items[:, 3] = np.minimum(items[:, 3] - part * keys, keys)
+    items[:, 4] = part
+    return items
+
+
+def most_items(batch: int, num_kv_heads: int, num_blocks: int) -> int:
+    """Returns an upper bound on the items of `batch` sequences.
+
+    With P pages for a part, a sequence of n pages has less than n / P + 1 parts, and P is at least all pages * K / num_blocks.
+    """
+    return batch + num_blocks // num_kv_heads
+
+
+@cache
+def _kernel(head_dim: int, group: int, shape: DecodeShape, dtype: torch.dtype, e4m3: bool, device: torch.device) -> Kernel:
+    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3)
+    return Kernel("attention_decode", "attention_decode", defines, device, shape.threads, shape.shared_bytes(head_dim))
+
+
+def attention_decode_defines(
+    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool = False
+) -> dict[str, int]:
+    return {
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "NUM_WARPS": shape.warps,
+        "STAGES": shape.stages,
+        "BLOCK_ROWS": shape.rows,
+        "MOST_PARTS": MOST_PARTS,
+        "EXTRA_BYTES": _EXTRA_BYTES,
+        "E4M3": int(e4m3),
+        "HALF": half(dtype),
+    }

@@ -1,0 +1,330 @@
+// Attention of one token for each sequence over the paged cache: softmax(q K^T / sqrt(D)) V.
+//   q [B, K * GROUP, D] in 16 bits, strided rows. cache [2, S, K, D]: keys, then values. A page is 128 slots.
+//   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
+//   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
+//   sequence's first part, 0. first == end is padding: the block does nothing. The rows of the other items are written.
+//   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
+//   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
+//   with several parts. The counters are 0 before and after.
+//
+// One block computes one item for one key head and up to BLOCK_ROWS query heads of its group. The memory is the bound, so what counts are
+// the bytes in flight. Each warp takes every WARPS-th group of 16 keys. It has a ring of STAGES groups of K and V in shared memory
+// that no other warp uses, so it fills and empties the ring by cp.async with no barrier of the block. The warps have their own
+// running maximum, sum and result, which the block merges at the end. The page of a group is read one step before its cp.async.
+//
+// The products are transposed: S^T = K Q^T and O^T = V^T P^T, on mma.sync m16n8k16. The 16 rows of an mma are keys or columns of V,
+// the 8 columns are query heads. A group of up to 8 query heads thus takes half the registers and products of a 16-row tile.
+// S^T leaves the first product as rows of keys, and the second product takes P^T as columns of keys: movmatrix transposes it.
+// The running maximum is raised only when a score outgrows it by 2^8, as in attention.cu.
+//
+// Keys outside [first, end) are not read: cp.async fills their rows with zeros, as 0 * NaN would be NaN in P V.
+//
+// Several parts: each block leaves its result in the workspace and counts itself. The last block of a sequence and key head adds
+// up the parts in their order, so the sum does not depend on which block is last.
+//
+// Items and pages come from the host. They are read while the kernel before still runs, so no kernel may write them just before.
+//
+// Floor: the bytes of the keys and values.
+#define D HEAD_DIM
+
+constexpr int WARPS = NUM_WARPS, THREADS = 32 * WARPS;
+constexpr int KEYS = 16, PAGE = 128;  // keys of a group, slots of a page
+constexpr int CHUNKS = D / 8;         // 16-byte chunks of a row
+constexpr bool SWIZZLED = D % 64 == 0;
+constexpr int PITCH = SWIZZLED ? D : D + 8;
+constexpr u32 TILE = KEYS * PITCH * 2, STAGE = 2 * TILE, RING = STAGES * STAGE;  // bytes; a ring for each warp
+constexpr int MOST_ROWS = GROUP < BLOCK_ROWS ? GROUP : BLOCK_ROWS;               // query heads of a block
+constexpr int HEAD_TILES = (GROUP + BLOCK_ROWS - 1) / BLOCK_ROWS;                // blocks that share a key head
+constexpr int Q_TILES = (MOST_ROWS + 7) / 8;
+constexpr int SUMS_PITCH = D + 4;  // floats; the padding puts the values that a warp stores at once into different banks
+constexpr float RAISE = 8.f;       // in powers of two
+
+// Lies in shared memory after the rings.
+struct alignas(16) Shared {
+    float2 weights[WARPS][8 * Q_TILES];  // running maximum and sum of each warp
+    bool is_last;
+};
+static_assert(D % 32 == 0 && STAGES >= 2, "the chains of products are even, and a stage is fetched while one is used");
+static_assert(sizeof(Shared) <= EXTRA_BYTES, "the launcher allocates it");
+static_assert(8 * Q_TILES * SUMS_PITCH * 4 <= RING, "a warp's results fit into its ring");
+static_assert(MOST_PARTS * MOST_ROWS * 4 <= WARPS * RING, "the parts' factors fit into the rings");
+
+__device__ __forceinline__ void copy_async(u32 shared, const u16* global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+// Transposes an 8 x 8 matrix of 16-bit values that a warp holds: two neighbours of a row in each lane.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+// Past the L1 cache, which does not see what other multiprocessors write.
+__device__ __forceinline__ float4 load_shared_by_blocks(const float* x) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
+    return v;
+}
+__device__ __forceinline__ float2 load_shared_by_blocks(const float2* x) {
+    float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(x) : "memory");
+    return v;
+}
+// device code: what follows has no assembly
+
+// The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together lie in eight different 16-byte bank
+// groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
+__device__ __forceinline__ u32 place(int r, int c) { return (r * PITCH + 8 * (SWIZZLED ? c ^ (r & 7) : c)) * 2; }
+
+// `at` two chunks further, `steps` times.
+__device__ __forceinline__ u32 advance(u32 at, int steps) {
+    return SWIZZLED ? (at ^ (steps % 4 * 32)) + steps / 4 * 128 : at + steps * 32;
+}
+
+// A lane copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if a row's chunks are no power of two.
+constexpr int ROW_LANES = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
+constexpr int ROW_STEP = 32 / ROW_LANES;
+
+// Fetches the rows of K and of V of one group. `x` is this lane's chunk of its first row of K, and row i of the group is valid if
+// begin <= i < end.
+__device__ __forceinline__ void fetch_keys(u32 stage, const u16* x, i64 stride, i64 to_values, int begin, int end) {
+    const int lane = threadIdx.x % 32, r = lane / ROW_LANES, c = lane % ROW_LANES;
+    if (ROW_LANES != CHUNKS && c >= CHUNKS) return;
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+#pragma unroll
+        for (int i = 0; i < KEYS; i += ROW_STEP)
+            copy_async(stage + part * TILE + place(i + r, c), x + i * stride + part * to_values, i + r >= begin && i + r < end);
+}
+
+__device__ __forceinline__ void store4(Out* out, const float4& x, float scale) {
+    const float a = x.x * scale, b = x.y * scale, c = x.z * scale, d = x.w * scale;
+#if E4M3
+    *reinterpret_cast<u32*>(out) = (pack_e4m3(a, b) & 0xffff) | pack_e4m3(c, d) << 16;
+#else
+    *reinterpret_cast<uint2*>(out) = make_uint2(pack(a, b), pack(c, d));
+#endif
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float scale) {
+    sum.x = fmaf(x.x, scale, sum.x), sum.y = fmaf(x.y, scale, sum.y);
+    sum.z = fmaf(x.z, scale, sum.z), sum.w = fmaf(x.w, scale, sum.w);
+}
+
+// Adds up the parts of a sequence for `rows` query heads from `head` on. `factors` holds rows * parts floats.
+__device__ __forceinline__ void combine(const float* partial, const float2* weights, Out* out, float* factors, int head, int rows,
+                                        i64 first_item, int parts, i64 n_heads) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int r = warp; r < rows; r += WARPS) {
+        const float2* mine = weights + first_item * n_heads + head + r;
+        float* factor = factors + r * parts;
+        float most = -1e30f, sum = 0.f;
+        for (int p = lane; p < parts; p += 32) most = fmaxf(most, load_shared_by_blocks(mine + p * n_heads).x);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+        for (int p = lane; p < parts; p += 32) {
+            const float2 weight = load_shared_by_blocks(mine + p * n_heads);
+            factor[p] = exp2_fast(weight.x - most);
+            sum = fmaf(factor[p], weight.y, sum);
+        }
+        const float inverse = 1.f / lanes_sum<32>(sum);
+        for (int p = lane; p < parts; p += 32) factor[p] *= inverse;
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < rows * (D / 4); e += THREADS) {
+        const int r = e / (D / 4), column = e % (D / 4) * 4;
+        const float* mine = partial + (first_item * n_heads + head + r) * D + column;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+        for (int p = 0; p < parts; ++p) add_scaled(sum, load_shared_by_blocks(mine + p * n_heads * D), factors[r * parts + p]);
+        store4(out + (head + r) * D + column, sum, 1.f);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, const int* __restrict__ pages, float* partial,
+                 float2* weights, int* counters, Out* out, i64 q_stride, i64 to_values, i64 n_kv_heads, float scale_log2) {
+    let_next_begin();
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 item = blockIdx.y;
+    const int4 keys = reinterpret_cast<const int4*>(items)[2 * item], split = reinterpret_cast<const int4*>(items)[2 * item + 1];
+    const int row = keys.x, first = keys.z, end = keys.w, parts = split.y;
+    const bool empty = first >= end;
+
+    // Groups of 16 keys from the start of the part's first page. This warp's first group, and the last group of all.
+    const int first_group = first / KEYS + warp, last_group = (end - 1) / KEYS;
+    auto page_of = [&](int group) { return pages[keys.y + min(group, last_group) / (PAGE / KEYS)]; };
+    int page[STAGES];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) page[s] = empty ? 0 : page_of(first_group + s * WARPS);
+    wait_for_previous();
+    if (empty) return;
+
+    const int kv_head = blockIdx.x / HEAD_TILES, tile = blockIdx.x % HEAD_TILES;
+    const int head = kv_head * GROUP + tile * BLOCK_ROWS, rows = min(BLOCK_ROWS, GROUP - tile * BLOCK_ROWS);
+    const i64 n_heads = n_kv_heads * GROUP, stride = n_kv_heads * D;
+    const u32 ring = static_cast<u32>(__cvta_generic_to_shared(shared)) + warp * RING;
+    const u16* lane_chunk = cache + lane / ROW_LANES * stride + kv_head * D + lane % ROW_LANES * 8;
+    auto fetch = [&](u32 stage, int group, int from) {
+        const i64 slot = static_cast<i64>(from) * PAGE + group % (PAGE / KEYS) * KEYS;
+        fetch_keys(stage, lane_chunk + slot * stride, stride, to_values, first - group * KEYS, end - group * KEYS);
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+        if (first_group + s * WARPS <= last_group) fetch(ring + s * STAGE, first_group + s * WARPS, page[s]);
+        copy_commit();
+    }
+    int next_page = page[STAGES - 1];
+
+    const int column = lane % 4 * 2;  // of this lane's two query heads in a tile; its keys are lane / 4 and eight further
+    u32 queries[Q_TILES][D / 16][2];
+#pragma unroll
+    for (int m = 0; m < Q_TILES; ++m) {
+        const int r = m * 8 + lane / 4;
+        const u16* mine = q + row * q_stride + (head + (r < rows ? r : 0)) * D + column;
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) queries[m][d][h] = r < rows ? *reinterpret_cast<const u32*>(mine + d * 16 + h * 8) : 0;
+    }
+
+    float o[Q_TILES][D / 16][4] = {};
+    float row_max[Q_TILES][2], row_sum[Q_TILES][2];
+#pragma unroll
+    for (int m = 0; m < Q_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row_max[m][h] = -1e30f, row_sum[m][h] = 0.f;
+
+    const u32 k_at = place(lane % 16, lane / 16), v_at = TILE + place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    u32 stage = ring, free_stage = ring + (STAGES - 1) * STAGE;
+    for (int group = first_group; group <= last_group; group += WARPS) {
+        copy_wait<STAGES - 2>();
+        __syncwarp();  // the group is there, and no lane reads the previous one any more
+        const int ahead = group + (STAGES - 1) * WARPS;
+        if (ahead <= last_group) fetch(free_stage, ahead, next_page);
+        copy_commit();
+        next_page = page_of(ahead + WARPS);
+
+        float s[Q_TILES][2][4] = {};  // two sums, so that the chain of dependent products is half as long
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d) {
+            u32 a[4];
+            ldmatrix(a, advance(stage + k_at, d));
+#pragma unroll
+            for (int m = 0; m < Q_TILES; ++m) mma(s[m][d % 2], a, queries[m][d][0], queries[m][d][1]);
+        }
+        bool raise = false;
+        float largest[Q_TILES][2];
+#pragma unroll
+        for (int m = 0; m < Q_TILES; ++m) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int key = group * KEYS + lane / 4 + e / 2 * 8;
+                s[m][0][e] = key >= first && key < end ? s[m][0][e] + s[m][1][e] : __int_as_float(0xff800000);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                largest[m][h] = fmaxf(s[m][0][h], s[m][0][2 + h]) * scale_log2;
+                raise |= largest[m][h] > row_max[m][h] + RAISE;
+            }
+        }
+        if (__any_sync(0xffffffffu, raise)) {
+#pragma unroll
+            for (int m = 0; m < Q_TILES; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float x = largest[m][h];
+#pragma unroll
+                    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+                    x = fmaxf(x, row_max[m][h]);
+                    const float shrink = exp2_fast(row_max[m][h] - x);
+                    row_max[m][h] = x;
+                    row_sum[m][h] *= shrink;
+#pragma unroll
+                    for (int d = 0; d < D / 16; ++d) o[m][d][h] *= shrink, o[m][d][2 + h] *= shrink;
+                }
+        }
+        u32 p[Q_TILES][2];
+#pragma unroll
+        for (int m = 0; m < Q_TILES; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float a = exp2_fast(fmaf(s[m][0][2 * half], scale_log2, -row_max[m][0]));
+                const float b = exp2_fast(fmaf(s[m][0][2 * half + 1], scale_log2, -row_max[m][1]));
+                const u32 pair = pack(a, b);
+                row_sum[m][0] += low(pair), row_sum[m][1] += high(pair);  // as rounded: so the weights still sum to one
+                p[m][half] = transposed(pair);
+            }
+#pragma unroll
+        for (int d = 0; d < D / 16; ++d) {
+            u32 a[4];
+            ldmatrix_transposed(a, advance(stage + v_at, d));
+#pragma unroll
+            for (int m = 0; m < Q_TILES; ++m) mma(o[m][d], a, p[m][0], p[m][1]);
+        }
+        free_stage = stage;
+        stage = stage + STAGE == ring + RING ? ring : stage + STAGE;
+    }
+
+    // The rings become room for the warps' results.
+    copy_wait<0>();
+    __syncthreads();
+    float* sums = reinterpret_cast<float*>(shared);
+    Shared& rest = *reinterpret_cast<Shared*>(shared + WARPS * RING);
+#pragma unroll
+    for (int m = 0; m < Q_TILES; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float total = row_sum[m][h];
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
+            const int r = m * 8 + column + h;
+            if (lane < 4) rest.weights[warp][r] = make_float2(row_max[m][h], total);
+            float* mine = sums + (warp * 8 * Q_TILES + r) * SUMS_PITCH + lane / 4;
+#pragma unroll
+            for (int d = 0; d < D / 16; ++d) mine[d * 16] = o[m][d][h], mine[d * 16 + 8] = o[m][d][2 + h];
+        }
+    __syncthreads();
+    out += row * n_heads * D;
+    for (int e = threadIdx.x; e < rows * (D / 4); e += THREADS) {
+        const int r = e / (D / 4), c = e % (D / 4) * 4;
+        float most = rest.weights[0][r].x, total = 0.f;
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) most = fmaxf(most, rest.weights[w][r].x);
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float factor = exp2_fast(rest.weights[w][r].x - most);
+            total = fmaf(factor, rest.weights[w][r].y, total);
+            add_scaled(sum, *reinterpret_cast<const float4*>(sums + (w * 8 * Q_TILES + r) * SUMS_PITCH + c), factor);
+        }
+        if (parts == 1) {
+            store4(out + (head + r) * D + c, sum, 1.f / total);
+        } else {
+            *reinterpret_cast<float4*>(partial + (item * n_heads + head + r) * D + c) = sum;
+            if (c == 0) weights[item * n_heads + head + r] = make_float2(most, total);
+        }
+    }
+    if (parts == 1) return;
+
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32* counter = reinterpret_cast<u32*>(counters) + static_cast<i64>(split.z) * gridDim.x + blockIdx.x;
+        rest.is_last = atomicInc(counter, parts - 1) == parts - 1;  // back to 0 at the last
+    }
+    __syncthreads();
+    if (!rest.is_last) return;
+    __threadfence();
+    combine(partial, weights, out, sums, head, rows, split.z, parts, n_heads);
+}

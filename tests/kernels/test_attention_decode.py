@@ -1,0 +1,251 @@
+"""Attention of decode steps over the paged cache against the reference in fp64, whatever the heads, lengths, pages and parts."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from closeness import assert_as_close_as_torch
+from helpers import DEVICE, DTYPES, EIGHT_BITS, poisoned
+from torch import Tensor
+
+from engine import kernels
+from engine.kernels import reference
+from engine.kernels.attention_decode import PAGE, DecodeShape, DecodeWorkspace, decode_items, most_items
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 127, 128, 129, 1000, 17, 2, 300)
+# Each number of 8-row tiles of query heads at each head_dim, and every number of heads of published models once.
+HEADS = [
+    *((32, group) for group in (1, 7, 16)),
+    *((64, group) for group in (1, 7, 16)),
+    *((96, group) for group in (1, 8, 16)),
+    *((128, group) for group in (1, 2, 3, 4, 5, 7, 8, 16)),
+    *((256, group) for group in (1, 3, 8)),
+]
+LARGER_GROUPS = [(64, 71), (128, 24), (256, 16)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step: B rows, their cache, and NaN wherever no row may look."""
+
+    q: Tensor  # [B, H, D], a part of wider rows
+    cache: Tensor
+    pages: Tensor
+    lengths: Sequence[int]
+    offsets: Sequence[int]
+    window: int | None
+
+    def items(self, num_blocks: int) -> Tensor:
+        """Padding lies among the items and after them."""
+        items = torch.from_numpy(decode_items(self.lengths, self.offsets, self.cache.shape[2], num_blocks, self.window))
+        return torch.cat((items, torch.zeros(3, 8, dtype=torch.int32))).to(DEVICE)
+
+    def workspace(self, num_blocks: int) -> DecodeWorkspace:
+        most = most_items(len(self.lengths), self.cache.shape[2], num_blocks) + 3
+        with poisoned():
+            return DecodeWorkspace.create(most, *self.q.shape[1:], DEVICE)
+
+    def expected(self, items: Tensor, dtype: torch.dtype) -> Tensor:
+        """The reference in this dtype; rows of no item are NaN."""
+        out = torch.full(self.q.shape, math.nan, dtype=dtype, device=DEVICE)
+        return reference.attention_decode(self.q.to(dtype), self.cache.to(dtype), items, self.pages, out)
+
+
+def step(
+    head_dim: int,
+    group: int,
+    lengths: Sequence[int] = LENGTHS,
+    window: int | None = None,
+    n_kv_heads: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Step:
+    torch.manual_seed(0)
+    counts = [-(-length // PAGE) for length in lengths]
+    offsets = (np.cumsum(counts) - counts + 3).tolist()
+    unused = 1 << 30
+    pages = torch.cat((torch.full((3,), unused), torch.randperm(sum(counts) + 2)[: sum(counts)])).int()
+    n_heads, num_slots = n_kv_heads * group, (sum(counts) + 2) * PAGE
+    cache = torch.full((2, num_slots, n_kv_heads, head_dim), math.nan, dtype=dtype)
+    for length, offset in zip(lengths, offsets, strict=True):
+        keys = torch.arange(0 if window is None else max(0, length - 1 - window), length)
+        slots = pages[offset + keys // PAGE].long() * PAGE + keys % PAGE
+        cache[:, slots] = torch.randn(2, len(keys), n_kv_heads, head_dim).to(dtype)
+    wide = torch.full((len(lengths), n_heads + 2 * n_kv_heads, head_dim), math.nan, dtype=dtype)
+    wide[:, :n_heads] = (2 * torch.randn(len(lengths), n_heads, head_dim)).to(dtype)
+    return Step(wide.to(DEVICE)[:, :n_heads], cache.to(DEVICE), pages.to(DEVICE), lengths, offsets, window)
+
+
+def ours(
+    made: Step, items: Tensor, workspace: DecodeWorkspace, dtype: torch.dtype | None = None, shape: DecodeShape | None = None
+) -> Tensor:
+    with poisoned():
+        out = kernels.attention_decode(made.q, made.cache, items, made.pages, workspace, dtype, shape=shape)
+    assert not workspace.counters.any()
+    return out
+
+
+def check(made: Step, num_blocks: int, shape: DecodeShape | None = None) -> int:
+    """Returns the largest number of parts."""
+    items, workspace = made.items(num_blocks), made.workspace(num_blocks)
+    out = ours(made, items, workspace, shape=shape)
+    assert out.is_contiguous()
+    exact = made.expected(items, torch.float64)
+    assert_as_close_as_torch(out, made.expected(items, out.dtype), exact)
+    # For each value: p, the sum of p and the result are rounded, or rounded with what they are divided by. The rest is fp32.
+    values = Step(made.q, torch.stack((made.cache[0], made.cache[1].abs())), made.pages, made.lengths, made.offsets, made.window)
+    rounding = torch.finfo(out.dtype).eps / 2
+    allowed = 1.25 * rounding * (values.expected(items, torch.float64) + 2 * exact.abs()) + 1e-6
+    assert ((out.double() - exact).abs() <= allowed).all()
+    assert torch.equal(ours(made, items, workspace, shape=shape), out), "the same bits, whichever block is last"
+    return int(items[:, 5].max())
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [*HEADS, *LARGER_GROUPS])
+def test_one_part_and_many(head_dim: int, group: int) -> None:
+    made = step(head_dim, group)
+    assert check(made, num_blocks=1) == 1
+    assert check(made, num_blocks=16) > 1
+    assert check(made, num_blocks=1000) == 8  # pages of the longest sequence
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 7), (128, 2), (256, 3)])
+def test_fp16(head_dim: int, group: int) -> None:
+    made = step(head_dim, group, dtype=torch.float16)
+    check(made, num_blocks=1)
+    check(made, num_blocks=1000)
+
+
+@pytest.mark.parametrize("window", [0, 1, 15, 16, 100, 127, 128, 200, 700, 2000])
+def test_windows(window: int) -> None:
+    made = step(64, 7, window=window)
+    check(made, num_blocks=1)
+    check(made, num_blocks=1000)
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 8])
+def test_long_sequences_in_parts_of_many_pages(n_kv_heads: int) -> None:
+    made = step(128, 2, (5000, 1, 3000), n_kv_heads=n_kv_heads)
+    for num_blocks in (1, 17, 100, 264, 1000):
+        check(made, num_blocks)
+
+
+def test_every_length_around_a_group_of_keys() -> None:
+    """Of 16 keys for each warp, 64 for the block."""
+    for first in range(1, 200, 20):
+        check(step(128, 2, range(first, first + 20)), num_blocks=1)
+
+
+@pytest.mark.parametrize(
+    "shape", [DecodeShape(4, 2), DecodeShape(2, 3), DecodeShape(2, 6), DecodeShape(1, 4), DecodeShape(4, 3, 8)]
+)
+def test_other_shapes(shape: DecodeShape) -> None:
+    made = step(128, 16)
+    check(made, 1, shape)
+    check(made, 1000, shape)
+
+
+@pytest.mark.parametrize("group", [2, 16])
+def test_scores_that_grow_and_fall(group: int) -> None:
+    """The running maximum is raised seldom, at once, or at every group; in some parts all weights vanish."""
+    for slope in (-0.5, 0.01, 0.5, 5.0):
+        made = step(64, group, (1000, 400, 129))
+        made.q.fill_(1.0)
+        for length, offset in zip(made.lengths, made.offsets, strict=True):
+            keys = torch.arange(length, device=DEVICE)
+            slots = made.pages[offset + keys // PAGE].long() * PAGE + keys % PAGE
+            made.cache[0, slots] = (slope * keys / 8).to(made.cache.dtype)[:, None, None]
+        check(made, num_blocks=1)
+        check(made, num_blocks=1000)
+
+
+def test_rows_of_no_item_are_not_written() -> None:
+    made = step(128, 2, (5, 0, 300, 0))
+    items, workspace = made.items(1000), made.workspace(1000)
+    items = torch.cat((torch.zeros_like(items[:1]), items)).add_(
+        torch.tensor([0, 0, 0, 0, 0, 0, 1, 0], dtype=torch.int32, device=DEVICE)
+    )  # padding first: the first items of sequences move by one
+    buffer = torch.full(made.q.shape, 7.0, dtype=made.q.dtype, device=DEVICE)
+    out = kernels.attention_decode(made.q, made.cache, items, made.pages, workspace, out=buffer)
+    assert out is buffer
+    assert (out[[1, 3]] == 7).all()
+    assert torch.equal(out[[0, 2]], made.expected(items, torch.float64)[[0, 2]].to(out.dtype)) or not out[[0, 2]].isnan().any()
+    only_padding = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)
+    assert (kernels.attention_decode(made.q, made.cache, only_padding, made.pages, workspace, out=buffer)[[1, 3]] == 7).all()
+    assert not workspace.counters.any()
+
+
+def test_what_is_not_finite_reaches_the_rows_that_see_it_alone() -> None:
+    made = step(128, 2, (5, 300, 700))
+    items, workspace = made.items(1000), made.workspace(1000)
+    before = ours(made, items, workspace)
+    slot = int(made.pages[made.offsets[1] + 1]) * PAGE + 3
+    for kind in (0, 1):
+        for value in (math.nan, math.inf):
+            kept = made.cache[kind, slot].clone()
+            made.cache[kind, slot] = value
+            out = ours(made, items, workspace)
+            made.cache[kind, slot] = kept
+            assert torch.equal(out[[0, 2]], before[[0, 2]])
+            assert not out[1].isfinite().all(dim=-1).any()
+
+
+@pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this GPU has no e4m3")
+@pytest.mark.parametrize(("head_dim", "group"), [(32, 1), (96, 8), (128, 5), (256, 8)])
+def test_results_in_e4m3(head_dim: int, group: int) -> None:
+    """Within half a step of what the same kernel gives in 16 bits, itself rounded; a step is an eighth of a power of two."""
+    made = step(head_dim, group)
+    made.cache[1] *= 60.0
+    for num_blocks in (1, 1000):
+        items, workspace = made.items(num_blocks), made.workspace(num_blocks)
+        wide = ours(made, items, workspace).double()
+        found = ours(made, items, workspace, torch.float8_e4m3fn)
+        assert (found.dtype, found.shape, found.is_contiguous()) == (torch.float8_e4m3fn, wide.shape, True)
+        size = torch.exp2(wide.abs().clamp(min=2**-6).log2().floor() - 3)
+        assert ((found.double() - wide.clamp(-448, 448)).abs() <= 0.5 * size + 2**-8 * wide.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
+    """Replays with other lengths and pages. Each launch begins while the one before it runs, and reads what that one wrote."""
+    steps = [step(128, 2, lengths, dtype=dtype) for lengths in ((900, 130, 1), (5, 300, 640))]
+    num_blocks, num_layers = 16, 12
+    workspace = steps[0].workspace(num_blocks)
+    items = torch.zeros(len(workspace.counters), 8, dtype=torch.int32, device=DEVICE)
+    pages = torch.zeros(max(len(each.pages) for each in steps), dtype=torch.int32, device=DEVICE)
+    q, cache = torch.empty_like(steps[0].q), torch.zeros_like(max((each.cache for each in steps), key=len))
+    cache = torch.zeros(2, max(each.cache.shape[1] for each in steps), *cache.shape[2:], dtype=dtype, device=DEVICE)
+
+    def run() -> Tensor:
+        x = q
+        for _ in range(num_layers):
+            x = kernels.attention_decode(x, cache, items, pages, workspace)
+        return x
+
+    def fill(made: Step) -> None:
+        its_items = made.items(num_blocks)
+        items.zero_()[: len(its_items)] = its_items
+        pages[: len(made.pages)] = made.pages
+        q.copy_(made.q)
+        cache.zero_()[:, : made.cache.shape[1]] = made.cache
+        torch.cuda.synchronize()
+
+    fill(steps[0])
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    for made in steps * 5:
+        fill(made)
+        graph.replay()
+        x = q
+        for _ in range(num_layers):  # one at a time
+            x = kernels.attention_decode(x, cache, items, pages, workspace)
+            torch.cuda.synchronize()
+        assert torch.equal(y, x)
+        assert not workspace.counters.any()
