@@ -12,10 +12,10 @@ from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
-from engine.kernels.rope import norm_rope, rope
+from engine.kernels.rope import norm_rope, rope, rope_store
 
 __all__ = [
     "MaybeQuantized", "Quantized", "attention", "attention_decode", "embed", "geglu", "gelu", "interleaved", "layer_norm",
-    "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish",
-    "pool_mean", "quantize_weight", "rms_norm", "rope", "swiglu",
+    "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "paged_attention",
+    "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
 ]  # fmt: skip

@@ -56,6 +56,33 @@ def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
     heads.mul_(cos).add_(swapped.mul_(sin))  # in place, for the memory of long texts
 
 
+def rope_store(
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    n_heads: int,
+    cache: Tensor,
+    slots: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+) -> None:
+    """Rotates K in place, too."""
+    if norms is None:
+        rope(qkv, table, positions, n_heads)
+    else:
+        norm_rope(qkv, norms[0], norms[1], table, positions, norms[2], n_heads)
+    new = qkv[:, n_heads:].view(len(qkv), 2, *cache.shape[2:]).transpose(0, 1)  # [2, T, K, D]
+    rows = slots.long()
+    if qkv.is_cuda:
+        # Neither the host's eye nor a shape may depend on slots here. So a token without a slot stands in for the token with the
+        # largest slot, and writes what that token writes. If no token has a slot, row 0 is written as it is.
+        stands_for = torch.where(rows >= 0, torch.arange(len(rows), device=rows.device), rows.argmax())
+        kept, rows = (rows >= 0).any(), rows[stands_for].clamp(min=0)
+        new = torch.where(kept, new[:, stands_for], cache[:, rows])
+    elif int(slots.min()) < 0:
+        new, rows = new[:, rows >= 0], rows[rows >= 0]
+    cache.index_copy_(1, rows, new)
+
+
 # On a CPU, the last angles of each table: the layers of a pass all turn by the same ones, and its positions are their own tensor.
 # A GPU's may be part of a CUDA graph, which fills the same positions anew.
 _last_angles: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
@@ -137,7 +164,11 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-def embed(token_ids: Tensor, positions: Tensor, words: Tensor, position_table: Tensor | None = None) -> Tensor:
+def embed(
+    token_ids: Tensor, positions: Tensor, words: Tensor, position_table: Tensor | None = None, last: Tensor | None = None
+) -> Tensor:
+    if last is not None:
+        token_ids = torch.where(token_ids < 0, last[(-1 - token_ids).clamp(min=0)], token_ids)
     hidden = F.embedding(token_ids, words)
     return hidden if position_table is None else hidden + F.embedding(positions, position_table)
 

@@ -130,6 +130,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for norm in (True, False):
             label = f"head_dim 128, {heads}/8 heads{', norm' * norm}"
             yield Variant("rope", label, rope_defines(128, heads, 8, norm, dtype))
+            yield Variant("rope", f"{label}, store", rope_defines(128, heads, 8, norm, dtype, store=True))
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
@@ -146,6 +147,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
+    yield Variant("embed", "C 1024, last tokens", embed_defines(1024, False, dtype, last=True))
     for width in (384, 1024, 4096):
         for from_rows in (True, False):
             label = f"C {width}, from {'rows' if from_rows else 'sums'}"

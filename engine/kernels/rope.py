@@ -1,4 +1,7 @@
-"""Rotary embedding of Q and K, in place on the fused QKV buffer. Some models have an RMSNorm of each head before it."""
+"""Rotary embedding of Q and K, in place on the fused QKV buffer. Some models have an RMSNorm of each head before it.
+
+`rope_store` writes K and V to the cache of a stream's keys and values, too.
+"""
 
 from functools import cache
 
@@ -6,11 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.errors import BackendError
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 
 # Heads of one thread. More would need too many registers; fewer would have too few loads in flight.
 _PER_THREAD = 4
+
+
+Norms = tuple[Tensor, Tensor, float]  # the weights of Q's and of K's norm, [D] each, and eps
 
 
 def norm_rope(
@@ -26,33 +33,59 @@ def norm_rope(
     """
     if not _takes(qkv):
         return reference.norm_rope(qkv, q_weight, k_weight, table, positions, eps, n_heads)
-    _kernel(qkv, n_heads, norm=True)(len(qkv), qkv, q_weight, k_weight, table, positions, np.float32(eps))
+    _kernel(qkv, n_heads, True, False)(len(qkv), qkv, q_weight, k_weight, table, positions, None, None, 0, np.float32(eps))
 
 
 def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
     """Does what `norm_rope` does, without the norms."""
     if not _takes(qkv):
         return reference.rope(qkv, table, positions, n_heads)
-    _kernel(qkv, n_heads, norm=False)(len(qkv), qkv, None, None, table, positions, np.float32(0))
+    _kernel(qkv, n_heads, False, False)(len(qkv), qkv, None, None, table, positions, None, None, 0, np.float32(0))
+
+
+def rope_store(
+    qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int, cache: Tensor, slots: Tensor, norms: Norms | None = None
+) -> None:
+    """Does what `rope` does, or `norm_rope` with `norms`, and copies K and V of each token to the cache of keys and values.
+
+    Q is rotated in place. K of `qkv` is undefined afterwards where the token has a slot, and rotated where it has none. V stays.
+
+    Args:
+        cache: [2, S, K, D], contiguous, dtype of `qkv`: keys, then values.
+        slots: [T] int32, the token's row of the cache, below S; negative: the cache gets nothing of this token.
+    Raises: BackendError if the cache does not fit `qkv`.
+    """
+    _, heads, head_dim = qkv.shape
+    kv_heads = (heads - n_heads) // 2
+    if cache.shape[0] != 2 or cache.shape[2:] != (kv_heads, head_dim):
+        raise BackendError(
+            f"a cache of shape {tuple(cache.shape)} does not fit {kv_heads} key heads of {head_dim}; "
+            f"it needs [2, rows, {kv_heads}, {head_dim}]"
+        )
+    if not _takes(qkv):
+        return reference.rope_store(qkv, table, positions, n_heads, cache, slots, norms)
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    kernel = _kernel(qkv, n_heads, norms is not None, True)
+    kernel(len(qkv), qkv, q_weight, k_weight, table, positions, cache, slots, cache.shape[1], np.float32(eps))
 
 
 def _takes(qkv: Tensor) -> bool:
     return runs_on(qkv) and qkv.shape[2] in (32, 64, 128, 256)
 
 
-def _kernel(qkv: Tensor, n_heads: int, norm: bool) -> Kernel:
+def _kernel(qkv: Tensor, n_heads: int, norm: bool, store: bool) -> Kernel:
     _, heads, head_dim = qkv.shape
-    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device)
+    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device, store)
 
 
 @cache
-def _made(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype)
+def _made(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, device: torch.device, store: bool) -> Kernel:
+    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype, store)
     return Kernel("rope", "rope", defines, device, defines["THREADS"])
 
 
-def rope_defines(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype) -> dict[str, int]:
-    slots = -(-(heads + kv_heads) // _PER_THREAD)
+def rope_defines(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, store: bool = False) -> dict[str, int]:
+    slots = -(-(heads + (1 + store) * kv_heads) // _PER_THREAD)
     threads = -(-slots * head_dim // 8 // 32) * 32
     return {
         "HEAD_DIM": head_dim,
@@ -61,5 +94,6 @@ def rope_defines(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: to
         "PER_THREAD": _PER_THREAD,
         "THREADS": threads,
         "NORM": int(norm),
+        "STORE": int(store),
         "HALF": half(dtype),
     }

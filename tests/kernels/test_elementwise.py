@@ -116,6 +116,73 @@ def check_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], 
 
 
 @in_16_bits
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (3, 3), (16, 8), (40, 8)])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize("stored", ["all", "some", "none"])
+def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """The same values as `rope` gives, in the cache; rows of no token stay as they are. Head dimension 80 takes the reference."""
+    n_heads, n_kv_heads = heads
+    num_tokens, rotated = sum(RAGGED), sum(heads)
+    size = 6 * 128
+    qkv, cache = (
+        normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype),
+        normal(2, size, n_kv_heads, head_dim, dtype=dtype),
+    )
+    qkv[3, rotated:] = torch.nan  # a value of V is copied whatever it is
+    qkv[4, rotated:] = torch.inf
+    weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
+    table, positions = reference.rope_table(head_dim, 1e6, max(RAGGED), DEVICE), positions_of(RAGGED)
+    slots = torch.randperm(size, device=DEVICE)[:num_tokens].int()
+    if stored != "all":
+        slots[:: 3 if stored == "some" else 1] = -1
+    ours, expected, before = qkv.clone(), qkv.clone(), cache.clone()
+    if norm:
+        kernels.norm_rope(expected, *weights, table, positions, EPS, n_heads)
+    else:
+        kernels.rope(expected, table, positions, n_heads)
+    kernels.rope_store(ours, table, positions, n_heads, cache, slots, (*weights, EPS) if norm else None)
+    has_slot = slots >= 0
+    rows = slots[has_slot].long()
+    assert_rotated(cache[0, rows], expected[has_slot, n_heads:rotated])
+    assert_rotated(ours[:, :n_heads], expected[:, :n_heads])
+    assert_rotated(ours[~has_slot, n_heads:rotated], expected[~has_slot, n_heads:rotated])
+    assert torch.equal(ours[:, rotated:].view(torch.int16), qkv[:, rotated:].view(torch.int16))
+    before[0, rows], before[1, rows] = cache[0, rows], qkv[has_slot, rotated:]
+    assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+
+
+def assert_rotated(ours: Tensor, expected: Tensor) -> None:
+    """Two variants of a kernel may differ by a rounding."""
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_rope_store_in_a_graph_takes_the_slots_of_each_replay(head_dim: int) -> None:
+    qkv, table = normal(3, 4, head_dim, dtype=torch.bfloat16), reference.rope_table(head_dim, 1e6, 9, DEVICE)
+    cache = torch.zeros(2, 128, 1, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    positions, slots = torch.zeros(3, dtype=torch.int32, device=DEVICE), torch.full((3,), -1, dtype=torch.int32, device=DEVICE)
+    kernels.rope_store(qkv, table, positions, 2, cache, slots)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.rope_store(qkv, table, positions, 2, cache, slots)
+    assert not cache.any()
+    slots.copy_(torch.tensor([127, -1, 5]))
+    graph.replay()
+    assert cache[1].any(-1).flatten().nonzero().flatten().tolist() == [5, 127]
+    assert torch.equal(cache[1, [127, 5]], qkv[[0, 2], 3:])
+
+
+def test_rope_store_beyond_four_gigabytes() -> None:
+    qkv, table = normal(1, 24, 256, dtype=torch.bfloat16), reference.rope_table(256, 1e6, 9, DEVICE)
+    cache = torch.empty(2, 1 << 20, 8, 256, dtype=torch.bfloat16, device=DEVICE)  # 8 GiB
+    cache[:, -1] = 0
+    slots = torch.tensor([(1 << 20) - 1], dtype=torch.int32, device=DEVICE)
+    kernels.rope_store(qkv, table, torch.zeros_like(slots), 8, cache, slots)
+    assert torch.equal(cache[:, -1].flatten(0, 1), qkv[0, 8:])
+
+
+@in_16_bits
 @widths
 @row_counts
 def test_swiglu_of_columns_in_turn(num_rows: int, width: int, dtype: torch.dtype) -> None:
@@ -174,6 +241,15 @@ def test_embed(lengths: tuple[int, ...], with_positions: bool, width: int, dtype
     with poisoned():
         ours = kernels.embed(token_ids, positions, words, table)
     assert torch.equal(ours, reference.embed(token_ids, positions, words, table))
+
+
+@in_16_bits
+@widths
+def test_embed_takes_an_id_below_0_from_the_last_tokens(width: int, dtype: torch.dtype) -> None:
+    words, last = normal(500, width, dtype=dtype), torch.tensor([7, 499, 600, -3], dtype=torch.int32, device=DEVICE)
+    token_ids = torch.tensor([4, -1, -2, 498, -3, -4, 500, -9, -(2**31)], dtype=torch.int32, device=DEVICE)
+    ours = kernels.embed(token_ids, torch.zeros_like(token_ids), words, last=last)
+    assert torch.equal(ours, words[[4, 7, 499, 498, 499, 0, 499, 0, 0]])  # an entry beyond the last one is the last one
 
 
 def test_embed_never_reads_outside_of_the_table() -> None:

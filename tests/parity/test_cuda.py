@@ -519,7 +519,7 @@ def test_what_the_driver_refuses_is_an_error_of_its_pass(tiny: Callable[..., Pat
         hidden = forward(batch, *arguments)
         ids, positions, words = batch.token_ids, batch.positions, engine.model.words
         kernel = embed_kernel(64, False, torch.bfloat16, hidden.device)
-        kernel((1, 1 << 20), ids, positions, words, None, hidden, len(ids), len(words))  # blocks in y: 65,535 at most
+        kernel((1, 1 << 20), ids, positions, words, None, None, hidden, len(ids), len(words), 0)  # blocks in y: 65,535 at most
         return hidden
 
     monkeypatch.setattr(engine.model, "forward", too_large)

@@ -125,7 +125,7 @@ def test_strided_rows_are_taken_where_the_kernel_is_given_their_stride() -> None
         takes.values((wide[:, ::2], *others))
     takes = signature("embed", "embed", embed_defines(64, False, BF16))
     with pytest.raises(BackendError, match="takes words as a tensor of bfloat16, contiguous"):
-        takes.values((torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32), wide[:, 64:], None, X, 3, 3))
+        takes.values((torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32), wide[:, 64:], None, None, X, 3, 3, 0))
 
 
 class FakeKernel:
@@ -174,8 +174,12 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     tiles, bounds = torch.tensor([[0, 3]], dtype=torch.int32), torch.tensor([[0, 3]] * 3, dtype=torch.int32)
     kernels.embed(ids, ids, wide, wide)
     kernels.embed(ids, ids, wide)
+    kernels.embed(ids, ids, wide, last=ids)
     kernels.rope(qkv, table, ids, 4)
     kernels.norm_rope(qkv, weight, weight, table, ids, 1e-6, 4)
+    cache = torch.zeros(2, 128, 2, 128, dtype=BF16)
+    kernels.rope_store(qkv, table, ids, 4, cache, ids)
+    kernels.rope_store(qkv, table, ids, 4, cache, ids, (weight, weight, 1e-6))
     kernels.rms_norm(wide, weight, 1e-6, wide.clone())
     kernels.layer_norm(wide, weight, weight, 1e-6, weight, wide.clone())
     kernels.swiglu(wide)
@@ -212,6 +216,16 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
     assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"
+
+
+def test_a_cache_of_other_heads_is_refused(fake_kernels: set[tuple[str, str]]) -> None:
+    qkv, table, ids = torch.ones(3, 8, 128, dtype=BF16), torch.ones(9, 64, 2), torch.zeros(3, dtype=torch.int32)
+    for shape in [(2, 128, 4, 128), (2, 128, 2, 64), (1, 128, 2, 128)]:
+        with pytest.raises(BackendError, match=r"does not fit 2 key heads of 128; it needs \[2, rows, 2, 128\]"):
+            kernels.rope_store(qkv, table, ids, 4, torch.ones(shape, dtype=BF16), ids)
+    with pytest.raises(BackendError, match="kernel rope takes cache as a tensor of bfloat16, contiguous"):
+        kernels.rope_store(qkv, table, ids, 4, torch.ones(2, 128, 4, 128, dtype=BF16)[:, :, :2], ids)
+    assert not fake_kernels
 
 
 def test_a_norm_of_strided_rows_is_refused(fake_kernels: set[tuple[str, str]]) -> None:

@@ -87,6 +87,30 @@ def test_rope(norm: bool) -> None:
     torch.testing.assert_close(qkv, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("padding", [0, 3, sum(LENGTHS)])
+def test_rope_store_writes_the_rows_of_the_tokens_that_have_a_slot(padding: int, norm: bool) -> None:
+    num_tokens, n_heads, n_kv_heads, head_dim, size = sum(LENGTHS), 5, 2, 8, 50
+    qkv = torch.randn(num_tokens, n_heads + 2 * n_kv_heads, head_dim)
+    weights = torch.randn(head_dim), torch.randn(head_dim)
+    cache = torch.randn(2, size, n_kv_heads, head_dim)
+    slots = torch.randperm(size)[:num_tokens].int()
+    slots[num_tokens - padding :] = -1
+    table = reference.rope_table(head_dim, 100.0, max(LENGTHS), torch.device("cpu"))
+    rotated, expected = qkv.clone(), cache.clone()
+    if norm:
+        reference.norm_rope(rotated, *weights, table, positions(), EPS, n_heads)
+    else:
+        reference.rope(rotated, table, positions(), n_heads)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[0, slot] = rotated[token, n_heads : n_heads + n_kv_heads]
+            expected[1, slot] = qkv[token, n_heads + n_kv_heads :]
+    reference.rope_store(qkv, table, positions(), n_heads, cache, slots, (*weights, EPS) if norm else None)
+    assert torch.equal(cache, expected)
+    assert torch.equal(qkv, rotated)
+
+
 def test_rope_turns_each_tensor_by_its_own_table_and_positions() -> None:
     """The angles of the last positions are kept for the next layer."""
     tables = [reference.rope_table(8, theta, 32, torch.device("cpu")) for theta in (1e4, 1e2)]
@@ -141,6 +165,13 @@ def test_embed_adds_the_row_of_each_position() -> None:
     token_ids = torch.randint(20, (sum(LENGTHS),), dtype=torch.int32)
     expected = [words[token] + table[place] for token, (_, place) in zip(token_ids.tolist(), TOKENS, strict=True)]
     assert torch.equal(reference.embed(token_ids, positions(), words, table), torch.stack(expected))
+
+
+def test_embed_takes_an_id_below_0_from_the_last_tokens() -> None:
+    words, last = torch.randn(20, 8), torch.tensor([7, 19, 3], dtype=torch.int32)
+    token_ids = torch.tensor([4, -1, -3, 0, -2], dtype=torch.int32)
+    ours = reference.embed(token_ids, torch.zeros_like(token_ids), words, last=last)
+    assert torch.equal(ours, words[[4, 7, 3, 0, 19]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,14 +4,18 @@
 // One block computes one token. D / 8 lanes hold a head, eight values each. The partner of a value is D / 2 away: one shuffle
 // fetches it. A thread computes the same eight columns of PER_THREAD heads: it reads the angles once, and the loads of all its
 // heads are in flight together (one head a thread reached 60 % of the copy bandwidth).
-// Floor: 4 * T * (H + K) * D bytes.
+// STORE: the cache gets K (normed, rotated) and V of each token whose slot is not negative. K is then not written back to qkv.
+//   cache [2, S, K, D]: keys, then values; cache_rows is S.  slots int [T]: each token's row of the cache, below 0 for none.
+//   V is copied bit by bit, by the threads that rotate: its loads are in flight with those of Q and K.
+// Floor: 4 * T * (H + K) * D bytes; with STORE 4 * T * K * D more.
 constexpr int LANES = HEAD_DIM / 8;
-constexpr int ALL_HEADS = HEADS + KV_HEADS;
+constexpr int ROTATED = HEADS + KV_HEADS, ALL_HEADS = ROTATED + STORE * KV_HEADS;
 constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // slot h % SLOTS computes head h
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
-     const float2* __restrict__ table, const int* __restrict__ positions, float eps) {
+     const float2* __restrict__ table, const int* __restrict__ positions, u16* __restrict__ cache, const int* __restrict__ slots,
+     i64 cache_rows, float eps) {
     overlap();
     const int token = blockIdx.x, slot = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u16* rows = qkv + static_cast<i64>(token) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -23,7 +27,10 @@ rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restr
         loaded[i] = Vec8{};
         if (slot < SLOTS && head < ALL_HEADS) loaded[i] = load8(rows + head * HEAD_DIM, lane);
     }
-        const float4* angles = reinterpret_cast<const float4*>(table + static_cast<i64>(positions[token]) * (HEAD_DIM / 2));
+    const float4* angles = reinterpret_cast<const float4*>(table + static_cast<i64>(positions[token]) * (HEAD_DIM / 2));
+#if STORE
+    const int cache_row = slots[token];
+#endif
     const float sign = lane < LANES / 2 ? -1.f : 1.f;
     float cosine[8], sine[8];
 #pragma unroll
@@ -49,6 +56,16 @@ rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restr
 #endif
 #pragma unroll
         for (int e = 0; e < 8; ++e) x[e] = x[e] * cosine[e] + __shfl_xor_sync(0xffffffffu, x[e], LANES / 2) * sine[e];
-        if (slot < SLOTS && head < ALL_HEADS) store8(rows + head * HEAD_DIM, lane, pack(x));
+        Vec8 result = pack(x);
+        u16* to = rows + head * HEAD_DIM;
+#if STORE
+        if (head >= ROTATED) result = loaded[i];
+        if (head >= HEADS && cache_row >= 0) {
+            const bool is_v = head >= ROTATED;
+            const i64 row = cache_row + (is_v ? cache_rows : 0);
+            to = cache + (row * KV_HEADS + head - (is_v ? ROTATED : HEADS)) * HEAD_DIM;
+        }
+#endif
+        if (slot < SLOTS && head < ALL_HEADS) store8(to, lane, result);
     }
 }
