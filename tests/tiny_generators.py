@@ -16,7 +16,7 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 def folder_without_pooling(tiny: Callable[..., Path], kind: str, copy: Path, **config: Any) -> Path:
     """A folder at `copy` that says nothing of pooling, so that its model generates."""
     more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    folder = tiny(kind, **more, **config)
+    folder = tiny(kind, **(more | config))
     if not copy.exists():
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("1_Pooling"))
     return copy
