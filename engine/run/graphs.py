@@ -81,7 +81,8 @@ class Graphs:
                 return
             self._wanted.append(key)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._capture_wanted, name="engine-graphs", daemon=True)
+                # No daemon: a process that ends while a graph is captured would be aborted by torch.
+                self._thread = threading.Thread(target=self._capture_wanted, name="engine-graphs")
                 self._thread.start()
 
     def wait(self) -> None:
@@ -92,7 +93,7 @@ class Graphs:
     def _capture_wanted(self) -> None:
         while True:
             with self._lock:
-                if not self._wanted:
+                if not self._wanted or not threading.main_thread().is_alive():  # the process ends
                     self._thread = None
                     return
                 key = self._wanted[0]
