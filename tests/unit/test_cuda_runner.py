@@ -1,6 +1,9 @@
 """The GPU runner's logic without a GPU: padding, graphs, results, tuning. Streams, events and captures are stand-ins."""
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -334,3 +337,27 @@ def test_without_our_attention_there_are_no_graphs(made: Made, small: None) -> N
     ours, _, _ = made(tiled=False)
     tune.tune(ours, config(), torch.bfloat16, None, None)
     assert ours.max_graph_tokens == len(ours.graphs) == 0
+
+
+def test_a_process_may_end_while_a_graph_is_captured() -> None:
+    """torch aborts a process whose interpreter has ended under one of torch's calls."""
+    code = """if True:
+        import time, torch
+        from engine.run.batch import BatchShape
+        from engine.run.graphs import Graphs
+
+        a = torch.ones(300, 300)
+
+        def capture(key, eager_first):
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                a @ a
+
+        graphs = Graphs(capture)
+        for num_tokens in range(100):
+            graphs.want((BatchShape(num_tokens, 1, 0), ()))
+        time.sleep(0.1)
+    """
+    started = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    assert time.monotonic() - started < 40, "only the capture that has begun is waited for"
