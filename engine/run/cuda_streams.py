@@ -223,7 +223,7 @@ class StreamRunner:
     def _extra(
         self, hidden: Tensor, shape: StreamShape, filled: Tensor, picks: NDArray[np.int32], chosen: Sequence[Row]
     ) -> Extra | None:
-        """Choose again for rows with masks, bias or penalties, and log-probabilities where a row asks for more than its token's."""
+        """Choose again for rows with masks, bias or penalties; score the rows that ask for more than their token's."""
         indices = [index for index, row in enumerate(chosen) if _needs_more(row)]
         if not indices:
             return None

@@ -73,7 +73,9 @@ class StreamShape:
         """Numbers in the buffer, without the pages. A multiple of 4, as kernels read four numbers at a time."""
         return -(-sum(map(math.prod, self.parts().values())) // 4) * 4
 
-    def view(self, buffer: Tensor, layers: Sequence[Tensor], workspace: DecodeWorkspace, last: Tensor) -> tuple[PackedBatch, Tensor]:
+    def view(
+        self, buffer: Tensor, layers: Sequence[Tensor], workspace: DecodeWorkspace, last: Tensor
+    ) -> tuple[PackedBatch, Tensor]:
         """The batch in a filled buffer, and how its rows choose their tokens."""
         part: Any = {name: buffer[where].view(shape) for name, (where, shape) in _places(self).items()}
         paged = Paged(
@@ -192,9 +194,7 @@ class StreamPacker:
         self._fill_tokens(part, slice(shape.num_decodes, shape.num_decodes + num_chunk_tokens), laid, slice(decodes, count))
         rows = part["pooled_rows"]
         rows[:decodes] = np.arange(decodes)
-        rows[shape.num_decodes : shape.num_decodes + count - decodes] = (
-            shape.num_decodes - 1 + np.cumsum(laid.lengths[decodes:])
-        )
+        rows[shape.num_decodes : shape.num_decodes + count - decodes] = shape.num_decodes - 1 + np.cumsum(laid.lengths[decodes:])
         if decodes:
             seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
             for index, window in enumerate(shape.windows):

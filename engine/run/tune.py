@@ -73,7 +73,9 @@ class _StreamTrials:
         runner, budget = self._runner, max_batch_tokens or MOST_STREAM_TOKENS
         while not self._fits(budget):
             if budget <= _BUDGETS[0] or max_batch_tokens:
-                raise OutOfMemory(f"a pass of {budget} tokens does not fit beside the weights and the cache; free memory on this GPU")
+                raise OutOfMemory(
+                    f"a pass of {budget} tokens does not fit beside the weights and the cache; free memory on this GPU"
+                )
             budget //= 2
         limit = min(self._find_graph_limit(budget), budget)
         torch.cuda.empty_cache()  # the trials leave memory of other sizes behind; so the largest pass comes first now
@@ -82,7 +84,7 @@ class _StreamTrials:
         runner.prepare_graphs([*decodes, *chunks], self._config.hidden_size, compute_dtype(self._dtype))
         # The largest comes first: it takes the memory in which all others find room. A prompt alone may come next.
         runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), _MOST_CAPTURE_S)
-        runner.graphs.capture_all(((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1))
+        runner.graphs.capture_all((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1)
         runner.max_graph_tokens = limit
         return budget
 

@@ -177,7 +177,9 @@ class Stream(Waiting):
         assert self.pool is not None, "a stream is added to a scheduler first"
         index = start - len(self.prompt)
         known = index < len(self.answer)
-        return np.array([self.answer[index].id if known else last_token(self.pages[(start - 1) // self.pool.page_size])], np.int32)
+        return np.array(
+            [self.answer[index].id if known else last_token(self.pages[(start - 1) // self.pool.page_size])], np.int32
+        )
 
     def prepare(self, may_take_pages: bool) -> int | None:
         """Pages for all tokens, before the first of them is computed: those that the cache has, and fresh ones."""

@@ -92,7 +92,9 @@ words = st.lists(st.integers(1, 3), min_size=1, max_size=20)  # few words: promp
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(words, st.integers(1, 12), st.sampled_from(["interactive", "batch"]), st.booleans()), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(words, st.integers(1, 12), st.sampled_from(["interactive", "batch"]), st.booleans()), min_size=1, max_size=8
+    ),
     st.integers(8, 20),
     st.integers(1, 30),
     st.integers(4, 40),

@@ -24,7 +24,7 @@ class CachedAttention:
         self._batch, self._cached, self._layer, self._window = batch, cached, layer, window
         self._heads, self._in_e4m3 = heads[0], in_e4m3
 
-    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> MaybeQuantized:  # noqa: ARG002
+    def __call__(self, qkv: Tensor, pooled_only: bool = False) -> MaybeQuantized:
         """[T, H + 2 K, D] -> [T, H D]. Of `qkv` only Q is read."""
         mixed = (self._paged if isinstance(self._cached, Paged) else self._reference)(qkv[:, : self._heads]).flatten(1)
         if not self._in_e4m3:

@@ -81,9 +81,7 @@ def attention_by_layer(
     """
     if batch.cached is not None:
         return [
-            CachedAttention(
-                batch, batch.cached, keys_and_values, layer.attend.heads, layer.attend.window, layer.attend.in_e4m3
-            )
+            CachedAttention(batch, batch.cached, keys_and_values, layer.attend.heads, layer.attend.window, layer.attend.in_e4m3)
             for layer, keys_and_values in zip(layers, batch.cached.layers, strict=True)
         ]
     first = layers[0].attend
