@@ -59,6 +59,7 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.small_card
 	$(BIN)/python -m loadtests.shared_prefix
 	$(BIN)/python -m loadtests.rerank
+	$(BIN)/python -m loadtests.generate
 	$(BIN)/python -m loadtests.whole_server
 
 # After a change of tei.proto; a test says when this was forgotten.

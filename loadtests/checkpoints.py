@@ -75,11 +75,16 @@ PUBLISHED = {
 
 def save_random(name: str, folder: Path, device: str = "cuda") -> Published:
     """Write a bf16 checkpoint of that shape, in shards as published ones are."""
-    published = PUBLISHED[name]
+    return save(PUBLISHED[name], folder, device)
+
+
+def save(published: Published, folder: Path, device: str = "cuda") -> Published:
+    """As `save_random`."""
     folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         shapes = {key: tensor.shape for key, tensor in published.model_class(published.config).state_dict().items()}
-    shapes.pop("lm_head.weight", None)  # tied to the words' table
+    if published.config.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
     torch.manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]
     for key, shape in shapes.items():

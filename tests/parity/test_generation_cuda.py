@@ -65,6 +65,7 @@ def engine_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine
     @cache
     def load(kind: str, dtype: Any = "bfloat16", **options: Any) -> Engine:
         engine = Engine.load(folder_of(kind), dtype=dtype, device=DEVICE, **options)
+        assert engine.packer.tiling is not None or dtype == "float32", "our attention does not run here"
         torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs some of the card, too
         return engine
 

@@ -1,0 +1,342 @@
+"""Generation on a GPU through the engine's own loop, beside transformers: decode, whole runs, prompts, start-up; with floors.
+
+python -m loadtests.generate [MODEL ...]
+
+Each model runs in a process of its own, whose start is measured too.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, time
+from typing import Any
+
+import torch
+import transformers
+
+from engine import Engine
+from engine.loop import EngineLoop
+from engine.model.footprint import footprint
+from engine.options import SamplingOptions
+from engine.run.kv_cache import bytes_per_token
+from engine.schedule.stream import Stream
+from loadtests.checkpoints import Published, save
+from loadtests.kernels.timing import copy_bandwidth, gemm_rate
+from loadtests.report import write
+from loadtests.traces import percentile
+from serve_app.garbage import collect_seldom
+
+
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> Published:
+    config = transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+        head_dim=128, intermediate_size=intermediate, max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return Published(config, transformers.Qwen3ForCausalLM, "last_token")
+
+
+MODELS = {
+    "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, True),
+    "Qwen3-4B": _qwen3(2560, 36, 32, 9728, True),
+    "Qwen3-8B": _qwen3(4096, 36, 32, 12288, False),
+}
+CACHE_TOKENS = 320_000  # for 256 streams of the whole run, and for all prompts of the decode runs
+BATCHES = {1: 128, 8: 128, 64: 64, 256: 64}  # streams, and tokens that each of them gets
+CONTEXTS = (128, 800)
+WARM_TOKENS = 40  # so that all of 256 streams have begun before the first ends, in passes of 8,192 tokens of prompts
+TEMPERATURES = {
+    "0": SamplingOptions(max_tokens=1, temperature=0.0),
+    "0.6": SamplingOptions(max_tokens=1, temperature=0.6, top_k=20, top_p=0.95),
+}
+FIRST_TOKEN, PREFILL = 512, 8192  # tokens of a prompt
+PEER_BATCHES, PEER_TOKENS = (1, 8), 32
+# vLLM 0.26 on another H200, with random weights of the same shapes; measured earlier, not in this run. Decode is at temperature 0
+# behind prompts of 128 tokens, 256 tokens each.
+VLLM: dict[str, dict[str, float]] = {
+    "Qwen3-0.6B": {
+        "1": 522, "8": 4343, "64": 20600, "256": 39200, "run at 0": 23000, "run at 0.6": 22400, "prefill": 248000,
+        "first token": 10.4, "ready": 62,
+    },
+    "Qwen3-4B": {
+        "1": 277, "8": 2150, "64": 13680, "256": 29700, "run at 0": 12390, "run at 0.6": 12400, "prefill": 59900,
+        "first token": 13.3, "ready": 69,
+    },
+    "Qwen3-8B": {
+        "1": 194, "8": 1471, "64": 10300, "256": 22400, "run at 0": 9270, "run at 0.6": 9320, "prefill": 37900,
+        "first token": 15.9, "ready": 74,
+    },
+}  # fmt: skip
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1000, 30000, (count, length), generator=generator).tolist()
+
+
+@dataclass
+class Clock:
+    """When passes ended, and how many tokens all streams had by then."""
+
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def token(self, _: object) -> None:
+        self.num_tokens += 1
+
+    def ended(self) -> None:
+        self.times.append(perf_counter())
+        self.counts.append(self.num_tokens)
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each pass that gave `count` tokens, behind another such pass."""
+        given = [after - before for before, after in zip([0, *self.counts], self.counts, strict=False)]
+        return [
+            self.times[index] - self.times[index - 1]
+            for index in range(1, len(given))
+            if given[index - 1] == given[index] == count
+        ]
+
+
+class Measured:
+    """One engine with its loop, as a replica of the server has them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.loop = engine, EngineLoop(engine, engine.max_batch_tokens, 1)
+
+    def run(self, given: Sequence[list[int]], options: Sequence[SamplingOptions]) -> Clock:
+        """Submits all streams at once. Returns when the last has ended."""
+        clock, streams = Clock(), list[Stream]()
+        for prompt, each in zip(given, options, strict=True):
+            stream = self.engine.new_stream(prompt, each)
+            stream.on_token, stream.on_pass = clock.token, clock.ended
+            streams.append(stream)
+        self.loop.submit(streams)
+        for stream in streams:
+            stream.future.result()
+        return clock
+
+    def decode(self, count: int, context: int, tokens: int, options: SamplingOptions) -> list[float]:
+        """Seconds of a pass of `count` streams, for each such pass. A first run captures graphs and fills the cache."""
+        given = prompts(count, context, context)
+        for most in (WARM_TOKENS, tokens):
+            wanted = [
+                SamplingOptions(most, options.temperature, options.top_k, options.top_p, seed=seed) for seed in range(count)
+            ]
+            clock = self.run(given, wanted)
+        return clock.steps(count)
+
+    def whole_run(self, options: SamplingOptions) -> tuple[int, float]:
+        """256 prompts of 100 to 1,024 tokens, answers of as many. Returns: tokens of all answers, and seconds."""
+        rng = random.Random(0)
+        given = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+        wanted = [
+            SamplingOptions(rng.randint(100, 1024), options.temperature, options.top_k, options.top_p, seed=seed)
+            for seed in range(256)
+        ]
+        for prompt in given:
+            prompt[0] = 20000 + int(10 * options.temperature)  # no prompt is in the cache from an earlier run
+        start = perf_counter()
+        clock = self.run(given, wanted)
+        return clock.num_tokens, perf_counter() - start
+
+    def first_token(self, length: int, repeats: int) -> list[float]:
+        """Seconds from a prompt's submission to its first token, nothing else running; two runs before them warm up."""
+        seconds = []
+        for prompt in prompts(repeats + 2, length, length):
+            start = perf_counter()
+            self.run([prompt], [TEMPERATURES["0"]])
+            seconds.append(perf_counter() - start)
+        return seconds[2:]
+
+
+def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
+    """Loads the model in this process and measures everything but the peers."""
+    collect_seldom()  # as a replica does
+    engine = Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1)
+    found: dict[str, Any] = {"ready": time() - started}
+    measured = Measured(engine)
+    found["decode"] = []
+    for context in CONTEXTS:
+        for temperature, options in TEMPERATURES.items():
+            for count, tokens in BATCHES.items():
+                steps = measured.decode(count, context, tokens, options)
+                found["decode"].append([context, temperature, count, median(steps), percentile(steps, 99)])
+                print(name, *found["decode"][-1], file=sys.stderr, flush=True)
+    found["runs"] = {temperature: measured.whole_run(options) for temperature, options in TEMPERATURES.items()}
+    found["first token"] = median(measured.first_token(FIRST_TOKEN, 20))
+    found["prefill"] = median(measured.first_token(PREFILL, 5))
+    measured.loop.stop()
+    cache = CACHE_TOKENS * bytes_per_token(engine.config, engine.dtype)
+    found["reserved"] = torch.cuda.memory_reserved() - cache
+    found["estimated"] = footprint(engine.config, engine.dtype, "gpu", engine.max_batch_tokens, cache_tokens=0).reserved
+    return found
+
+
+def in_a_process(*arguments: str, kernel_cache: Path) -> Any:
+    """What `measure`, or an engine's start alone, prints from a new process."""
+    environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": os.getcwd()}
+    command = [sys.executable, "-m", "loadtests.generate", *arguments, str(time())]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@torch.inference_mode()
+def of_transformers(folder: Path, device: str = "cuda") -> dict[int, float]:
+    """Tokens/s of its `generate` with a static cache, by batch."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.eval().to(device)
+    rates = {}
+    for count in PEER_BATCHES:
+        ids = torch.tensor(prompts(count, 128, 128), device=device)
+        seconds = {}
+        for most in (2, 2, PEER_TOKENS + 2):  # the first warms up; the difference of the others is what decoding takes
+            start = perf_counter()
+            answer = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=most,
+                do_sample=False,
+                cache_implementation="static",
+                disable_compile=True,
+            )
+            assert answer.shape[1] == ids.shape[1] + most
+            answer.cpu()
+            seconds[most] = perf_counter() - start
+        rates[count] = count * PEER_TOKENS / (seconds[PEER_TOKENS + 2] - seconds[2])
+    return rates
+
+
+def step_bytes(published: Published, count: int, context: int) -> float:
+    """What a pass of one token for each stream has to read: the layers' matrices, the head, and all keys and values."""
+    c = published.config
+    keys_and_values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
+    return 2 * (published.body_parameters + c.vocab_size * c.hidden_size) + count * context * keys_and_values
+
+
+def decode_rows(name: str, found: dict[str, Any], theirs: dict[int, float], bandwidth: float) -> list[dict[str, Any]]:
+    rows = []
+    for context, temperature, count, step_s, slow_s in found["decode"]:
+        floor_s = step_bytes(MODELS[name], count, context + BATCHES[count] // 2) / bandwidth
+        comparable = context == 128 and temperature == "0"
+        cited = VLLM[name][str(count)] if comparable else None
+        rows.append(
+            {
+                "model": name,
+                "prompts of": context,
+                "temperature": temperature,
+                "streams": count,
+                "tokens/s": count / step_s,
+                "ms a step": step_s * 1e3,
+                "p99 ms": slow_s * 1e3,
+                "floor ms": floor_s * 1e3,
+                "% of floor": 100 * floor_s / step_s,
+                "transformers": theirs.get(count, "-") if comparable else "-",
+                "vLLM 0.26 (cited)": cited or "-",
+                "ours / vLLM": count / step_s / cited if cited else "-",
+            }
+        )
+    return rows
+
+
+def run_rows(name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for temperature, (tokens, seconds) in found["runs"].items():
+        cited = VLLM[name][f"run at {temperature}"]
+        rows.append(
+            {
+                "model": name,
+                "temperature": temperature,
+                "tokens": tokens,
+                "tokens/s": tokens / seconds,
+                "vLLM 0.26 (cited)": cited,
+                "ours / vLLM": tokens / seconds / cited,
+            }
+        )
+    return rows
+
+
+def prompt_row(name: str, found: dict[str, Any], gemm: float, bandwidth: float) -> dict[str, Any]:
+    published, cited = MODELS[name], VLLM[name]
+    floors = {
+        length: max(published.flops([length]) / gemm, step_bytes(published, 0, 0) / bandwidth)
+        for length in (FIRST_TOKEN, PREFILL)
+    }
+    return {
+        "model": name,
+        f"ms to the first token of {FIRST_TOKEN}": found["first token"] * 1e3,
+        "floor ms": floors[FIRST_TOKEN] * 1e3,
+        "vLLM 0.26 ms (cited)": cited["first token"],
+        f"prefill of {PREFILL}, tokens/s": PREFILL / found["prefill"],
+        "floor, tokens/s": PREFILL / floors[PREFILL],
+        "vLLM 0.26 tokens/s (cited)": cited["prefill"],
+    }
+
+
+def start_row(name: str, found: dict[str, Any], cold_s: float | None) -> dict[str, Any]:
+    mib = 1 << 20
+    return {
+        "model": name,
+        "process start to ready s": found["ready"],
+        "with no kernel compiled s": "-" if cold_s is None else cold_s,
+        "vLLM 0.26 s (cited)": VLLM[name]["ready"],
+        "MiB reserved, without the cache": found["reserved"] / mib,
+        "estimated": found["estimated"] / mib,
+        "estimate / reserved": found["estimated"] / found["reserved"],
+    }
+
+
+def main(names: Sequence[str]) -> None:
+    bandwidth, gemm = copy_bandwidth(), gemm_rate()
+    notes = [
+        "random weights at the real shapes, bf16; token ids in, tokens out through the engine's own loop; a process for each "
+        f"model; a cache of {CACHE_TOKENS:,} tokens; Python's collector set as a replica sets it",
+        "decode: the median pass of those that gave a token to every stream, after a run of "
+        f"{WARM_TOKENS} tokens each; {', '.join(f'{tokens} tokens for {count}' for count, tokens in BATCHES.items())} streams",
+        "temperature 0.6: top-k 20, top-p 0.95, a seed for each stream",
+        f"floor of a step: layers' matrices, head, keys and values over {bandwidth / 1e12:.2f} TB/s, a copy's rate in this run",
+        "whole run: 256 prompts of 100 to 1,024 random tokens, answers of 100 to 1,024, all submitted at once",
+        f"floor of a prompt: FLOPs over {gemm / 1e12:,.0f} TFLOP/s, torch.mm in this run, or the weights' bytes",
+        f"transformers: generate(), sdpa, static cache, not compiled, {PEER_TOKENS} tokens behind prompts of 128, in this run",
+        "vLLM 0.26: on another H200 earlier, not in this run; decode behind 128 tokens, 256 tokens each; the 0.6B was ready "
+        "after 62 s with its own compilation done before, and after 95 s without",
+        "start-up: weights in the page cache; kernels compiled before, except in the column that says otherwise",
+    ]
+    tables: dict[str, list[dict[str, Any]]] = {"Decode": [], "Whole run": [], "Prompts": [], "Start-up and memory": []}
+    with tempfile.TemporaryDirectory() as path:
+        kernels = Path(path) / "kernels"
+        for index, name in enumerate(names):
+            folder = Path(path) / name
+            save(MODELS[name], folder)
+            theirs = of_transformers(folder)
+            torch.cuda.empty_cache()
+            cold_s = None if index else in_a_process("--start", str(folder), kernel_cache=kernels)
+            found = in_a_process("--one", name, str(folder), kernel_cache=kernels)
+            tables["Decode"] += decode_rows(name, found, theirs, bandwidth)
+            tables["Whole run"] += run_rows(name, found)
+            tables["Prompts"].append(prompt_row(name, found, gemm, bandwidth))
+            tables["Start-up and memory"].append(start_row(name, found, cold_s))
+            for file in folder.iterdir():
+                file.unlink()
+            write("generate", " ".join(["python -m loadtests.generate", *names]), tables, notes)  # what is there, should one fail
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    if given[:1] == ["--one"]:
+        print(json.dumps(measure(given[1], Path(given[2]), float(given[3]))))
+    elif given[:1] == ["--start"]:
+        Engine.load(Path(given[1]), dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1)
+        print(time() - float(given[2]))
+    else:
+        if unknown := [name for name in given if name not in MODELS]:
+            sys.exit(f"{unknown[0]} is no model of this benchmark; there are {', '.join(MODELS)}")
+        main(given or list(MODELS))
