@@ -13,8 +13,9 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed-chat
 	@exec $(BIN)/emberforge chat $(ARGS)
 
+# The whole suite has two workers, named files have none (tests/conftest.py).
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Published clients against the real server. They live in an environment of their own: some want an older openai than ours.
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed

@@ -130,6 +130,18 @@ TINY |= {f"{kind}_classifier": replace(TINY[kind], model=model) for kind, model 
 
 _NUM_GPU_TESTS = pytest.StashKey[int]()
 _KERNEL_REPORTS = pytest.StashKey["subprocess.Popen[str]"]()
+# Folders and files that take longest, longest first. A worker that began one of them last would keep the other worker waiting.
+_LONGEST = ("tests/cluster", "tests/serve", "tests/deploy", "tests/parity")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The number of workers of `-n auto`: two for the whole suite, none for files that are named.
+
+    A GPU has one process at a time: the tests measure its free memory.
+    """
+    whole_suite = config.args == config.getini("testpaths")
+    return 2 if whole_suite and not torch.cuda.is_available() else 0
 
 
 @pytest.hookimpl(trylast=True)
@@ -137,7 +149,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselects the tests marked `gpu` on a machine without a GPU: thousands of skips would hide everything else.
 
     `-k` and `-m` select first, so that the number which `pytest_terminal_summary` prints is true of the selection.
+    Workers get the longest files first.
     """
+    if _is_worker(config):
+        items.sort(key=_rank)
     if torch.cuda.is_available():
         return
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
@@ -145,6 +160,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[_NUM_GPU_TESTS] = len(gpu_tests)
         config.hook.pytest_deselected(items=gpu_tests)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this process runs tests for another one, which prints the results."""
+    return hasattr(config, "workerinput")
+
+
+def _rank(item: pytest.Item) -> int:
+    """The position in `_LONGEST` of the test's file or folder. A sort by it keeps the tests of a file together."""
+    return next((rank for rank, path in enumerate(_LONGEST) if item.nodeid.startswith(path)), len(_LONGEST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -166,8 +191,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if (compiling := session.config.stash.get(_KERNEL_REPORTS, None)) is not None:
         compiling.kill()
         compiling.communicate()
+    if _is_worker(session.config):
+        session.config.workeroutput["num_gpu_tests"] = session.config.stash.get(_NUM_GPU_TESTS, 0)
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and _NUM_GPU_TESTS in session.config.stash:
         session.exitstatus = pytest.ExitCode.OK
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes a worker's number of GPU tests. All workers collect the same tests."""
+    if num_gpu_tests := getattr(node, "workeroutput", {}).get("num_gpu_tests", 0):
+        node.config.stash[_NUM_GPU_TESTS] = num_gpu_tests
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

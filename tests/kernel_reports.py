@@ -5,9 +5,10 @@ python tests/kernel_reports.py KNOWN
 This takes 200 s of a core. `tests/conftest.py` starts it beside the first test, because the tests that start Ray mostly wait.
 KNOWN is a file of the compiler's reports of the last run: a run compiles only what has changed since. A report's key is all that
 the report depends on: source, macros, chip, the versions of the compiler, and the file that chooses its options. A compile that
-fails is not kept.
+fails is not kept. A second process with the same KNOWN waits for the first one and takes its reports.
 """
 
+import fcntl
 import hashlib
 import json
 import sys
@@ -43,11 +44,17 @@ class Remembered:
 
 
 def main(known: Path) -> None:
+    with known.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(json.dumps(rows(known)))
+
+
+def rows(known: Path) -> list[dict[str, Any]]:
     remembered = Remembered(json.loads(known.read_text()) if known.exists() else {})
     report.compile_report = remembered  # type: ignore[assignment]
-    rows = report.report(report.parse_archs(report.DEFAULT_ARCHS))
+    found = report.report(report.parse_archs(report.DEFAULT_ARCHS))
     known.write_text(json.dumps(remembered.used))
-    print(json.dumps([asdict(row) for row in rows]))
+    return [asdict(row) for row in found]
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ def grpc_port() -> int:
 def address(grpc_port: int) -> Iterator[str]:
     """Ray and Ray Serve, with HAProxy listening at this address."""
     port = free_port()
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(
+        30000 + 200 * worker
+    )  # the Ray of each worker has its own replicas
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]  # Ray's workers import servers.py
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     with local_ray(num_cpus=8), pytest.MonkeyPatch.context() as patched:

@@ -150,15 +150,15 @@ def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
     async def scenario() -> bytes:
         settings = {"send_timeout_s": 0.5, "max_client_batch_size": 16}
         text = b""
-        async with serving(model, metrics, **settings) as port, asking(port, n=4) as client:
+        async with serving(model, metrics, **settings) as port, asking(port, n=16) as client:
             part = b"x"
             while part and b"[DONE]" not in text:
                 part = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
                 text += part
-                await asyncio.sleep(0.03)
+                await asyncio.sleep(0.006)
         return text
 
-    assert asyncio.run(scenario()).count(b"data: {") == 4 * 151
+    assert asyncio.run(scenario()).count(b"data: {") == 16 * 151
     assert (count(metrics, "unread_answers_total"), count(metrics, "cancelled_requests_total")) == (0, 0)
 
 
