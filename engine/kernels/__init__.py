@@ -9,12 +9,13 @@ from engine.kernels.embed import embed
 from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
 from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
+from engine.kernels.paged_attention import paged_attention
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope
 
 __all__ = [
     "MaybeQuantized", "Quantized", "attention", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8",
-    "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish", "pool_mean", "quantize_weight",
-    "rms_norm", "rope", "swiglu",
+    "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "paged_attention", "pool_finish", "pool_mean",
+    "quantize_weight", "rms_norm", "rope", "swiglu",
 ]  # fmt: skip
