@@ -10,6 +10,7 @@ from engine.kernels.embed import embed
 from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
 from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
+from engine.kernels.paged_attention import paged_attention
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope, rope_store

@@ -11,7 +11,7 @@ from engine.kernels.attention_hopper import attention_hopper
 from engine.kernels.launch import Kernel, half
 from engine.kernels.tiles import HopperShape, Shape, TileShape
 
-_NO_LIMIT = 1 << 29
+NO_LIMIT = 1 << 29  # tokens that a window without a limit reaches
 _MOST_TILES = (1 << 16) - 1  # tiles of one launch: the limit of a grid's y
 
 
@@ -43,20 +43,44 @@ def attention(
         queue: [2] int32 zeros, from which the blocks of the Hopper kernel draw tiles. The kernel leaves zeros. None makes one.
     Returns: [T, H, D], contiguous.
     """
-    heads, head_dim = q.shape[1:]
     prefix = tiles.shape[1] == 4
     assert k.stride() == v.stride(), "the kernels are given one stride for both"
     assert not prefix or (causal and window is None and bias is None), "a prefix is visible to all later tokens"
     out = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
-    left = _NO_LIMIT if window is None else window
-    right = 0 if causal else left
+    left = NO_LIMIT if window is None else window
+    launch_attention(q, k, v, out, tiles, shape, bounds, None, left, 0 if causal else left, bias, queue)
+    return out
+
+
+def launch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    tiles: Tensor,
+    shape: Shape,
+    bounds: Tensor | None,
+    pages: Tensor | None,
+    left: int,
+    right: int,
+    bias: Tensor | None,
+    queue: Tensor | None,
+) -> None:
+    """Writes `attention` or `paged_attention` to `out`, with the kernel that `shape` belongs to.
+
+    A token sees `left` tokens before itself and `right` tokens after. `bounds` is None if, and only if, there are `pages`.
+    """
+    heads, head_dim = q.shape[1:]
     scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
     if isinstance(shape, HopperShape):
         assert bias is None, "the tiles of a biased model have the other kernel's shape"
         queue = torch.zeros(2, dtype=torch.int32, device=q.device) if queue is None else queue
-        attention_hopper(q, k, v, out, tiles, shape, bounds, queue, left, right, scale_log2)
-        return out
-    kernel = _kernel(head_dim, heads // k.shape[1], shape, bias is not None, prefix, q.dtype, q.device, out.itemsize == 1)
+        attention_hopper(q, k, v, out, tiles, shape, bounds, pages, queue, left, right, scale_log2)
+        return
+    paged = pages is not None
+    prefix = tiles.shape[1] == 4 and not paged
+    group, e4m3 = heads // k.shape[1], out.itemsize == 1
+    kernel = _kernel(head_dim, group, shape, bias is not None, prefix, paged, q.dtype, q.device, e4m3)
     for some in (tiles,) if len(tiles) <= _MOST_TILES else torch.split(tiles, _MOST_TILES):
         kernel(
             (k.shape[1], len(some)),
@@ -74,15 +98,23 @@ def attention(
             scale_log2,
             bias,
             0 if bias is None else bias.shape[1] // 2,
+            pages,
         )
-    return out
 
 
 @cache
 def _kernel(
-    head_dim: int, group: int, shape: TileShape, bias: bool, prefix: bool, dtype: torch.dtype, device: torch.device, e4m3: bool
+    head_dim: int,
+    group: int,
+    shape: TileShape,
+    bias: bool,
+    prefix: bool,
+    paged: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    e4m3: bool,
 ) -> Kernel:
-    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3)
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3, paged)
     return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
 
 
@@ -94,6 +126,7 @@ def attention_defines(
     bias: bool = False,
     prefix: bool = False,
     e4m3: bool = False,
+    paged: bool = False,
 ) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
@@ -101,10 +134,11 @@ def attention_defines(
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "M_TILES": shape.m_tiles,
-        # Biases and prefixes need the registers of a third block.
-        "MIN_BLOCKS": min(shape.min_blocks, 2) if bias or prefix else shape.min_blocks,
+        # Biases, prefixes and pages need the registers of a third block.
+        "MIN_BLOCKS": min(shape.min_blocks, 2) if bias or prefix or paged else shape.min_blocks,
         "BIAS": int(bias),
         "PREFIX": int(prefix),
+        "PAGED": int(paged),
         "E4M3": int(e4m3),
         "HALF": half(dtype),
     }

@@ -20,16 +20,22 @@ def attention_hopper(
     out: Tensor,
     tiles: Tensor,
     shape: HopperShape,
-    bounds: Tensor,
+    bounds: Tensor | None,
+    pages: Tensor | None,
     queue: Tensor,
     left: int,
     right: int,
     scale_log2: np.float32,
 ) -> None:
-    """Writes `attention` to `out`, without a bias. A token sees `left` tokens before itself and `right` tokens after."""
+    """Writes `attention` or `paged_attention` to `out`, without a bias.
+
+    A token sees `left` tokens before itself and `right` tokens after.
+    """
     kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // kv_heads
-    kernel = _kernel(head_dim, group, shape, tiles.shape[1] == 4, q.dtype, q.device, out.itemsize == 1)
+    paged = pages is not None
+    prefix = tiles.shape[1] == 4 and not paged
+    kernel = _kernel(head_dim, group, shape, prefix, paged, q.dtype, q.device, out.itemsize == 1)
     keys = (shape.block_n, 1)
     kernel(
         min(num_sms(q.device), len(tiles) * kv_heads),
@@ -46,11 +52,18 @@ def attention_hopper(
         left,
         right,
         scale_log2,
+        pages,
     )
 
 
 def attention_hopper_defines(
-    head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool, e4m3: bool = False
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    shape: HopperShape,
+    prefix: bool = False,
+    e4m3: bool = False,
+    paged: bool = False,
 ) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
@@ -59,6 +72,7 @@ def attention_hopper_defines(
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
         "PREFIX": int(prefix),
+        "PAGED": int(paged),
         "E4M3": int(e4m3),
         "HALF": half(dtype),
     }
@@ -66,7 +80,7 @@ def attention_hopper_defines(
 
 @cache
 def _kernel(
-    head_dim: int, group: int, shape: HopperShape, prefix: bool, dtype: torch.dtype, device: torch.device, e4m3: bool
+    head_dim: int, group: int, shape: HopperShape, prefix: bool, paged: bool, dtype: torch.dtype, device: torch.device, e4m3: bool
 ) -> Kernel:
-    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix, e4m3)
+    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix, e4m3, paged)
     return Kernel("attention_hopper", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim), FEATURES)

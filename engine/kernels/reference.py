@@ -258,6 +258,26 @@ def attention_decode(q: Tensor, cache: Tensor, items: Tensor, pages: Tensor, out
     return out
 
 
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    tiles: Tensor,
+    pages: Tensor,
+    page_size: int,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Source: the docstring of `kernels.paged_attention`. Without `out`, rows of no tile are NaN."""
+    out = torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device) if out is None else out
+    lists = pages.tolist()
+    for first, end, offset, shift in tiles.tolist():
+        if first < end:
+            oldest = 0 if window is None else max(0, first + shift - window)  # no row of the tile sees a key before this one
+            keys, values = _from_pages(cache, lists[offset:], page_size, oldest, end + shift)
+            out[first:end] = _one_sequence(q[first:end], keys, values, True, window, None)
+    return out
+
+
 def _from_pages(cache: Tensor, pages: Sequence[int], page_size: int, start: int, stop: int) -> Tensor:
     """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view where the pages lie in a row."""
     first, last = start // page_size, -(-stop // page_size)

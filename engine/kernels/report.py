@@ -107,11 +107,17 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS[head_dim])
             if small != large:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, prefix=True)
+            for group in dict.fromkeys((_GROUPS[head_dim][0], _GROUPS[head_dim][-1])):
+                yield _attention(head_dim, group, dtype, large, paged=True)
+            if small != large:
+                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, paged=True)
+            if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
+                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, paged=True, e4m3=True)
             if (hopper := hopper_shape(head_dim, capability)) is not None:
-                for prefix in (False, True):
-                    yield from (_attention_hopper(head_dim, group, dtype, hopper, prefix) for group in _GROUPS[head_dim])
-                    yield _attention_hopper(head_dim, 1, torch.float16, hopper, prefix)
-                    yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, prefix, e4m3=True)
+                for flags in ({}, {"prefix": True}, {"paged": True}):
+                    yield from (_attention_hopper(head_dim, group, dtype, hopper, **flags) for group in _GROUPS[head_dim])
+                    yield _attention_hopper(head_dim, 1, torch.float16, hopper, **flags)
+                    yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, **flags, e4m3=True)
         yield from _attentions_decode(capability)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
@@ -201,11 +207,11 @@ def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, 
     return Variant("attention", label, attention_defines(head_dim, group, dtype, shape, **flags), shape.shared_bytes(head_dim))
 
 
-def _attention_hopper(
-    head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, prefix: bool, e4m3: bool = False
-) -> Variant:
-    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head{', prefix' * prefix}{', e4m3' * e4m3}"
-    defines = attention_hopper_defines(head_dim, group, dtype, shape, prefix, e4m3)
+def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, **flags: bool) -> Variant:
+    """`flags`: those of `attention_hopper_defines`."""
+    label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head"
+    label += "".join(f", {name}" for name, is_set in flags.items() if is_set)
+    defines = attention_hopper_defines(head_dim, group, dtype, shape, **flags)
     return Variant("attention_hopper", label, defines, shape.shared_bytes(head_dim), FEATURES)
 
 

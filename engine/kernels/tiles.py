@@ -157,3 +157,34 @@ def attention_tiles(
     # A sequence's tiles stay together: they walk the same keys, and the L2 cache still holds them.
     tiles.sort(key=lambda tile: (-tile[0], tile[1], -tile[2] if causal else 0))
     return np.array([tile[2:] for tile in tiles], dtype=np.int32)
+
+
+def paged_tiles(
+    lengths: Sequence[int], starts: Sequence[int], page_offsets: Sequence[int], first_row: int, depth: int
+) -> NDArray[np.int32]:
+    """Divide the chunks of a pass into tiles of at most `depth` tokens. The chunk with the most keys comes first, from its end.
+
+    No tile holds tokens of two chunks. The tiles of a chunk stay together, as those of `attention_tiles` do.
+
+    Args:
+        lengths: the tokens of each chunk. The rows of all chunks follow one another, from `first_row` on.
+        starts: the position of each chunk's first token in its sequence.
+        page_offsets: where the list of the pages of each chunk's sequence begins in the array of all lists.
+    Returns: [n, 4]: a tile's first row, its end row, the page offset, and what a token's position is greater than its row by.
+    """
+    sizes, start = np.asarray(lengths, dtype=np.int64), np.asarray(starts, dtype=np.int64)
+    ends = first_row + np.cumsum(sizes)
+    chunks = np.argsort(-(start + sizes), kind="stable")
+    counts = -(-sizes // depth)[chunks]  # of tiles
+    chunk = np.repeat(chunks, counts)
+    rank = np.cumsum(counts)[np.repeat(np.arange(len(chunks)), counts)] - np.arange(len(chunk)) - 1  # 0 is a chunk's first tile
+    first = (ends - sizes)[chunk] + rank * depth
+    end = np.minimum(first + depth, ends[chunk])
+    offsets = np.asarray(page_offsets, dtype=np.int64)[chunk]
+    return np.stack((first, end, offsets, (start - ends + sizes)[chunk]), axis=1).astype(np.int32)
+
+
+def most_paged_tiles(num_tokens: int, num_seqs: int, depth: int) -> int:
+    """Returns the largest number of tiles that `paged_tiles` gives for so many tokens in at most so many chunks."""
+    chunks = min(num_seqs, num_tokens)
+    return chunks + (num_tokens - chunks) // depth

@@ -63,11 +63,12 @@ def test_a_signature_holds_what_the_macros_make_of_the_source() -> None:
         "x as a tensor of float16, contiguous", "bias as a tensor of float16, contiguous", "num_rows as a whole number",
     ]  # fmt: skip
     shape = tile_shapes(64, (9, 0))[0]
-    q, k, v, out, *_, bias, reach = told("attention", "attention", attention_defines(64, 1, BF16, shape, e4m3=True))
+    q, k, v, out, *_, bias, reach, pages = told("attention", "attention", attention_defines(64, 1, BF16, shape, e4m3=True))
     assert q == "q as a tensor of bfloat16, of contiguous rows"
     assert (k[2:], v[2:]) == (q[2:], q[2:])
     assert out == "out as a tensor of float8_e4m3fn, of contiguous rows"
     assert (bias, reach) == ("bias as a tensor of float32, contiguous", "reach as a whole number")
+    assert pages == "pages as a tensor of int32, contiguous"
     values = told("quantize", "quantize", quantize_defines(64, BF16, torch.int8))[3]
     assert values == "values as a tensor of int8, contiguous"
 
@@ -198,6 +199,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     items = torch.from_numpy(decode_items([128, 1, 7], [0, 0, 0], 2, 264))
     for dtype in (None, E4M3):
         kernels.attention_decode(q, cache, items, ids, workspace, dtype)
+    cache, pages = torch.ones(2, 256, 2, 128, dtype=BF16), torch.zeros(2, dtype=torch.int32)
+    for dtype in (None, E4M3):
+        for shape in (tile_shapes(128, (9, 0))[0], wgmma):
+            kernels.paged_attention(q, cache, tiles.repeat(1, 2), pages, shape, window=5, dtype=dtype)
     for kind in (E4M3, torch.int8):
         quantize(wide, kind, norm=weight, pending=wide.clone())
         quantize(wide, kind, gated=True)
@@ -238,6 +243,29 @@ def test_a_norm_of_strided_rows_is_refused(fake_kernels: set[tuple[str, str]]) -
     ):
         with pytest.raises(BackendError, match=r"^kernel add_norm takes (x|residual|weight) as a tensor of bfloat16, contiguous"):
             call()
+    assert not fake_kernels
+
+
+def test_paged_attention_tells_its_kernel_where_things_lie(fake_kernels: set[tuple[str, str]]) -> None:
+    q = torch.ones(3, 8, 128, dtype=BF16)[:, :4]
+    cache, out = torch.ones(2, 256, 2, 128, dtype=BF16), torch.ones(3, 4, 128, dtype=BF16)
+    tiles, pages = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    assert kernels.paged_attention(q, cache, tiles, pages, tile_shapes(128, (9, 0))[0], 7, out=out) is out
+    ((grid, values),) = FakeKernel.launches
+    addresses = [each.data_ptr() for each in (q, cache[0], cache[1], out, tiles)]
+    assert (grid, values[:6]) == ((2, 1), [*addresses, 0])
+    assert values[6:11] == [8 * 128, 2 * 128, 4 * 128, 7, 0]  # strides, then the tokens seen before and after
+    assert values[-1] == pages.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["pages", "tiles", "dtype", "shape"])
+def test_paged_attention_refuses_what_it_would_misread(kind: str, fake_kernels: set[tuple[str, str]]) -> None:
+    q, rows = torch.ones(3, 4, 128, dtype=BF16), 200 if kind == "pages" else 256
+    many = torch.zeros(8, dtype=torch.int32)
+    tiles = many[1:5].view(1, 4) if kind == "tiles" else many[:4].view(1, 4)
+    out = torch.ones(2 if kind == "shape" else 3, 4, 128, dtype=torch.float16 if kind == "dtype" else BF16)
+    with pytest.raises(AssertionError):
+        kernels.paged_attention(q, torch.ones(2, rows, 2, 128, dtype=BF16), tiles, many, tile_shapes(128, (9, 0))[0], out=out)
     assert not fake_kernels
 
 

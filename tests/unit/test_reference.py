@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.linear import interleaved, linear_swiglu
+from engine.kernels.tiles import paged_tiles
 
 LENGTHS = (1, 5, 2, 19, 1, 8)
 STARTS = [sum(LENGTHS[:index]) for index in range(len(LENGTHS))]
@@ -62,6 +63,27 @@ def test_attention_behind_a_prefix_is_that_of_the_whole_text(heads: tuple[int, i
         whole = torch.cat((qkv[slice(*prefix)], qkv[end - length : end]))
         expected = reference.attention(*whole.split(split, dim=1), (len(whole),), True, window)
         torch.testing.assert_close(out[end - length : end], expected[-length:])
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+def test_paged_attention_is_that_of_the_whole_sequences(heads: tuple[int, int], window: int | None) -> None:
+    """Each sequence's last tokens, in tiles of at most 4 tokens, over pages of 4 tokens."""
+    qkv = torch.randn(sum(LENGTHS), heads[0] + 2 * heads[1], 8, dtype=torch.float64)
+    q, k, v = qkv.split((heads[0], heads[1], heads[1]), dim=1)
+    chunks = [min(length, 6) for length in LENGTHS]
+    cache, pages, offsets = torch.full((2, 100, heads[1], 8), math.nan, dtype=torch.float64), [], []
+    free = torch.randperm(25).tolist()
+    for start, length in zip(STARTS, LENGTHS, strict=True):
+        offsets.append(len(pages))
+        for place in range(length):
+            if place % 4 == 0:
+                pages.append(free.pop())
+            cache[:, pages[-1] * 4 + place % 4] = torch.stack((k[start + place], v[start + place]))
+    rows = torch.cat([torch.arange(s + n - c, s + n) for s, n, c in zip(STARTS, LENGTHS, chunks, strict=True)])
+    tiles = paged_tiles(chunks, [n - c for n, c in zip(LENGTHS, chunks, strict=True)], offsets, 0, 4)
+    found = reference.paged_attention(q[rows], cache, torch.from_numpy(tiles), torch.tensor(pages), 4, window)
+    torch.testing.assert_close(found, reference.attention(q, k, v, LENGTHS, True, window)[rows])
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.tiles import attention_tiles
+from engine.kernels.tiles import attention_tiles, most_paged_tiles, paged_tiles
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 depths = st.integers(1, 128)
@@ -73,3 +73,38 @@ def test_a_causal_sequences_end_comes_first_and_its_tiles_stay_together() -> Non
     tiles = attention_tiles([300, 3, 300, 4, 500], 128, causal=True).tolist()
     assert tiles[:4] == [[991, 1107], [863, 991], [735, 863], [607, 735]]
     assert tiles[4:] == [[559, 607], [256, 303], [128, 256], [0, 128], [431, 559], [303, 431]]
+
+
+# Tokens of a chunk, the position of its first token, and where its page list begins.
+chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1000), st.integers(0, 99)), min_size=1, max_size=20)
+
+
+@given(chunks, st.integers(0, 50), depths)
+def test_every_token_of_a_chunk_lies_in_one_tile_of_its_sequence(parts: list[tuple[int, int, int]], row: int, depth: int) -> None:
+    tiles = paged_tiles(*zip(*parts, strict=True), row, depth)  # type: ignore[call-arg]
+    assert (tiles.dtype, tiles.shape[1]) == (np.int32, 4)
+    assert all(0 < end - first <= depth for first, end, *_ in tiles.tolist())
+    found = sorted((r, r + shift, offset) for first, end, offset, shift in tiles.tolist() for r in range(first, end))
+    positions = [(start + i, offset) for length, start, offset in parts for i in range(length)]
+    assert found == [(r, *each) for r, each in enumerate(positions, row)]
+
+
+@given(chunks, st.integers(0, 3), depths)
+def test_paged_tiles_are_never_more_than_the_bound(parts: list[tuple[int, int, int]], unused: int, depth: int) -> None:
+    lengths, starts, offsets = zip(*parts, strict=True)
+    most = most_paged_tiles(sum(lengths), len(parts) + unused, depth)
+    assert len(paged_tiles(lengths, starts, offsets, 0, depth)) <= most
+    longest = sum(lengths) - len(parts) + 1
+    assert len(paged_tiles([1] * (len(parts) - 1) + [longest], starts, offsets, 0, depth)) >= most - unused
+
+
+def test_the_chunk_with_the_most_keys_comes_first_from_its_end() -> None:
+    tiles = paged_tiles([3, 300, 4], [0, 1000, 5000], [0, 1, 12], 7, 128)
+    assert tiles.tolist() == [
+        [310, 314, 12, 4690], [266, 310, 1, 990], [138, 266, 1, 990], [10, 138, 1, 990], [7, 10, 0, -7],
+    ]  # fmt: skip
+
+
+def test_a_pass_without_chunks_has_no_paged_tiles() -> None:
+    assert paged_tiles([], [], [], 3, 128).shape == (0, 4)
+    assert most_paged_tiles(0, 8, 128) == 0

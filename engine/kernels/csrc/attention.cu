@@ -7,6 +7,8 @@
 //   smaller left, bidirectional neither.
 //   PREFIX: tiles int4 [n]. [z, w) are the rows of a prefix; all tokens of the tile see them before the rows of their own
 //   bounds. z == w is no prefix. Causal and without a window.
+//   PAGED: tiles int4 [n]. The tokens [x, y) belong to one sequence; token t has position t + w in this sequence. Keys and values
+//   of position p lie in row pages[z + p / PAGE] * PAGE + p % PAGE of k and v. `bounds` is not read. Causal.
 //   BIAS: bias float [H, 2 * reach + 1] is added to the score of a key d tokens after the query, from column reach + d,
 //   at most `reach` either way; in units of sqrt(D), as scores are before they are scaled.
 //
@@ -17,6 +19,9 @@
 //
 // A prefix's keys come first, in blocks of their own. Masked zeros fill the last of these blocks. The softmax continues from the
 // prefix to the tile's own keys. Prefix keys count from `first`, whole blocks before `begin`, so that one loop walks both ranges.
+//
+// With PAGED, keys are counted by their positions. Blocks begin at multiples of BLOCK_N, which divides PAGE, so no block crosses
+// a page. A tile reads no page beyond those of the positions that its tokens see. Rows behind its last token become zeros.
 //
 // FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V
 // fragment read from shared memory feeds M_TILES products; K of the next block is fetched under softmax and P V, V under
@@ -36,6 +41,8 @@ constexpr bool SWIZZLED = D % 64 == 0;
 constexpr int PITCH = SWIZZLED ? D : D + 8;
 constexpr int N_TILES = BLOCK_N / 8, D_TILES = D / 8;
 constexpr float RAISE = 8.f;  // in powers of two
+constexpr int PAGE = 128;     // tokens of a page
+static_assert(PAGE % BLOCK_N == 0, "a block of keys lies within one page");
 
 // The byte offset of chunk `c` of row `r` in a tile in shared memory. Eight rows that ldmatrix reads together lie in eight
 // different 16-byte bank groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
@@ -74,7 +81,7 @@ __device__ __forceinline__ void load_keys(u32 shared, const u16* x, int stride, 
     }
 }
 
-#if PREFIX
+#if PREFIX || PAGED
 typedef int4 Tile;
 #else
 typedef int2 Tile;
@@ -83,7 +90,8 @@ typedef int2 Tile;
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, Out* __restrict__ out,
           const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
-          i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_) {
+          i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_,
+          const int* __restrict__ pages) {
     overlap();
     extern __shared__ __align__(128) unsigned char shared[];
     const Tile tile = tiles[blockIdx.y];
@@ -94,7 +102,11 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     const int stride = static_cast<int>(kv_stride), left = static_cast<int>(left_), right = static_cast<int>(right_);
 
     // Keys any row of the tile sees, and those every row sees; both ends grow with the token.
-#if PREFIX  // causal and without a window: said here, it saves registers
+#if PAGED
+    constexpr int prefix = 0;
+    auto first_key = [&](int token) { return max(0, token + tile.w - left); };
+    auto last_key = [&](int token) { return token + tile.w + 1; };
+#elif PREFIX  // causal and without a window: said here, it saves registers
     const int prefix = tile.w - tile.z;
     auto first_key = [&](int token) { return bounds[token].x; };
     auto last_key = [&](int token) { return token + 1; };
@@ -116,13 +128,21 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     }
 
     // Keys from `first` are the prefix's, those from `begin` on the tile's own; a block holds keys of one kind, up to `stop`.
+#if PAGED
+    const int first = begin & -BLOCK_N;
+#else
     const int first = begin - ((prefix + BLOCK_N - 1) & -BLOCK_N);
+#endif
     auto in_prefix = [&](int key) { return PREFIX && key < begin; };
     auto stop = [&](int key) { return in_prefix(key) ? begin - (-prefix & (BLOCK_N - 1)) : end; };
 
     // This thread's chunk of the next block of keys; the values lie at the same distance everywhere.
     auto chunk_of = [&](int row) { return k + (row + first_row) * kv_stride + kv_head * D + chunk * 8; };
-#if PREFIX
+#if PAGED
+    pages += tile.z;
+    auto row_of = [&](int key) { return pages[key / PAGE] * PAGE + key % PAGE; };  // of the first key of a block
+    const u16* next = chunk_of(row_of(first));
+#elif PREFIX
     const u16* next = chunk_of(prefix > 0 ? tile.z : begin);
 #else
     const u16* next = chunk_of(begin);
@@ -170,8 +190,12 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
 
         copy_wait();
         __syncthreads();  // V is there, and nobody reads this K any more
+#if PAGED
+        if (key + BLOCK_N < end) next = chunk_of(row_of(key + BLOCK_N));
+#else
         next += BLOCK_N * stride;
         if (PREFIX && key + BLOCK_N == begin) next = chunk_of(begin);
+#endif
         if (key + BLOCK_N < end) load_keys(k_tile, next, stride, stop(key + BLOCK_N) - key - BLOCK_N - first_row);
         copy_commit();
 

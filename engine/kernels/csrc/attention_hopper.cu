@@ -1,6 +1,6 @@
 // Varlen attention, forward, for sm_90a. Computes the same as attention.cu, on wgmma and TMA.
 //   q: tensor map of [T, K * GROUP, D]. k, v: tensor maps of [T, K, D]. A box has 64 columns.
-//   queue: see Queue. The other arguments, PREFIX and E4M3 are those of attention.cu. BIAS is not supported.
+//   queue: see Queue. The other arguments, PREFIX, PAGED and E4M3 are those of attention.cu. BIAS is not supported.
 //
 // A block has three warpgroups and computes many tiles. One thread of the first warpgroup fetches. For each tile it looks up the
 // range of keys and fetches Q and the blocks of keys and values, as far ahead as the stages in shared memory allow.
@@ -10,12 +10,16 @@
 // If the last block of keys is at most half full, only half a block is computed.
 // Operands lie in shared memory in panels of 64 columns, 128 bytes a row. TMA swizzles them in the pattern that wgmma reads.
 // P stays in registers.
+// With PAGED, a block of keys is a page: a box of the cache. Keys are counted by their positions.
 //
 // Floor: 4 * D * (visible query-key pairs) flops per query head at the wgmma rate.
 // Tried: 176 keys a step, the most that the registers allow. 9 % slower at 8,192 tokens, 6 % slower on ragged batches.
 #define D HEAD_DIM
 
 static_assert(D == 128 && BLOCK_N == 128, "the products below are of so many columns");
+#if PAGED
+static_assert(BLOCK_N == 128, "a block of keys is a page");
+#endif
 static_assert(BLOCK_M == 128, "two warpgroups compute 64 rows each");
 constexpr int TILE_TOKENS = BLOCK_M / GROUP;
 constexpr int PANELS = D / 64;
@@ -31,7 +35,7 @@ struct Size {
 constexpr Size<BLOCK_N> WHOLE;
 constexpr Size<BLOCK_N / 2> HALF_A_BLOCK;
 
-#if PREFIX
+#if PREFIX || PAGED
 typedef int4 Tile;
 #else
 typedef int2 Tile;
@@ -42,6 +46,7 @@ struct Control {
     // `span` and `rest` describe the tile whose Q is in shared memory.
     int4 span;  // [x, y): its tokens; [z, w): the keys after the prefix that any of its rows sees. x = -1: no more tiles
     int4 rest;  // [x, y): the keys after the prefix that all of its rows see; z: the length of the prefix; w: the key head
+              // With PAGED there is no prefix, and z is the position of row 0, were it the tile's sequence's.
     u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
@@ -113,6 +118,7 @@ struct Work {
     const Tile* tiles;
     Queue* queue;
     const int2* bounds;
+    const int* pages;
     int num_items, kv_heads;
     int left, right;
 };
@@ -127,20 +133,32 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
         const Tile tile = work.tiles[item / work.kv_heads];
         if (tile.x == tile.y) continue;
         const int kv_head = item % work.kv_heads;
+#if PAGED
+        constexpr int prefix = 0;
+        auto first_key = [&](int token) { return max(0, token + tile.w - work.left); };
+        const int4 span = {tile.x, tile.y, first_key(tile.x) & -BLOCK_N, tile.y + tile.w};
+        const int4 rest = {first_key(tile.y - 1), tile.x + tile.w + 1, tile.w, kv_head};
+#elif PREFIX  // attention is causal here and has no window, so `left` and `right` are not needed
         const int2 front = work.bounds[tile.x], back = work.bounds[tile.y - 1];
-#if PREFIX  // attention is causal here and has no window, so `left` and `right` are not needed
         const int prefix = tile.w - tile.z;
         const int4 span = {tile.x, tile.y, front.x, tile.y};
-        const int4 rest = {back.x, tile.x + 1, tile.z, prefix};
+        const int4 rest = {back.x, tile.x + 1, prefix, kv_head};
 #else
+        const int2 front = work.bounds[tile.x], back = work.bounds[tile.y - 1];
         constexpr int prefix = 0;
         const int4 span = {tile.x, tile.y, max(front.x, tile.x - work.left), min(back.y, tile.y + work.right)};
-        const int4 rest = {max(back.x, tile.y - 1 - work.left), min(front.y, tile.x + work.right + 1), 0, 0};
+        const int4 rest = {max(back.x, tile.y - 1 - work.left), min(front.y, tile.x + work.right + 1), 0, kv_head};
 #endif
         const int begin = span.z, end = span.w;
         const int first = begin - (prefix + BLOCK_N - 1) / BLOCK_N * BLOCK_N;
         for (int key = first; key < end; key += BLOCK_N) {
-            const int row = PREFIX && key < begin ? rest.z + key - first : key;
+#if PAGED
+            const int row = work.pages[tile.z + key / BLOCK_N] * BLOCK_N;
+#elif PREFIX
+            const int row = key < begin ? tile.z + key - first : key;
+#else
+            const int row = key;
+#endif
             wait(control.k_empty[ring.stage], ring.parity);
             arrive_expecting(control.k_full[ring.stage], KV_BYTES);
 #pragma unroll
@@ -150,7 +168,7 @@ __device__ __forceinline__ void fetch_all(const TensorMap& q, const TensorMap& k
                 wait(control.q_empty, q_parity);
                 q_parity ^= 1;
                 control.span = span;
-                control.rest = {rest.x, rest.y, prefix, kv_head};
+                control.rest = rest;
                 arrive_expecting(control.q_full, PANELS * TILE_TOKENS * GROUP * 128);
 #pragma unroll
                 for (int panel = 0; panel < PANELS; ++panel)
@@ -188,7 +206,8 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
         q_parity ^= 1;
         const int4 span = control.span, rest = control.rest;
         if (span.x < 0) break;
-        const int begin = span.z, end = span.w, all_begin = rest.x, all_end = rest.y, prefix = rest.z, kv_head = rest.w;
+        const int begin = span.z, end = span.w, all_begin = rest.x, all_end = rest.y, kv_head = rest.w;
+        const int prefix = PAGED ? 0 : rest.z;
         const int first = begin - (prefix + BLOCK_N - 1) / BLOCK_N * BLOCK_N;
         auto in_prefix = [&](int key) { return PREFIX && key < begin; };
         auto stop = [&](int key) { return in_prefix(key) ? first + prefix : end; };
@@ -250,11 +269,16 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
                     if (in_prefix(key)) {
                         seen = key, last = stop(key);
                     } else {
+#if PAGED
+                        const int position = token + rest.z;
+                        seen = max(0, position - work.left), last = position + 1;
+#else
                         const int2 own = work.bounds[token];
 #if PREFIX
                         seen = own.x, last = token + 1;
 #else
                         seen = max(own.x, token - work.left), last = min(own.y, token + work.right + 1);
+#endif
 #endif
                     }
                     const int from = seen - key - lane % 4 * 2;
@@ -391,7 +415,8 @@ __device__ __forceinline__ void compute_all(const Work& work, Out* __restrict__ 
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
           Out* __restrict__ out, const Tile* __restrict__ tiles, Queue* queue, const int2* __restrict__ bounds, i64 num_tiles,
-          i64 kv_heads, i64 out_stride, i64 left, i64 right, float scale_log2) {
+          i64 kv_heads, i64 out_stride, i64 left, i64 right, float scale_log2,
+          const int* __restrict__ pages) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 q_tile = address(shared), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + STAGES * KV_BYTES;
     Control& control = *reinterpret_cast<Control*>(shared + Q_BYTES + 2 * STAGES * KV_BYTES);
@@ -411,6 +436,7 @@ attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap
     const Work work{tiles,
                     queue,
                     bounds,
+                    pages,
                     static_cast<int>(num_tiles * kv_heads),
                     static_cast<int>(kv_heads),
                     static_cast<int>(left),
