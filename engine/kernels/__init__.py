@@ -15,8 +15,7 @@ from engine.kernels.rope import norm_rope, rope, rope_store
 from engine.kernels.sample import choices_of, sample
 
 __all__ = [
-    "MaybeQuantized", "Quantized", "attention", "choices_of", "embed", "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8",
-    "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish", "pool_mean", "quantize_weight",
-    "rms_norm", "rope", "rope_store", "sample",
-    "swiglu",
+    "MaybeQuantized", "Quantized", "attention", "choices_of", "embed", "geglu", "gelu", "interleaved", "layer_norm",
+    "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "pool_finish",
+    "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
 ]  # fmt: skip

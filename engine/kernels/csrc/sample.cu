@@ -158,7 +158,8 @@ __device__ __forceinline__ void add(u64* bins, u32 bin, u64 weight) {
         const u32 waiting = __ballot_sync(ALL_LANES, pending);
         if (waiting == 0) return;
         const int leader = __ffs(waiting) - 1;
-        const bool same = pending && bin == __shfl_sync(ALL_LANES, bin, leader);
+        const u32 leading = __shfl_sync(ALL_LANES, bin, leader);  // outside of &&, which not every lane would evaluate
+        const bool same = pending && bin == leading;
         if (__popc(__ballot_sync(ALL_LANES, same)) < 4) continue;
         u64 sum = same ? weight : 0;
 #pragma unroll
