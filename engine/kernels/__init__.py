@@ -14,6 +14,7 @@ from engine.kernels.paged_attention import paged_attention
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope, rope_store
+from engine.kernels.sample import sample
 
 __all__ = [
     "MaybeQuantized", "Quantized", "attention", "attention_decode", "embed", "geglu", "gelu", "interleaved", "layer_norm",

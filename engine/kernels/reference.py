@@ -401,3 +401,35 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
     finite = torch.isfinite(out).all(dim=1, keepdim=True)
     out = torch.where(normalize.bool().unsqueeze(1), F.normalize(out, dim=-1, eps=1e-12), out)
     return torch.where(finite, out, torch.nan)
+
+
+def sample(logits: Tensor, choices: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
+    """Sorts all tokens of all rows; `engine/heads/sampler.py` is quicker on a CPU."""
+    temperature, top_p, min_p = choices[:, :3].view(torch.float32).double().split(1, dim=1)  # [B, 1] each
+    top_k, low, high, slots = (column.long() for column in choices[:, 3:7].split(1, dim=1))
+    uniform = (high & 0xFFFFFFFF).double() * 2.0**-32 + (low & 0xFFFFFFFF).double() * 2.0**-64
+    wide = logits.float()
+    finite = ~wide.log_softmax(1).isnan().any(1, keepdim=True)
+    wide = wide.where(finite, 0)
+    log_probs = wide.log_softmax(1)
+    likeliest = wide.argmax(1, keepdim=True)
+    scaled = (wide - wide.gather(1, likeliest)) / temperature.where(temperature > 0, 1).float()
+    probs = scaled.softmax(1)
+    sorted_probs = probs.sort(1, descending=True).values
+    least = (min_p * sorted_probs[:, :1]).float().clamp(min=2.0**-149)
+    kth = sorted_probs.gather(1, (top_k - 1).clamp(0, probs.shape[1] - 1))
+    least = torch.where((top_k > 0) & (top_k < probs.shape[1]), kth.maximum(least), least)
+    sums = sorted_probs.double().where(sorted_probs >= least, 0).cumsum(1)
+    index = torch.searchsorted(sums, top_p * sums[:, -1:]).clamp(max=probs.shape[1] - 1)
+    least = torch.where(top_p < 1, sorted_probs.gather(1, index).maximum(least), least)
+    sums = probs.double().where(probs >= least, 0).cumsum(1)
+    drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
+    drawn = drawn.minimum(torch.searchsorted(sums, sums[:, -1:].contiguous()))  # rounding may pass the end
+    token_ids = torch.where(temperature > 0, drawn, likeliest).where(finite, 0)
+    out[:, :2] = torch.cat((token_ids, finite), 1)
+    out[:, 2] = log_probs.gather(1, token_ids).where(finite, 0).view(torch.int32)[:, 0]
+    out[:, 3] = 0
+    if last is not None:
+        kept = slots[:, 0] >= 0
+        last[slots[kept, 0]] = out[kept, 0]
+    return out

@@ -43,12 +43,13 @@ LAUNCHERS = (
     "pool",
     "quantize",
     "rope",
+    "sample",
 )
 
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 15
+    assert len(seen) == 17
     for variant in report.variants((9, 0)):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -178,6 +179,8 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     kernels.embed(ids, ids, wide, last=ids)
     kernels.rope(qkv, table, ids, 4)
     kernels.norm_rope(qkv, weight, weight, table, ids, 1e-6, 4)
+    for dtype in (BF16, FP16):
+        kernels.sample(wide.to(dtype), torch.zeros(3, 8, dtype=torch.int32), ids)
     cache = torch.zeros(2, 128, 2, 128, dtype=BF16)
     kernels.rope_store(qkv, table, ids, 4, cache, ids)
     kernels.rope_store(qkv, table, ids, 4, cache, ids, (weight, weight, 1e-6))
