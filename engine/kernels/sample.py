@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from engine.draws import Row
@@ -24,7 +24,7 @@ _SUM_THREADS, _DRAW_THREADS = 256, 512
 _UNROLL = 4  # groups that a warp loads at once, where there are enough rows to fill the device
 
 
-def choices_of(rows: Sequence[Row], slots: Sequence[int]) -> NDArray[np.int32]:
+def choices_of(rows: Sequence[Row], slots: ArrayLike) -> NDArray[np.int32]:
     """The options of `rows` as `sample` reads them, [B, 8]: temperature, top_p and min_p as the bits of fp32, top_k, the row's
     random number * 2^64 as two words, the low one first, the slot, 0.
 

@@ -6,7 +6,7 @@ from itertools import repeat
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from engine.kernels.launch import num_sms
 
@@ -160,7 +160,7 @@ def attention_tiles(
 
 
 def paged_tiles(
-    lengths: Sequence[int], starts: Sequence[int], page_offsets: Sequence[int], first_row: int, depth: int
+    lengths: ArrayLike, starts: ArrayLike, page_offsets: ArrayLike, first_row: int, depth: int
 ) -> NDArray[np.int32]:
     """Divide the chunks of a pass into tiles of at most `depth` tokens. The chunk with the most keys comes first, from its end.
 

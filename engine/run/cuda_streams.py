@@ -115,10 +115,7 @@ class StreamRunner:
         self._pool = GraphPool(device)
         self.graphs: Graphs[Key, StreamGraph] = Graphs(self._capture)
         self._idle = deque[Staging]()
-        tiling = packer.tiling
-        n_heads = tiling.group * tiling.n_kv_heads
-        self._workspace_of = lambda items: DecodeWorkspace.create(items, n_heads, tiling.head_dim, device)
-        self._workspace = self._workspace_of(most_items(MOST_GRAPH_ROWS, tiling.n_kv_heads, packer.num_blocks))
+        self._workspace = self._new_workspace(most_items(MOST_GRAPH_ROWS, packer.tiling.n_kv_heads, packer.num_blocks))
         self._last = torch.zeros(cache.num_pages, dtype=torch.int32, device=device)
         self._buffer = torch.zeros(0, dtype=torch.int32, device=device)  # of all graphs
         self._sampled = torch.zeros(MOST_GRAPH_ROWS, 4, dtype=torch.int32, device=device)  # of all graphs
@@ -166,13 +163,17 @@ class StreamRunner:
             self.graphs.want(key)
         return StreamFlight(host, picks, chosen, extra, scores, self._device, staging, self._idle)
 
+    def _new_workspace(self, items: int) -> DecodeWorkspace:
+        tiling = self.packer.tiling
+        return DecodeWorkspace.create(items, tiling.group * tiling.n_kv_heads, tiling.head_dim, self._device)
+
     def _compute(
         self, shape: StreamShape, buffer: Tensor, scored: Sequence[Piece] = ()
     ) -> tuple[Tensor, Tensor, list[list[Token] | None]]:
         """The hidden states [rows, C], the chosen tokens [rows, 4], and the scores of prompts."""
         workspace = self._workspace
         if shape.num_items > len(workspace.counters):
-            workspace = self._workspace_of(shape.num_items)
+            workspace = self._new_workspace(shape.num_items)
         batch, choices = shape.view(buffer, self._cache.layers, workspace, self._last)
         scores: list[list[Token] | None] = []
         if scored:

@@ -227,8 +227,7 @@ class StreamPacker:
         chosen = [piece.row for piece in laid.pieces if piece.row is not None]
         last = laid.page_offsets + (laid.starts + laid.lengths - 1) // PAGE_SIZE  # the page of each piece's last token
         picks = np.array([piece.row is not None for piece in laid.pieces])
-        choices[rows] = choices_of(chosen)
-        choices[rows, _SLOT] = laid.pages[last[picks]]
+        choices[rows] = choices_of(chosen, laid.pages[last[picks]])
 
 
 def rows_of(shape: StreamShape, laid: Laid) -> Ints:
