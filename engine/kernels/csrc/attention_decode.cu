@@ -150,7 +150,7 @@ __device__ __forceinline__ void combine(const float* partial, const float2* weig
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, const int* __restrict__ pages, float* partial,
                  float2* weights, int* counters, Out* out, i64 q_stride, i64 to_values, i64 n_kv_heads, float scale_log2) {
     let_next_begin();
