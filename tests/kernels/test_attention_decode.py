@@ -18,7 +18,7 @@ from engine.kernels.attention_decode import PAGE, DecodeShape, DecodeWorkspace, 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 127, 128, 129, 1000, 17, 2, 300)
-# Up to 8 query heads of a key head fit one tile of an mma, up to 16 two. More than 16, with D 256 more than 8, take several blocks.
+# Up to 8 query heads of a key head fit one tile of an mma, up to 16 two. More (with D 256 more than 8) take several blocks.
 HEADS = [
     *((128, group) for group in (1, 2, 3, 4, 5, 7, 8, 16)),
     *((32, 1), (32, 16), (64, 7), (64, 16), (96, 8), (96, 16), (256, 3), (256, 8)),

@@ -144,8 +144,14 @@ __device__ __forceinline__ void combine(const float* partial, const float2* weig
         const int r = e / (D / 4), column = e % (D / 4) * 4;
         const float* mine = partial + (first_item * n_heads + head + r) * D + column;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-        for (int p = 0; p < parts; ++p) add_scaled(sum, load_shared_by_blocks(mine + p * n_heads * D), factors[r * parts + p]);
+        for (int p = 0; p < parts; p += 8) {
+            float4 x[8];  // loaded together: the latency of one load for eight parts
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = load_shared_by_blocks(mine + min(p + i, parts - 1) * n_heads * D);
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (p + i < parts) add_scaled(sum, x[i], factors[r * parts + p + i]);
+        }
         store4(out + (head + r) * D + column, sum, 1.f);
     }
 }
