@@ -2,15 +2,15 @@
 //   q [B, K * GROUP, D] in 16 bits, strided rows. cache [2, S, K, D]: keys, then values. A page is 128 slots.
 //   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
-//   sequence's first part, 0. first == end is padding: the block does nothing. The rows of the other items are written.
+//   sequence's first part, 0. first == end is padding: the block does nothing. A row of no item is not written.
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
 //   with several parts. The counters are 0 before and after.
 //
-// One block computes one item for one key head and up to BLOCK_ROWS query heads of its group. The memory is the bound, so what counts are
-// the bytes in flight. Each warp takes every WARPS-th group of 16 keys. It has a ring of STAGES groups of K and V in shared memory
-// that no other warp uses, so it fills and empties the ring by cp.async with no barrier of the block. The warps have their own
-// running maximum, sum and result, which the block merges at the end. The page of a group is read one step before its cp.async.
+// One block computes one item for one key head and up to BLOCK_ROWS query heads of the key head. The memory is the bound, so the
+// bytes in flight decide. Each warp takes every WARPS-th group of 16 keys. A warp has a ring of STAGES groups of K and V in shared
+// memory that no other warp uses, so the warp fills and empties the ring by cp.async without a barrier of the block. Each warp has
+// a running maximum, a sum and a result. The block merges them at the end. The page of a group is read one step before its cp.async.
 //
 // The products are transposed: S^T = K Q^T and O^T = V^T P^T, on mma.sync m16n8k16. The 16 rows of an mma are keys or columns of V,
 // the 8 columns are query heads. A group of up to 8 query heads thus takes half the registers and products of a 16-row tile.
@@ -79,7 +79,6 @@ __device__ __forceinline__ float2 load_shared_by_blocks(const float2* x) {
     asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(x) : "memory");
     return v;
 }
-// device code: what follows has no assembly
 
 // The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together lie in eight different 16-byte bank
 // groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
