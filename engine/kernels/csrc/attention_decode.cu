@@ -2,15 +2,15 @@
 //   q [B, K * GROUP, D] in 16 bits, strided rows. cache [2, S, K, D]: keys, then values. A page is 128 slots.
 //   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
-//   sequence's first part, 0. first == end is padding: the block does nothing. The rows of the other items are written.
+//   sequence's first part, 0. first == end is padding: the block does nothing. A row of no item is not written.
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
 //   with several parts. The counters are 0 before and after.
 //
-// One block computes one item for one key head and up to BLOCK_ROWS query heads of its group. The memory is the bound, so what counts are
-// the bytes in flight. Each warp takes every WARPS-th group of 16 keys. It has a ring of STAGES groups of K and V in shared memory
-// that no other warp uses, so it fills and empties the ring by cp.async with no barrier of the block. The warps have their own
-// running maximum, sum and result, which the block merges at the end. The page of a group is read one step before its cp.async.
+// One block computes one item for one key head and up to BLOCK_ROWS query heads of the key head. The memory is the bound, so the
+// bytes in flight decide. Each warp takes every WARPS-th group of 16 keys. A warp has a ring of STAGES groups of K and V in shared
+// memory that no other warp uses, so the warp fills and empties the ring by cp.async without a barrier of the block. Each warp has
+// a running maximum, a sum and a result. The block merges them at the end. The page of a group is read one step before its cp.async.
 //
 // The products are transposed: S^T = K Q^T and O^T = V^T P^T, on mma.sync m16n8k16. The 16 rows of an mma are keys or columns of V,
 // the 8 columns are query heads. A group of up to 8 query heads thus takes half the registers and products of a 16-row tile.
@@ -79,7 +79,6 @@ __device__ __forceinline__ float2 load_shared_by_blocks(const float2* x) {
     asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(x) : "memory");
     return v;
 }
-// device code: what follows has no assembly
 
 // The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together lie in eight different 16-byte bank
 // groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
@@ -144,13 +143,19 @@ __device__ __forceinline__ void combine(const float* partial, const float2* weig
         const int r = e / (D / 4), column = e % (D / 4) * 4;
         const float* mine = partial + (first_item * n_heads + head + r) * D + column;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 8
-        for (int p = 0; p < parts; ++p) add_scaled(sum, load_shared_by_blocks(mine + p * n_heads * D), factors[r * parts + p]);
+        for (int p = 0; p < parts; p += 8) {
+            float4 x[8];  // loaded together: the latency of one load for eight parts
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = load_shared_by_blocks(mine + min(p + i, parts - 1) * n_heads * D);
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                if (p + i < parts) add_scaled(sum, x[i], factors[r * parts + p + i]);
+        }
         store4(out + (head + r) * D + column, sum, 1.f);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, const int* __restrict__ pages, float* partial,
                  float2* weights, int* counters, Out* out, i64 q_stride, i64 to_values, i64 n_kv_heads, float scale_log2) {
     let_next_begin();

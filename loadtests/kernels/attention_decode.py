@@ -1,0 +1,136 @@
+"""Attention of decode steps over the paged cache, beside torch's SDPA over contiguous keys and values and the time to read them.
+
+python -m loadtests.kernels.attention_decode
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels import attention_decode
+from engine.kernels.attention_decode import PAGE, DecodeShape, DecodeWorkspace, decode_items
+from engine.kernels.launch import num_sms
+from loadtests.kernels.timing import CALLS, copy_bandwidth, seconds_of
+from loadtests.report import write
+
+DEVICE = torch.device("cuda", 0)
+HEADS = {"Qwen3 0.6B": (16, 8, 128), "Qwen3 4B and 8B": (32, 8, 128)}
+BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 800, 4096)
+BLOCKS_PER_SM = 2
+ROTATE_BYTES = 400 << 20  # of caches that take turns, so that none is in the L2 cache
+TOLERANCE = 0.02  # of the largest value
+# Of a block, for D 128; each with the blocks for each SM that decode_items is to make.
+SHAPES = [DecodeShape(4, 2), DecodeShape(4, 3), DecodeShape(2, 3), DecodeShape(2, 4), DecodeShape(2, 6), DecodeShape(1, 6)]
+CUTS = (1, 2, 3, 4, 6)
+TUNED = ((1, 800), (1, 4096), (8, 800), (64, 800), (256, 800))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Sequences of one length, their pages in random order, in several caches."""
+
+    q: Tensor  # [B, H, D]
+    caches: list[Tensor]  # [2, S, K, D] each
+    pages: Tensor
+    context: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes that each call reads."""
+        return len(self.q) * self.context * self.caches[0][:, 0].nbytes
+
+    def cut(self, blocks_per_sm: int) -> tuple[Tensor, DecodeWorkspace]:
+        """Returns the items and their workspace."""
+        batch, n_heads, head_dim = self.q.shape
+        offsets = np.arange(batch) * -(-self.context // PAGE)
+        num_blocks = blocks_per_sm * num_sms(DEVICE)
+        items = decode_items([self.context] * batch, offsets, self.caches[0].shape[2], num_blocks)
+        return torch.from_numpy(items).to(DEVICE), DecodeWorkspace.create(len(items), n_heads, head_dim, DEVICE)
+
+    def seconds(self, blocks_per_sm: int = BLOCKS_PER_SM, shape: DecodeShape | None = None) -> float:
+        items, workspace = self.cut(blocks_per_sm)
+        count = len(self.caches)
+        return seconds_of(lambda i: attention_decode(self.q, self.caches[i % count], items, self.pages, workspace, shape=shape))
+
+    def gathered(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and the values in the order of their tokens: [B, K, L, D] each, contiguous."""
+        rows = self.pages.long().view(len(self.q), -1, 1) * PAGE + torch.arange(PAGE, device=DEVICE)
+        slots = rows.flatten(1)[:, : self.context]
+        return cache[0][slots].transpose(1, 2).contiguous(), cache[1][slots].transpose(1, 2).contiguous()
+
+
+def step(heads: tuple[int, int, int], batch: int, context: int) -> Step:
+    n_heads, n_kv_heads, head_dim = heads
+    num_pages = batch * -(-context // PAGE)
+    size = 2 * num_pages * PAGE * n_kv_heads * head_dim
+    count = min(CALLS, -(-ROTATE_BYTES // (2 * size)))
+    caches = [torch.randn(2, num_pages * PAGE, n_kv_heads, head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(count)]
+    q = torch.randn(batch, n_heads, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    return Step(q, caches, torch.randperm(num_pages, device=DEVICE).int(), context)
+
+
+def beside_sdpa(name: str, made: Step, bandwidth: float) -> dict[str, Any]:
+    q, count = made.q.unsqueeze(2), len(made.caches)  # [B, H, 1, D]
+    contiguous = [made.gathered(cache) for cache in made.caches]
+
+    def sdpa(i: int) -> Tensor:
+        return F.scaled_dot_product_attention(q, *contiguous[i % count], enable_gqa=True)
+
+    items, workspace = made.cut(BLOCKS_PER_SM)
+    ours, theirs = attention_decode(made.q, made.caches[0], items, made.pages, workspace).float(), sdpa(0).squeeze(2).float()
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    assert error < TOLERANCE, f"torch and ours differ by {error:.3g}"  # NaN too
+    seconds, floor = made.seconds(), made.kv_bytes / bandwidth
+    row = {
+        "model": name,
+        "sequences": len(made.q),
+        "context": made.context,
+        "parts of a sequence": int(items[0, 5]),
+        "SDPA us": 1e6 * seconds_of(sdpa),
+        "ours us": 1e6 * seconds,
+        "GB/s": made.kv_bytes / seconds / 1e9,
+        "floor us": 1e6 * floor,
+        "floor / ours": floor / seconds,
+    }
+    print(row, flush=True)
+    return row
+
+
+def all_steps(bandwidth: float) -> Iterator[dict[str, Any]]:
+    for name, heads in HEADS.items():
+        for batch in BATCHES:
+            for context in CONTEXTS:
+                yield beside_sdpa(name, step(heads, batch, context), bandwidth)
+
+
+def all_shapes() -> Iterator[dict[str, Any]]:
+    """Microseconds by the shape of a block, and by blocks for each SM."""
+    for batch, context in TUNED:
+        made = step(HEADS["Qwen3 0.6B"], batch, context)
+        for shape in SHAPES:
+            times = {f"{cut} an SM, us": 1e6 * made.seconds(cut, shape) for cut in CUTS}
+            yield {"sequences": batch, "context": context, "warps": shape.warps, "stages": shape.stages, **times}
+
+
+@torch.inference_mode()
+def main() -> None:
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    tables = {"A layer's attention of a decode step": list(all_steps(bandwidth)), "Shapes, Qwen3 0.6B": list(all_shapes())}
+    notes = [
+        "bf16, one token a sequence; ours reads pages of 128 tokens in random order",
+        "SDPA: torch's choice of backend, over contiguous keys and values [B, K, L, D], which are gathered beforehand",
+        f"floor: the bytes of keys and values at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
+        "20 calls to a CUDA graph, over caches that take turns",
+        f"decode_items is to make {BLOCKS_PER_SM} blocks for each SM, in the second table as many as the column says",
+    ]
+    write("kernels_attention_decode", "python -m loadtests.kernels.attention_decode", tables, notes)
+
+
+if __name__ == "__main__":
+    main()
