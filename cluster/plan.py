@@ -13,7 +13,7 @@ import torch
 from cluster.catalogue import known_model
 from cluster.files import ClusterError
 from cluster.model_folder import read_model, shortened
-from cluster.model_spec import Dtype, pool_name
+from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
@@ -127,7 +127,7 @@ class Plan:
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
         config = shortened(self.shapes[entry.name], entry.max_input_tokens)
-        dtype, kind = _dtype_on(entry, node, config), _kind(node)
+        dtype, kind = dtype_on(entry, node, config), memory_kind(node)
         return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
@@ -135,7 +135,7 @@ class Plan:
         if node_class in entry.tokens_per_s:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
-        return tokens_per_s(config, _dtype_on(entry, node, config), node)
+        return tokens_per_s(config, dtype_on(entry, node, config), node)
 
     @cached_property
     def assigned(self) -> tuple[Assigned, ...]:
@@ -352,7 +352,7 @@ def _places(node: Node) -> int:
     return max(1, node.num_cpus // _CORES_A_REPLICA)
 
 
-def _kind(node: Node) -> MemoryKind:
+def memory_kind(node: Node) -> MemoryKind:
     return "cpu" if not node.cards else "unified" if node.cards[0].unified else "gpu"
 
 
@@ -381,7 +381,7 @@ def _written(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _dtype_on(entry: ModelEntry, node: Node, config: ModelConfig) -> torch.dtype:
+def dtype_on(entry: ModelSpec, node: Node, config: ModelConfig) -> torch.dtype:
     """The dtype that the engine chooses on this node. "auto" on a CPU depends on the chip, so the larger dtype is assumed."""
     if entry.dtype != "auto":
         return DTYPES[entry.dtype]

@@ -69,6 +69,11 @@ class Share:
         }
 
 
+def replicas_on_a_card(num_models: int, num_gpus: int) -> int:
+    """At most; each model has one replica."""
+    return -(-num_models // num_gpus)
+
+
 def machine_share(num_models: int, num_cpus: int, num_gpus: int) -> Share:
     """The share of one machine that each replica gets.
 
@@ -76,7 +81,9 @@ def machine_share(num_models: int, num_cpus: int, num_gpus: int) -> Share:
     old one stops. A GPU is booked whole and the old replica stops first, because two copies of a model may not fit.
     """
     if num_gpus:
-        return Share(num_threads=1, num_cpus=1, num_gpus=min(1.0, num_gpus / num_models), max_surge_percent=0)
+        # Rounded down, because Ray counts four decimals. With three models on two GPUs, two thirds each would leave one nowhere.
+        share = int(1e4 / replicas_on_a_card(num_models, num_gpus)) / 1e4
+        return Share(num_threads=1, num_cpus=1, num_gpus=share, max_surge_percent=0)
     return Share(max(1, num_cpus // num_models), num_cpus / num_models / 2, 0, max_surge_percent=100)
 
 

@@ -53,6 +53,7 @@ def serve(settings: Settings) -> None:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
+    settings = _with_cache(settings, configs, num_gpus)
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
         with _in_one_sentence(settings.port), local_ray(num_cpus, settings.max_concurrent_requests):
@@ -204,6 +205,28 @@ def _ask_grpc(settings: Settings) -> None:
     host = _address(settings).removeprefix("http://").rpartition(":")[0]
     with grpc.insecure_channel(f"{host}:{settings.grpc_port}", [("grpc.enable_http_proxy", 0)]) as channel:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+
+
+def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -> Settings:
+    """The settings with a size of the cache, where models share a card and one generates.
+
+    Raises: ModelError where the card has no room for it, or its memory is not known.
+    """
+    from cluster.files import ClusterError
+    from cluster.inventory import this_node
+    from cluster.shared_card import shared_cache_tokens
+    from serve_app.app import replicas_on_a_card
+
+    count = replicas_on_a_card(len(configs), num_gpus) if num_gpus else 1
+    if count == 1 or settings.cache_tokens is not None or all(config.generation is None for config in configs):
+        return settings
+    try:
+        node = this_node()
+    except ClusterError as error:
+        raise ModelError(f"the memory that {count} models on a card leave is not known: {error}; give cache_tokens") from error
+    tokens = shared_cache_tokens(node, list(zip(settings.specs, configs, strict=True)), count)
+    console.print(f"{count} models share a card: whatever generates gets a cache of {tokens} tokens")
+    return settings.model_copy(update={"cache_tokens": tokens})
 
 
 def _gives(config: ModelConfig) -> str:

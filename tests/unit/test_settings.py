@@ -116,6 +116,8 @@ def test_a_machine_is_shared_between_models() -> None:
     assert machine_share(1, 8, 0) == Share(num_threads=8, num_cpus=4.0, num_gpus=0, max_surge_percent=100)
     assert machine_share(3, 2, 0).num_threads == 1
     assert machine_share(2, 8, 1) == Share(num_threads=1, num_cpus=1, num_gpus=0.5, max_surge_percent=0)
+    for num_models, num_gpus, share in ((1, 4, 1.0), (2, 2, 1.0), (3, 2, 0.5), (3, 1, 0.3333), (5, 2, 0.3333)):
+        assert machine_share(num_models, 8, num_gpus).num_gpus == share
 
 
 def test_a_folder_becomes_absolute_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

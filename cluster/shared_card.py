@@ -1,0 +1,44 @@
+"""The cache of models that generate beside other models of one server: what their card has left for it."""
+
+from collections.abc import Sequence
+
+from cluster.model_spec import ModelSpec
+from cluster.nodes import GIB, Node
+from cluster.plan import dtype_on, memory_kind
+from engine.devices import compute_dtype
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.footprint import footprint
+from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, most_default_tokens
+
+
+def shared_cache_tokens(node: Node, models: Sequence[tuple[ModelSpec, ModelConfig]], count: int) -> int | None:
+    """Tokens for the cache of each model that generates and names none; None where all that generate name one.
+
+    A model with a card to itself chooses by the memory that is free at its load. Replicas that share a card load at once,
+    and the first would take what the others need.
+
+    Args:
+        node: with cards.
+        count: replicas of different models on one card. Ray chooses which; the largest are assumed to meet.
+    Raises: ModelError with the numbers, where there is no memory for a single page.
+    """
+    told = [(spec, config) for spec, config in models if config.generation is not None and spec.cache_tokens is None]
+    if not told:
+        return None
+    kind = memory_kind(node)
+    needs = [
+        footprint(config, dtype_on(spec, node, config), kind, spec.max_batch_tokens, cache_tokens=spec.cache_tokens or 0).total
+        for spec, config in models
+    ]
+    per_token = [bytes_per_token(config, compute_dtype(dtype_on(spec, node, config))) for spec, config in told]
+    free = [card.free_bytes for card in node.cards if card.free_bytes is not None]
+    usable = min([node.usable_bytes, *(each - node.reserved for each in free)])
+    taken = sum(sorted(needs)[-count:])
+    tokens = (usable - taken) // sum(sorted(per_token)[-count:]) // PAGE_SIZE * PAGE_SIZE
+    if tokens < PAGE_SIZE:
+        raise ModelError(
+            f"{count} models share a card with {usable / GIB:.1f} GiB for models; they need {taken / GIB:.1f} GiB besides the "
+            "cache of what generates; serve fewer models, or lower max_batch_tokens or max_input_tokens, or take a smaller dtype"
+        )
+    return min(tokens, max(most_default_tokens(config) for _, config in told))
