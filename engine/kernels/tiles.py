@@ -159,9 +159,7 @@ def attention_tiles(
     return np.array([tile[2:] for tile in tiles], dtype=np.int32)
 
 
-def paged_tiles(
-    lengths: ArrayLike, starts: ArrayLike, page_offsets: ArrayLike, first_row: int, depth: int
-) -> NDArray[np.int32]:
+def paged_tiles(lengths: ArrayLike, starts: ArrayLike, page_offsets: ArrayLike, first_row: int, depth: int) -> NDArray[np.int32]:
     """Divide the chunks of a pass into tiles of at most `depth` tokens. The chunk with the most keys comes first, from its end.
 
     No tile holds tokens of two chunks. The tiles of a chunk stay together, as those of `attention_tiles` do.

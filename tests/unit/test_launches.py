@@ -147,7 +147,7 @@ class FakeKernel:
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     """Every launcher launches a fake, whatever device its tensors are on. Gives the kernels launched."""
-    modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear")]
+    modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "paged_attention")]
     made = [getattr(module, name) for module in modules for name in ("_kernel", "_made") if hasattr(module, name)]
     caches = [each for each in made if hasattr(each, "cache_clear")]
     assert len(caches) == len(LAUNCHERS)
