@@ -297,7 +297,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     grouped = q.reshape(1, k.shape[1], -1, k.shape[2])  # [1, K, H / K, D]
     keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))  # [1, K, L, D]
-    return F.scaled_dot_product_attention(grouped, keys, values).view(q.shape)
+    return F.scaled_dot_product_attention(grouped, keys, values).reshape(q.shape)
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, bias: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from tiny_generators import folder_without_pooling, prompts
 from engine import Engine
 from engine.errors import OutOfMemory
 from engine.kernels.tiles import Tiling
+from engine.loop import EngineLoop
 from engine.options import SamplingOptions
 from engine.passes import Passes
 from engine.run import cuda, cuda_streams, tune
@@ -234,3 +235,20 @@ def test_tuning_finds_a_budget_and_captures_graphs(
     if room < 4096:
         with pytest.raises(OutOfMemory, match="a pass of 4096 tokens does not fit"):
             tune.tune_streams(Streaming(engine, 40, 4096).runner, engine.config, torch.float32, 40 * PAGE_SIZE, 4096)
+
+
+def test_many_streams_through_the_loop(engines: Callable[[str], Engine]) -> None:
+    """Captures run beside the passes."""
+    engine = engines("qwen3_lm")
+    ours = Streaming(engine, 400, 8192).with_graphs(8192)
+    for count in (1, 8, 64):
+        for most in (10, 20):
+            loop = EngineLoop(ours, 8192)  # type: ignore[arg-type]
+            options = SamplingOptions(max_tokens=most, temperature=0.0)
+            streams = [engine.new_stream(prompts([128])[0], options) for _ in range(count)]
+            loop.submit(streams)
+            for each in streams:
+                assert len(each.future.result(60).tokens) == most
+            loop.stop()
+    ours.pages.check_integrity()
+    ours.runner.graphs.wait()
