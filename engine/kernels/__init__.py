@@ -14,10 +14,10 @@ from engine.kernels.paged_attention import paged_attention
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope, rope_store
-from engine.kernels.sample import sample
+from engine.kernels.sample import choices_of, sample
 
 __all__ = [
-    "MaybeQuantized", "Quantized", "attention", "attention_decode", "embed", "geglu", "gelu", "interleaved", "layer_norm",
-    "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "paged_attention",
+    "MaybeQuantized", "Quantized", "attention", "attention_decode", "choices_of", "embed", "geglu", "gelu", "interleaved",
+    "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "paged_attention",
     "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
 ]  # fmt: skip

@@ -405,8 +405,8 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
 
 def sample(logits: Tensor, choices: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
     """Sorts all tokens of all rows; `engine/heads/sampler.py` is quicker on a CPU."""
-    temperature, top_p, min_p = choices[:, :3].view(torch.float32).double().split(1, dim=1)  # type: ignore[no-untyped-call]  # [B, 1] each
-    top_k, low, high, slots = (column.long() for column in choices[:, 3:7].split(1, dim=1))  # type: ignore[no-untyped-call]
+    temperature, top_p, min_p = (choices[:, i : i + 1].view(torch.float32).double() for i in range(3))  # [B, 1] each
+    top_k, low, high, slots = (choices[:, i : i + 1].long() for i in range(3, 7))
     uniform = (high & 0xFFFFFFFF).double() * 2.0**-32 + (low & 0xFFFFFFFF).double() * 2.0**-64
     wide = logits.float()
     finite = ~wide.log_softmax(1).isnan().any(1, keepdim=True)

@@ -22,7 +22,7 @@ from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
 from engine.kernels.quantize import quantize_defines
 from engine.kernels.rope import rope_defines
-from engine.kernels.sample import sample_defines
+from engine.kernels.sample import UNROLL, sample_defines
 from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
 
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
@@ -157,9 +157,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
     yield Variant("embed", "C 1024, last tokens", embed_defines(1024, False, dtype, last=True))
     for logits in (torch.float32, dtype):
-        for vector, unroll in ((True, 1), (True, 4), (False, 4)):
-            label = f"{'fp32' if logits == torch.float32 else '16-bit'} logits, {unroll} at once{', any V' * (not vector)}"
-            yield Variant("sample", label, sample_defines(logits, vector, unroll) | {"HALF": half(dtype)})
+        for vector in (True, False):
+            label = f"{'fp32' if logits == torch.float32 else '16-bit'} logits{', any V' * (not vector)}"
+            yield Variant("sample", label, sample_defines(logits, vector, UNROLL) | {"HALF": half(dtype)})
     for width in (384, 1024, 4096):
         for from_rows in (True, False):
             label = f"C {width}, from {'rows' if from_rows else 'sums'}"
