@@ -18,6 +18,6 @@ from engine.kernels.sample import choices_of, sample
 
 __all__ = [
     "MaybeQuantized", "Quantized", "attention", "attention_decode", "choices_of", "embed", "geglu", "gelu", "interleaved",
-    "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope", "paged_attention",
-    "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
+    "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_swiglu", "norm_rope",
+    "paged_attention", "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
 ]  # fmt: skip
