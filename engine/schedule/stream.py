@@ -96,7 +96,8 @@ class Stream(Waiting):
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
-    num_foreseen: int = 0  # tokens of the answer that passes under way choose
+    num_chosen: int = 0  # tokens of the answer that passes have chosen, those under way included
+    num_foreseen: int = 0  # of them, those of passes under way
     num_cached_tokens: int = 0
     pool: Pages | None = None  # the scheduler's
     counts: TokenCounts | None = None  # for penalties
@@ -142,11 +143,11 @@ class Stream(Waiting):
     @property
     def wants_more(self) -> bool:
         """Whether the answer may go on after the tokens that are foreseen."""
-        return len(self.answer) + self.num_foreseen < self.options.max_tokens
+        return self.num_chosen < self.options.max_tokens
 
     @property
     def num_tokens(self) -> int:
-        return self.length - self.num_computed
+        return len(self.prompt) + self.num_chosen - self.num_computed
 
     @property
     def num_inputs(self) -> int:
@@ -202,9 +203,10 @@ class Stream(Waiting):
     def next_slice(self, room: int, alone: bool) -> Slice | None:
         if room <= 0:
             return None
-        start, length = self.num_computed, self.length + self.num_foreseen
+        start, length = self.num_computed, len(self.prompt) + self.num_chosen
         self.num_computed = min(start + room, length)
         if self.num_computed == length and self.options.max_tokens:
+            self.num_chosen += 1
             self.num_foreseen += 1
         return Slice(self, 0, start, self.num_computed)
 
@@ -250,7 +252,6 @@ class Stream(Waiting):
 
     def accept(self, token: Token) -> None:
         """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""
-        self.num_foreseen -= 1
         if self.future.done():
             return  # the caller has left
         if token.id in self.options.stop_ids:
@@ -349,6 +350,7 @@ class Streams:
 
         Returns: whether the stream has given up its pages, and is to be queued again.
         """
+        stream.num_foreseen -= 1
         if stream.future.done() or stream.num_foreseen:
             return False
         if stream in self._leaving:
