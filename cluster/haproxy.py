@@ -21,7 +21,8 @@ Time limits: a client that sends or reads nothing for 10 s loses its connection.
 ingress process for as long as it likes. HAProxy asks a process only when the body has come or fills HAProxy's buffer.
 
 No application: HAProxy answers 503 while the server starts or ends, so clients retry later or elsewhere. Ray answers 404, which
-clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself.
+clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself. That
+proxy answers 500 to a request whose process dies.
 HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 500, which balancers do not retry.
 
 Headers: Ray obeys some headers that a client must not set. HAProxy removes them.
@@ -213,8 +214,8 @@ def _limited(backend: re.Match[str]) -> str:
     full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }} !{{ var(txn.path) -m end {' '.join(_ALWAYS)} }}"
     ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
     ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full)
-    if stand_in := _STAND_IN.search(backend[0]):  # a 404 of the application itself, as for an unknown model, is JSON
-        rays = f"{{ status 404 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
+    if stand_in := _STAND_IN.search(backend[0]):  # an error of the application itself, as for an unknown model, is JSON
+        rays = f"{{ status 404 500 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
         ours += _refusals("response", *_NO_MODEL, rays)
     head, rest = backend[0].split("\n", 1)
     return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit + _PLACES_OF_ALWAYS}", rest)

@@ -25,9 +25,9 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # If a gateway dies, HAProxy sends its requests to another one. That is safe because every POST of ours is a pure
-    # computation. The request must fit into HAProxy's buffer.
+    # computation. The request must fit into HAProxy's buffer. One retry: a request that kills ends two replicas at most.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    "RAY_SERVE_HAPROXY_RETRIES": "2",
+    "RAY_SERVE_HAPROXY_RETRIES": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
     # A client that reads or sends nothing for this time loses its connection. A client that waits for an answer does not.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",

@@ -144,6 +144,23 @@ class Asleep(ApiError):
         self.headers = {"retry-after": str(math.ceil(retry_after_s))}
 
 
+class Quarantined(ApiError):
+    """The request was in flight when two replicas died. It is refused for a while."""
+
+    status, error_type = 422, "Quarantined"
+
+    def __init__(self, left_s: int) -> None:
+        super().__init__(
+            f"this request was running when two replicas of the model died, so it is refused for {left_s} s; "
+            "change the input, or tell the operator"
+        )
+        self.left_s = left_s
+
+    def __reduce__(self) -> tuple[type["Quarantined"], tuple[int]]:
+        """A replica sends this error to a gateway."""
+        return Quarantined, (self.left_s,)
+
+
 class BadBody(ApiError):
     """The body is not the JSON that the route takes. TEI's routes answer it in plain text, as TEI does."""
 

@@ -7,6 +7,7 @@ _CODES = {
     "BadRequestError": "INVALID_ARGUMENT",
     "Empty": "INVALID_ARGUMENT",
     "Validation": "INVALID_ARGUMENT",
+    "Quarantined": "INVALID_ARGUMENT",
     "Tokenizer": "FAILED_PRECONDITION",
     "Backend": "FAILED_PRECONDITION",
     "Overloaded": "RESOURCE_EXHAUSTED",
