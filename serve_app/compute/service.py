@@ -35,7 +35,7 @@ class Service:
 
     def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.backend, self.settings, self.metrics = backend, settings, metrics
-        self.admission = Admission(settings, metrics, backend.backlog_s)
+        self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())))
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     @cached_property

@@ -93,7 +93,7 @@ async def embed(service: Service, body: CohereEmbedRequest, headers: Headers, *,
     texts = body.all_texts()
     types = body.embedding_types or ["float"]
     dtypes: dict[CohereType, OutputDtype] = {each: "float" if each == "base64" else each for each in types}
-    with service.admission.admit(len(texts)):
+    with service.admission.admit(len(texts), model):
         state = service.begin(texts, headers)
         options = EmbedOptions(dimensions=body.output_dimension)
         result = await compute_vectors(service, state, model, texts, body.encode_options(), options, list(dtypes.values()))
@@ -120,7 +120,7 @@ async def rerank(service: Service, body: CohereRerankRequest, headers: Headers, 
     if not texts:
         raise EmptyBatch("`documents` cannot be empty")
     check_rerank(model.info)
-    with service.admission.admit(len(texts)):
+    with service.admission.admit(len(texts), model):
         state = service.begin([(body.query, text) for text in texts], headers)
         scores = await compute_scores(
             service,

@@ -29,7 +29,7 @@ async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, headers: H
     model = service.backend.get(body.model, check_embed)
     check_embed(model.info)
     dtype = body.output_dtype or "float"
-    with service.admission.admit(len(body.input)):
+    with service.admission.admit(len(body.input), model):
         state = service.begin(body.input, headers)
         encoding, options = body.encode_options(service.settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
         if body.chunking is None:

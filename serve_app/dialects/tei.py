@@ -24,7 +24,7 @@ _INSTANCES = 64
 async def task(service: Service, body: TaskBody, headers: Headers) -> Reply:
     """The task that the body's schema stands for."""
     inputs, model = inputs_of(body), _able_model(service, body)
-    with service.admission.admit(len(inputs)):
+    with service.admission.admit(len(inputs), model):
         state = service.begin(inputs, headers)
         content = await answer(service, state, model, body)
     return Reply(content, state)
@@ -60,7 +60,7 @@ async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Rep
             await asyncio.sleep(0)  # other requests may go on
     inputs = [inputs_of(each) for each in instances]
     models = [_able_model(service, each) for each in instances]
-    with service.admission.admit(sum(map(len, inputs))):
+    with service.admission.admit(sum(map(len, inputs)), models[0] if models else None):
         qos = service.begin((), headers).qos  # read also without instances, so that a bad header is always refused
         states = [RequestState(each, qos) for each in inputs]
         num_chars = sum(state.num_chars for state in states)

@@ -287,8 +287,8 @@ class PooledModels:
         if not any(pool.state in ("ready", "asleep") for model in self._models for pool in model.pools):
             raise Unhealthy("unhealthy")
 
-    def backlog_s(self) -> float:
-        return self._default.finish_s(0)
+    def backlog_s(self, name: str | None = None) -> float:
+        return self._by_name.get(name or "", self._default).finish_s(0)
 
 
 def _passes(check: Check | None, info: ModelInfo) -> bool:
