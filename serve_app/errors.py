@@ -48,6 +48,12 @@ class BadMessage(ApiError):
     status, error_type = 422, "Validation"
 
 
+class MessageTooLong(ApiError):
+    """A gRPC message has more bytes than `payload_limit`."""
+
+    status, error_type = 413, "Validation"
+
+
 class EmptyBatch(ApiError):
     """The list of inputs is empty."""
 

@@ -23,7 +23,7 @@ class Admission:
     ) -> None:
         """`backlog_s` gives the seconds of queued work of a model, for `retry-after`."""
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
-        self._num_reading = 0
+        self._num_reading = self._num_streams = 0
         self._places = Places(settings.max_concurrent_requests, num_models)
         self._bytes = BytesInFlight(max(_BYTES_IN_FLIGHT, 4 * settings.payload_limit))
         self._stream_slots = asyncio.Semaphore(settings.max_concurrent_requests)
@@ -67,6 +67,18 @@ class Admission:
         finally:
             self._places.give_back(owner)
             self._metrics.in_flight.dec()
+
+    @contextmanager
+    def open_stream(self) -> Iterator[None]:
+        """Count a stream of messages. Raises: Overloaded for more open streams than there are places for requests."""
+        if self._num_streams >= self._settings.max_concurrent_requests:
+            self._metrics.rejected.inc()
+            raise Overloaded(self._backlog_s(None))
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
 
     async def wait_for_stream_slot(self) -> Callable[[object], None]:
         """Wait for a slot for one message of a stream. Returns a callback that frees the slot and ignores its argument.
