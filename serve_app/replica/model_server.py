@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.listening import keep_private, limit_messages
 from cluster.model_spec import IDLE_PROMPTS, ModelSpec
 from cluster.settings import ServerSettings
 from engine.engine import Engine
@@ -37,6 +38,7 @@ class EngineServer:
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         """`num_threads` None takes the CPUs that Ray gave this replica."""
+        keep_private()
         collect_seldom()
         num_threads = num_threads or _assigned_cpus()
         self._engine = self.load_engine(spec, num_threads)
@@ -99,6 +101,7 @@ class ModelServer(EngineServer, TeiServicer):
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         EngineServer.__init__(self, spec, settings, num_threads)
+        limit_messages(settings.payload_limit)
         if isinstance(self._model, LocalGenerator):
             self._model = WatchedGenerator(self._model, self._in_flight)
         else:
