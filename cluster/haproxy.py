@@ -21,7 +21,8 @@ Time limits: a client that sends or reads nothing for 10 s loses its connection.
 ingress process for as long as it likes. HAProxy asks a process only when the body has come or fills HAProxy's buffer.
 
 No application: HAProxy answers 503 while the server starts or ends, so clients retry later or elsewhere. Ray answers 404, which
-clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself.
+clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself. That
+proxy answers 500 to a request whose process dies.
 HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 500, which balancers do not retry.
 
 Headers: Ray obeys some headers that a client must not set. HAProxy removes them.
@@ -113,8 +114,12 @@ _HEADERS = "".join(f"    http-request del-header {name}\n" for name in _RAYS_HEA
 
 # HAProxy's socket for commands is for this user. Its statistics are for this machine, if the server runs on one machine alone: on
 # the nodes of a cluster Prometheus reads them.
-_ALONE_VARIABLE = "EMBERFORGE_ON_ONE_MACHINE"
+ALONE_VARIABLE = "EMBERFORGE_ON_ONE_MACHINE"
 _OPEN_TO_ALL = re.compile(r"^( +bind )\*?(:\d+)$", re.MULTILINE)
+# Ray's servers then listen on 127.0.0.1, and Ray writes that address here, too. Clients are served at the server's own address.
+_FOR_CLIENTS = re.compile(
+    r"(?<=^frontend )((?:http|grpc)_frontend\n(?: +(?! |bind ).*\n)* +bind )127\.0\.0\.1(:\d+)(.*)$", re.MULTILINE
+)
 _SOCKET_OF_ALL = " mode 666 level admin"
 
 _GRPC = "frontend grpc_frontend\n"
@@ -123,12 +128,13 @@ _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)]
 _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
 
-def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
+def environment(max_concurrent_requests: int | None = None, host: str = "127.0.0.1") -> dict[str, str]:
     """The variables that make Ray start this command instead of HAProxy. Empty if this Python's folder lacks the command.
 
     Args:
         max_concurrent_requests: the limit of each ingress process, for a server on one machine. If None, this is a cluster's
             node, and `most_requests` takes the node's setting.
+        host: the address for clients of a server on one machine.
     """
     command = Path(sys.executable).with_name("emberforge-haproxy")
     if not os.access(command, os.X_OK):
@@ -138,7 +144,7 @@ def environment(max_concurrent_requests: int | None = None) -> dict[str, str]:
             command,
         )
         return {}
-    alone = {} if max_concurrent_requests is None else {_LIMIT_VARIABLE: str(max_concurrent_requests), _ALONE_VARIABLE: "1"}
+    alone = {} if max_concurrent_requests is None else {_LIMIT_VARIABLE: str(max_concurrent_requests), ALONE_VARIABLE: host}
     return {_VARIABLE: str(command)} | alone
 
 
@@ -166,8 +172,9 @@ def with_ours(text: str) -> str:
     text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _DEADLINE + _default_application(text), 1).replace(
         _SOCKET_OF_ALL, " mode 600 level admin"
     )
-    if _ALONE_VARIABLE in os.environ:
+    if ALONE_VARIABLE in os.environ:
         text = _OPEN_TO_ALL.sub(r"\g<1>127.0.0.1\2", text)
+        text = _FOR_CLIENTS.sub(lambda bind: bind[1] + _bound_to(os.environ[ALONE_VARIABLE], bind[2]) + bind[3], text)
     if _CONNECTIONS_VARIABLE not in os.environ:
         text = _CONNECTIONS.sub(str(most_connections()), text, count=1)
     if (connections := _CONNECTIONS.search(text)) is not None:
@@ -175,6 +182,13 @@ def with_ours(text: str) -> str:
     if not _BACKEND.search(text):
         text = _NOWHERE.sub(_PATH + _refusals("request", *_NO_MODEL), text)
     return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
+
+
+def _bound_to(host: str, port: str) -> str:
+    """HAProxy's `bind` of a host and a `:PORT`. `::` is every address of either kind, as for other servers."""
+    if ":" not in host:
+        return host + port
+    return f"[{host}]{port}" + (" v4v6" if host == "::" else "")
 
 
 def _edge(connections: int) -> str:
@@ -213,8 +227,8 @@ def _limited(backend: re.Match[str]) -> str:
     full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }} !{{ var(txn.path) -m end {' '.join(_ALWAYS)} }}"
     ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
     ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full)
-    if stand_in := _STAND_IN.search(backend[0]):  # a 404 of the application itself, as for an unknown model, is JSON
-        rays = f"{{ status 404 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
+    if stand_in := _STAND_IN.search(backend[0]):  # an error of the application itself, as for an unknown model, is JSON
+        rays = f"{{ status 404 500 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
         ours += _refusals("response", *_NO_MODEL, rays)
     head, rest = backend[0].split("\n", 1)
     return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit + _PLACES_OF_ALWAYS}", rest)

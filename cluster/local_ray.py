@@ -25,9 +25,9 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     # If a gateway dies, HAProxy sends its requests to another one. That is safe because every POST of ours is a pure
-    # computation. The request must fit into HAProxy's buffer.
+    # computation. The request must fit into HAProxy's buffer. One retry: a request that kills ends two replicas at most.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    "RAY_SERVE_HAPROXY_RETRIES": "2",
+    "RAY_SERVE_HAPROXY_RETRIES": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
     # A client that reads or sends nothing for this time loses its connection. A client that waits for an answer does not.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",
@@ -50,6 +50,12 @@ SERVE_ENV = {
     # Ray runs workers at nice 15. The engine is a worker, and would yield to all other processes.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+# And those of a server on one machine, where Ray's ports are for this machine. The first gives Ray the address 127.0.0.1.
+_ALONE_ENV = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.listening:keep_private",
 }
 
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
@@ -149,16 +155,17 @@ def set_environment(values: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def local_ray(num_cpus: int, max_concurrent_requests: int | None = None) -> Iterator[None]:
+def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: str = "127.0.0.1") -> Iterator[None]:
     """Starts Ray in this process's session and connects to it. At the end it stops all of Ray's processes.
 
     Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
 
     Args:
         max_concurrent_requests: HAProxy's limit for each ingress process.
+        host: where HAProxy listens for clients. All else listens on 127.0.0.1.
     """
     with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
-        set_environment(serve_environment(Path(state)) | ports | haproxy.environment(max_concurrent_requests))
+        set_environment(serve_environment(Path(state)) | ports | _ALONE_ENV | haproxy.environment(max_concurrent_requests, host))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
         import ray.serve

@@ -5,8 +5,9 @@ seconds. All objects here belong to one gateway process. It learns of other gate
 are a second late.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 # A replica that fails gets no requests for one second, then two, four, ... up to the second figure. Otherwise a card that fails
 # fast would look idle, and attract requests.
@@ -35,6 +36,7 @@ class Report:
     max_batch_tokens: int = 0  # in one pass
     dtype: str = ""  # the dtype that the replica has loaded the model in
     pages_held: int = 0  # of the KV cache, by streams
+    deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Ticket:
     longest: int
     batch: bool = False
     replica: str | None = None
+    fingerprint: int = 0  # of the request, which the replica writes into its journal; routing does not read it
 
 
 @dataclass
@@ -100,6 +103,7 @@ class PoolLoad:
         self.dtypes: frozenset[str] = frozenset()  # the dtypes that replicas have reported
         self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
         self._unrouted: dict[int, Ticket] = {}  # the open requests that are not routed yet
+        self.on_deaths: Callable[[Sequence[Sequence[Any]]], None] | None = None  # gets the deaths that replicas report
 
     def queued_tokens(self, now: float) -> float:
         return self._unrouted_tokens(batch=True) + sum(
@@ -120,6 +124,8 @@ class PoolLoad:
                 load = self.replicas.setdefault(name, ReplicaLoad())
                 load.report, load.heard_at = report, now
                 self._heard.at = max(self._heard.at, now)
+                if report.deaths and self.on_deaths is not None:
+                    self.on_deaths(report.deaths)
         self.dtypes = frozenset(report.dtype for report in reports.values() if report.dtype)
 
     def opened(self, ticket: Ticket) -> None:
@@ -157,6 +163,10 @@ class PoolLoad:
         if load is not None:
             (load.sent_batch if ticket.batch else load.sent).pop(ticket.id, None)
         return load
+
+    def replica_of(self, ticket: Ticket) -> str | None:
+        """The replica that an open request has been routed to."""
+        return self._replica_of.get(ticket.id)
 
     def is_lost(self, ticket: Ticket) -> bool:
         """Whether the request's replica is gone, or has stopped reporting while others report."""

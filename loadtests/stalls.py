@@ -62,7 +62,7 @@ class Nothing:
 
     async def check_health(self) -> None: ...
 
-    def backlog_s(self) -> float:
+    def backlog_s(self, name: str | None = None) -> float:
         return 0.0
 
 

@@ -6,6 +6,7 @@ address: `model` in a request's body chooses (docs/decisions/032).
 `emberforge serve` runs the applications on this machine. `emberforge config` writes them as YAML for `serve deploy`.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.config import HTTPOptions
 
+from cluster.haproxy import ALONE_VARIABLE
 from cluster.model_spec import ModelSpec, pool_name
 from cluster.settings import ServerSettings
 from serve_app.deployment import deployment_options
@@ -134,7 +136,8 @@ def _several_models(settings: Settings, share: Share) -> list[dict[str, Any]]:
 
 def run(settings: Settings, share: Share) -> None:
     """Starts the applications on the Ray that this process is connected to. Returns when they answer."""
-    http = HTTPOptions(host=settings.host, port=settings.port)
+    # HAProxy's wrapper, where it is there, gives HAProxy the host. The replicas' own ports are then for this machine alone.
+    http = HTTPOptions(host="127.0.0.1" if ALONE_VARIABLE in os.environ else settings.host, port=settings.port)
     serve.start(proxy_location="HeadOnly", http_options=http, **settings.grpc_options)
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
     if len(settings.models) == 1:

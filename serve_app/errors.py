@@ -48,6 +48,12 @@ class BadMessage(ApiError):
     status, error_type = 422, "Validation"
 
 
+class MessageTooLong(ApiError):
+    """A gRPC message has more bytes than `payload_limit`."""
+
+    status, error_type = 413, "Validation"
+
+
 class EmptyBatch(ApiError):
     """The list of inputs is empty."""
 
@@ -142,6 +148,23 @@ class Asleep(ApiError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.headers = {"retry-after": str(math.ceil(retry_after_s))}
+
+
+class Quarantined(ApiError):
+    """The request was in flight when two replicas died. It is refused for a while."""
+
+    status, error_type = 422, "Quarantined"
+
+    def __init__(self, left_s: int) -> None:
+        super().__init__(
+            f"this request was running when two replicas of the model died, so it is refused for {left_s} s; "
+            "change the input, or tell the operator"
+        )
+        self.left_s = left_s
+
+    def __reduce__(self) -> tuple[type["Quarantined"], tuple[int]]:
+        """A replica sends this error to a gateway."""
+        return Quarantined, (self.left_s,)
 
 
 class BadBody(ApiError):

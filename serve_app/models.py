@@ -126,6 +126,6 @@ class ServedModels(Protocol):
         """Raises: Unhealthy, after about a second at most."""
         ...
 
-    def backlog_s(self) -> float:
-        """Seconds of queued work, for Retry-After."""
+    def backlog_s(self, name: str | None = None) -> float:
+        """Seconds of queued work of a model, for Retry-After. Without a name it is the first model."""
         ...

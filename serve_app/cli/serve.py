@@ -56,7 +56,7 @@ def serve(settings: Settings) -> None:
     settings = _with_cache(settings, configs, num_gpus)
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
-        with _in_one_sentence(settings.port), local_ray(num_cpus, settings.max_concurrent_requests):
+        with _in_one_sentence(settings.port), local_ray(num_cpus, settings.max_concurrent_requests, settings.host):
             _end_on_signal()  # again, because Ray has set its own handlers
             console.print("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)

@@ -52,7 +52,7 @@ async def embed_chunks(
         raise InvalidInput(f"`chunking.size` must be at most {longest}, what the model takes. Given: {chunking.size}")
     num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(texts) * late
     args = model.tokenizer, texts, chunking, limit, encoding if late else None
-    cut = await service.within_timeout(state.qos, service.off_loop(num_chars, _cut, *args))
+    cut = await service.off_loop(num_chars, _cut, *args)
     num_chunks = sum(len(each.offsets) for each in cut)
     if num_chunks > limit:
         raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger ones or send fewer texts")
@@ -87,7 +87,7 @@ async def _embed_late(
     for token_ids, job_options in jobs:  # checked here: in a pass, a wrong job would fail other requests too
         check_outputs(job_options, model.info.outputs, model.info.pooling, [len(token_ids)])
     work = gather([model.embed([token_ids], job_options, qos) for token_ids, job_options in jobs])
-    results = await service.within_timeout(state.qos, work)
+    results = await work
     service.count_results(state, results, "embed")
     return [Chunks(each.offsets, result.ragged["chunks"][0]) for each, result in zip(cut, results, strict=True)]
 

@@ -125,7 +125,7 @@ class Generation:
         start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
         timer = self._loop.call_later(timeout_s, self._put, (0, TimeoutError()))
         try:
-            with service.admission.admit(wanted.num_prompts * wanted.n):
+            with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
                 self._answers = await service.off_loop(work, self._prepare, start)
                 service.metrics.tokenize_seconds.observe(perf_counter() - start)

@@ -114,5 +114,5 @@ async def _score_hybrid(
         scores += used["dense"] * (result.vectors[1:] @ result.vectors[0])
     for name in ragged:
         first, *rest = result.ragged[name]
-        scores += used[name] * await service.within_timeout(state.qos, service.in_thread(_SCORES[name], first, rest))
+        scores += used[name] * await service.in_thread(_SCORES[name], first, rest)
     return np.asarray(scores / sum(used.values()), dtype=np.float32)

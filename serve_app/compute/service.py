@@ -1,10 +1,12 @@
 """The steps that HTTP's routes and gRPC's methods share: tokenise, compute within the timeout, count."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from functools import cached_property
+from time import perf_counter
 from typing import Any, TypeVar
 
 from cluster.settings import ServerSettings
@@ -29,13 +31,16 @@ _INLINE_CHARS = 2_000
 # The most bytes of token vectors in one response, as float32.
 _MOST_ANSWER_BYTES = 1 << 30
 
+# The QoS of the request that runs, or the error in its headers, and the time at which it began.
+_whole: ContextVar[tuple[Qos | BadHeader, float]] = ContextVar("whole_request")
+
 
 class Service:
     """The models of one backend, with admission, timeouts and metrics. Called on one event loop."""
 
     def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.backend, self.settings, self.metrics = backend, settings, metrics
-        self.admission = Admission(settings, metrics, backend.backlog_s)
+        self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())))
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     @cached_property
@@ -43,9 +48,12 @@ class Service:
         """What engines' threads hand their tokens to. First read on the event loop."""
         return Delivery(asyncio.get_running_loop())
 
-    def begin(self, inputs: Sequence[TextOrIds | TextOrPair], headers: Iterable[tuple[bytes, bytes]]) -> RequestState:
-        """The state of a request that starts now. Raises: BadHeader."""
-        return RequestState(inputs, read_qos(headers, self.settings.request_timeout_s))
+    def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
+        """The state of a request whose inputs are known now. To be called within `whole_request`. Raises: BadHeader."""
+        qos, start = _whole.get()
+        if isinstance(qos, BadHeader):
+            raise qos
+        return RequestState(inputs, qos.after(perf_counter() - start))
 
     async def compute(
         self,
@@ -57,39 +65,35 @@ class Service:
         *args: Any,
         task: Task = "embed",
     ) -> Embeddings:
-        """Tokenise `num_chars` characters with `encode(*args)`, and compute. Raises: as the tokenizer and the engine, and as
-        `within_timeout`."""
+        """Tokenise `num_chars` characters with `encode(*args)`, and compute. Raises: as the tokenizer and the engine."""
 
-        async def tokenize_and_embed() -> Embeddings:
-            sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
-            self.count_tokens(state, sequences)
-            _check_answer_size(options, state.num_tokens, model.info.embedding_size)
-            return await model.embed(sequences, options, state.qos.after(state.tokenization_s))
-
-        result = await self.within_timeout(state.qos, tokenize_and_embed())
+        sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
+        self.count_tokens(state, sequences)
+        _check_answer_size(options, state.num_tokens, model.info.embedding_size)
+        result = await model.embed(sequences, options, state.qos.after(state.tokenization_s))
         self.count_results(state, [result], task)
         return result
 
     @asynccontextmanager
     async def whole_request(self, headers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[None]:
-        """The time of a request, from its head to its answer: its deadline, or the server's timeout. Raises: DeadlineExceeded."""
+        """The time of a request, from its head to its answer: its deadline, or the server's timeout.
+
+        Raises: DeadlineExceeded; Overloaded for a request that cannot be done in its time.
+        """
         timeout_s = self.settings.request_timeout_s
-        with suppress(BadHeader):  # the route tells the client, in its own form
-            timeout_s = read_qos(headers, timeout_s).deadline_s or timeout_s
+        try:
+            qos = read_qos(headers, timeout_s)
+            timeout_s = qos.deadline_s or timeout_s
+            token = _whole.set((qos, perf_counter()))
+        except BadHeader as error:  # `begin` raises it, so that the client hears of a bad body first
+            token = _whole.set((error, 0.0))
         try:
             async with asyncio.timeout(timeout_s):
                 yield
-        except TimeoutError as error:
-            raise self.late(error, timeout_s) from None
-
-    async def within_timeout(self, qos: Qos, work: Awaitable[T]) -> T:
-        """Await `work` until the request's deadline, or the server's timeout. Raises: DeadlineExceeded, Overloaded."""
-        timeout_s = qos.deadline_s or self.settings.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await work
         except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
             raise self.late(error, timeout_s) from None
+        finally:
+            _whole.reset(token)
 
     def late(self, error: Exception, timeout_s: float) -> ApiError:
         """What a client hears whose request was not done within `timeout_s`, or cannot be."""

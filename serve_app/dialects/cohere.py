@@ -87,14 +87,14 @@ class CohereRerankRequest(Ranking):
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
-async def embed(service: Service, body: CohereEmbedRequest, headers: Headers, *, version: Version) -> Reply:
+async def embed(service: Service, body: CohereEmbedRequest, _headers: Headers, *, version: Version) -> Reply:
     model = service.backend.get(body.model, check_embed)
     check_embed(model.info)
     texts = body.all_texts()
     types = body.embedding_types or ["float"]
     dtypes: dict[CohereType, OutputDtype] = {each: "float" if each == "base64" else each for each in types}
-    with service.admission.admit(len(texts)):
-        state = service.begin(texts, headers)
+    with service.admission.admit(len(texts), model):
+        state = service.begin(texts)
         options = EmbedOptions(dimensions=body.output_dimension)
         result = await compute_vectors(service, state, model, texts, body.encode_options(), options, list(dtypes.values()))
     vectors = {name: quantized(result, dtype, model) for name, dtype in dtypes.items()}
@@ -114,14 +114,14 @@ async def embed(service: Service, body: CohereEmbedRequest, headers: Headers, *,
     return Reply(content | {"meta": {"api_version": {"version": version}, "billed_units": billed}}, state)
 
 
-async def rerank(service: Service, body: CohereRerankRequest, headers: Headers, *, version: Version) -> Reply:
+async def rerank(service: Service, body: CohereRerankRequest, _headers: Headers, *, version: Version) -> Reply:
     """The documents by relevance, with Jina's `model` and `usage`."""
     texts, model = body.texts, service.backend.get(body.model, check_rerank)
     if not texts:
         raise EmptyBatch("`documents` cannot be empty")
     check_rerank(model.info)
-    with service.admission.admit(len(texts)):
-        state = service.begin([(body.query, text) for text in texts], headers)
+    with service.admission.admit(len(texts), model):
+        state = service.begin([(body.query, text) for text in texts])
         scores = await compute_scores(
             service,
             state,

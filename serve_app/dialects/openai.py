@@ -25,12 +25,12 @@ class OpenAIEmbeddingsRequest(Prompted):
     chunking: Chunking | None = None
 
 
-async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, headers: Headers) -> Reply:
+async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: Headers) -> Reply:
     model = service.backend.get(body.model, check_embed)
     check_embed(model.info)
     dtype = body.output_dtype or "float"
-    with service.admission.admit(len(body.input)):
-        state = service.begin(body.input, headers)
+    with service.admission.admit(len(body.input), model):
+        state = service.begin(body.input)
         encoding, options = body.encode_options(service.settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
         if body.chunking is None:
             result = await embed(service, state, model, body.input, encoding, options, (dtype,))

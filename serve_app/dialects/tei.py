@@ -21,11 +21,11 @@ _MOST_TOKENIZED_CHARS = 500_000
 _INSTANCES = 64
 
 
-async def task(service: Service, body: TaskBody, headers: Headers) -> Reply:
+async def task(service: Service, body: TaskBody, _headers: Headers) -> Reply:
     """The task that the body's schema stands for."""
     inputs, model = inputs_of(body), _able_model(service, body)
-    with service.admission.admit(len(inputs)):
-        state = service.begin(inputs, headers)
+    with service.admission.admit(len(inputs), model):
+        state = service.begin(inputs)
         content = await answer(service, state, model, body)
     return Reply(content, state)
 
@@ -50,7 +50,7 @@ def parse_rerank(_service: Service, content: bytes) -> RerankRequest | CohereRer
     return parse_body(RerankRequest, content)
 
 
-async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Reply:
+async def vertex(service: Service, body: VertexRequest, _headers: Headers) -> Reply:
     """Vertex AI's wrapper: its instances are bodies of other routes. `_INSTANCES` run concurrently; the first failure is the
     answer."""
     instances: list[TaskBody] = []
@@ -60,8 +60,8 @@ async def vertex(service: Service, body: VertexRequest, headers: Headers) -> Rep
             await asyncio.sleep(0)  # other requests may go on
     inputs = [inputs_of(each) for each in instances]
     models = [_able_model(service, each) for each in instances]
-    with service.admission.admit(sum(map(len, inputs))):
-        qos = service.begin((), headers).qos  # read also without instances, so that a bad header is always refused
+    with service.admission.admit(sum(map(len, inputs)), models[0] if models else None):
+        qos = service.begin(()).qos  # read also without instances, so that a bad header is always refused
         states = [RequestState(each, qos) for each in inputs]
         num_chars = sum(state.num_chars for state in states)
         for state in states:

@@ -5,6 +5,7 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.listening import keep_private, limit_messages
 from serve_app.deployment import deployment_options
 from serve_app.garbage import collect_seldom
 from serve_app.gateway.config import GatewayArgs
@@ -19,6 +20,8 @@ class Gateway(TeiServicer):
 
     def __init__(self, args: GatewayArgs) -> None:
         collect_seldom()
+        keep_private()
+        limit_messages(args.settings.payload_limit)
         self._models = PooledModels(args)
         metrics = Metrics("gateway")
         self._models.show_in(metrics)

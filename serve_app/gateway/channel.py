@@ -113,6 +113,7 @@ class Channel:
 
     async def _read(self) -> None:
         steps = self._steps(self.id)
+        reason: Exception | None = None
         message: asyncio.Task[Steps] | None = None
         try:
             while True:
@@ -125,6 +126,7 @@ class Channel:
         except StopAsyncIteration:
             log.warning("a replica has ended a channel with %d streams", len(self._streams))
         except Exception as error:
+            reason = error
             log.warning("a channel with %d streams broke: %r", len(self._streams), error)
         finally:
             self._on_close()
@@ -134,7 +136,9 @@ class Channel:
             if self._sending is not None:
                 self._sending.cancel()
             for number in list(self._streams):
-                self._over(number, Lost("the replica that computes the answer is gone"))
+                lost = Lost("the replica that computes the answer is gone")
+                lost.__cause__ = reason
+                self._over(number, lost)
 
     def _is_idle(self) -> bool:
         is_used = self._streams or self._begun or self._left or self._sending is not None

@@ -13,13 +13,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.router import Ticket, load_of
-from engine.errors import BackendError, EmberError
+from engine.errors import BackendError, DeviceLost, EmberError
 from engine.schedule.stream import Stream
+from serve_app.admission.suspects import Death
 from serve_app.gateway.channel import Channel
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, Answered, ReplicaCall, pack, unpack
-from serve_app.gateway.remote import LOST, Lost, in_background, remote
+from serve_app.gateway.remote import LOST, Lost, ReplicaDied, has_died, in_background, remote
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ _WAKE_EVERY_S = 10.0
 _REPLICA_EVERY_S = 0.05
 # While a call waits, the gateway checks this often that the replica is still there.
 _LOOK_EVERY_S = 0.5
+# A replica hears of another one's death within this time, or not.
+_TELL_S = 5.0
 # Requests that arrive together leave as one call if a replica computes the call within this time.
 _JOINT_CALL_S = 0.02
 
@@ -83,7 +86,7 @@ class PoolConnection:
                 self.load.finished(each, monotonic())
         failed = False
         try:
-            answers = await self._answers(self._handle, calls, ticket)
+            answers = await self._answers(self._handle, calls, [each.fingerprint for each in tickets], ticket)
             failed = any(isinstance(each, (*LOST, BackendError)) for each in answers)
             return answers
         except (*LOST, BackendError):
@@ -92,8 +95,10 @@ class PoolConnection:
         finally:
             self.load.finished(ticket, monotonic(), failed=failed)
 
-    async def _answers(self, handle: DeploymentHandle[Any], calls: Sequence[ReplicaCall], ticket: Ticket) -> list[Answer]:
-        awake, packed = bool(self.load.replicas), pack(calls)
+    async def _answers(
+        self, handle: DeploymentHandle[Any], calls: Sequence[ReplicaCall], fingerprints: Sequence[int], ticket: Ticket
+    ) -> list[Answer]:
+        awake, packed = bool(self.load.replicas), pack(calls, fingerprints)
         response = remote(handle.embed_parcels, [parcel for _, parcel in packed], ticket=ticket)
         waiting = asyncio.ensure_future(_answered(response))
         try:
@@ -101,7 +106,12 @@ class PoolConnection:
                 # Serve waits for another replica of this pool, which may take minutes. The caller can ask another pool now.
                 if self.load.is_lost(ticket) or (awake and not self.load.replicas):
                     raise Lost(f"pool {self.ref.name} has lost the replica")
-            return unpack(packed, waiting.result())
+            answers = unpack(packed, waiting.result())
+            return [ReplicaDied(self._replica_of(ticket), each) if isinstance(each, DeviceLost) else each for each in answers]
+        except RayActorError as error:
+            if has_died(error):
+                raise ReplicaDied(self._replica_of(ticket), error) from None
+            raise
         finally:
             if not waiting.done():
                 waiting.cancel()
@@ -127,7 +137,12 @@ class PoolConnection:
         self.load.routed(replica, ticket)
         if replica not in self._channels:
             self._channels[replica] = self._open_channel(self._handle, replica)
-        await self._channels[replica].compute(stream)
+        try:
+            await self._channels[replica].compute(stream)
+        except LOST as error:
+            if has_died(error) or has_died(error.__cause__):
+                raise ReplicaDied(replica, error.__cause__ or error) from None
+            raise
 
     def _open_channel(self, handle: DeploymentHandle[Any], replica: str) -> Channel:
         """A channel to one replica: its calls carry tickets that name the replica."""
@@ -144,11 +159,22 @@ class PoolConnection:
 
         return Channel(steps, change, partial(self.load.is_heard, replica), forget)
 
+    def _replica_of(self, ticket: Ticket) -> str:
+        return self.load.replica_of(ticket) or "unknown"
+
+    def tell(self, deaths: Sequence[Death]) -> None:
+        """Tells the replicas which requests were in flight where others died."""
+        if self._handle is None:
+            return
+        for replica in set(self.load.replicas) - {each.replica for each in deaths}:
+            ticket = next_ticket(0, 0, batch=False, replica=replica)
+            in_background(_quietly(remote(self._handle.learn, deaths, ticket=ticket), "telling of a death", _TELL_S))
+
     def wake(self) -> None:
         """Starts a first replica if the pool has none. Does nothing within 10 s of the last attempt."""
         if self._handle is not None and not self.load.replicas and monotonic() - self._woken_at > _WAKE_EVERY_S:
             self._woken_at = monotonic()
-            in_background(_quietly(remote(self._handle.wake, ticket=next_ticket(0, 0, batch=False))))
+            in_background(_quietly(remote(self._handle.wake, ticket=next_ticket(0, 0, batch=False)), "waking a pool"))
 
 
 async def _answered(response: Any) -> list[Answered]:
@@ -162,8 +188,10 @@ async def _answered(response: Any) -> list[Answered]:
     return answered
 
 
-async def _quietly(response: Any) -> None:
+async def _quietly(response: Any, what: str, most_s: float | None = None) -> None:
     try:
-        await response
+        async with asyncio.timeout(most_s):
+            await response
     except Exception as error:
-        log.info("waking a pool: %r", error)
+        log.info("%s: %r", what, error)
+        response.cancel()  # a call to a replica that is gone would wait for ever

@@ -1,5 +1,6 @@
 """The models of a cluster as the gateway serves them: each request goes to the pool that finishes it first."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,12 +24,13 @@ from engine.text import grammar
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
+from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
 from serve_app.errors import Asleep as ModelAsleep
-from serve_app.errors import Unhealthy, UnknownModel, WrongModel, WrongTask
+from serve_app.errors import Quarantined, Unhealthy, UnknownModel, WrongModel, WrongTask
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
-from serve_app.gateway.remote import LOST, in_background
+from serve_app.gateway.remote import LOST, ReplicaDied, in_background
 from serve_app.gather import gather
 from serve_app.models import Check, ModelInfo
 from serve_app.observe.metrics import Metrics
@@ -50,6 +52,9 @@ class PooledModel:
         self.given, self._asleep, self._timeout_s = given, asleep, timeout_s
         self.tokenizer = Tokenizer.load(folder, config)
         self.pools = [PoolClient(ref) for ref in given.pools]
+        self.suspects, self._untold = Suspects(), list[Death]()
+        for pool in self.pools:
+            pool.load.on_deaths = self.suspects.learn
         self.num_parameters = num_parameters(config)
         self._info = ModelInfo.of(
             config,
@@ -81,9 +86,10 @@ class PooledModel:
         """As `ServedModel.embed`. A request is split over several replicas if that is sooner done."""
         batch = qos.priority == "batch"
         parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
+        mark = fingerprint(self.given.spec.name, sequences)
         if len(parts) == 1:
-            return await self._compute(sequences, options, qos)
-        results = await gather(self._compute([sequences[i] for i in part], options, qos) for part in parts)
+            return await self._compute(mark, sequences, options, qos)
+        results = await gather(self._compute(mark, [sequences[i] for i in part], options, qos) for part in parts)
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:
@@ -106,19 +112,48 @@ class PooledModel:
             "pools": pools,
         }
 
-    async def _compute(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """Computes on one replica, and on a second one if the first is lost. To compute twice harms nobody."""
-        lengths = [len(ids) for ids in sequences]
-        start = monotonic()
-        for attempt in (1, 2):
-            ticket = next_ticket(sum(lengths), max(lengths), qos.priority == "batch")
+    async def _compute(self, mark: int, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        """Computes on one replica, and on a second one if the first is lost. To compute twice harms nobody.
+
+        Args:
+            mark: the fingerprint of the whole request.
+        Raises: Quarantined for a request that has ended two replicas, in this call or before.
+        """
+        lengths, start = [len(ids) for ids in sequences], monotonic()
+
+        async def attempt() -> Embeddings:
+            ticket = next_ticket(sum(lengths), max(lengths), qos.priority == "batch", fingerprint=mark)
             left = qos.after(monotonic() - start)
-            pool = self._choose(ticket, left)
+            return await self._choose(ticket, left).embed(sequences, options, left, ticket, alone=mark in self.suspects)
+
+        for number in (1, 2):
             try:
-                return await pool.embed(sequences, options, left, ticket)
+                return await self.suspects.run(mark, attempt)
             except LOST as error:
-                log.warning("%s: attempt %d on pool %s failed: %r", self.given.spec.name, attempt, pool.ref.name, error)
-        raise Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
+                self.lost(mark, number, error)
+        raise self.given_up(mark)
+
+    def lost(self, mark: int, attempt: int, error: Exception) -> None:
+        """A replica was lost with this request. If the replica died, the request is a suspect from now on."""
+        log.warning("%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
+        if isinstance(error, ReplicaDied):
+            if not self._untold:
+                asyncio.get_running_loop().call_soon(self._tell)
+            self._untold.append(self.suspects.died(mark, error.replica))
+
+    def _tell(self) -> None:
+        """Tells the replicas of deaths. Through their reports all gateways hear of them."""
+        deaths, self._untold = self._untold, []
+        for pool in self.pools:
+            pool.connection.tell(deaths)
+
+    def given_up(self, mark: int) -> EmberError:
+        """What the client hears after two attempts."""
+        try:
+            self.suspects.check(mark)
+        except Quarantined as error:
+            return error
+        return Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
 
     def _choose(self, ticket: Ticket, qos: Qos) -> PoolClient:
         """The pool that finishes first. Wakes sleeping pools if that takes long.
@@ -187,17 +222,22 @@ class PooledGenerator(PooledModel):
     async def _generate(self, stream: Stream) -> None:
         """Computes a stream on one replica, and on a second one if the first is lost before the first token."""
         name, num_tokens = self.given.spec.name, len(stream.prompt) + stream.options.max_tokens
+        mark = fingerprint(name, [stream.prompt])
+
+        async def attempt() -> None:
+            ticket = next_ticket(num_tokens, num_tokens, stream.priority == "batch")
+            pool = self._choose(ticket, Qos(stream.priority))  # a deadline is for the replica: it measures its speed
+            await pool.generate(stream, ticket)
+
         try:
-            for attempt in (1, 2):
-                ticket = next_ticket(num_tokens, num_tokens, stream.priority == "batch")
-                pool = self._choose(ticket, Qos(stream.priority))  # a deadline is for the replica: it measures its speed
+            for number in (1, 2):
                 try:
-                    return await pool.generate(stream, ticket)
+                    return await self.suspects.run(mark, attempt, innocence(stream))
                 except LOST as error:
-                    log.warning("%s: attempt %d on pool %s failed: %r", name, attempt, pool.ref.name, error)
+                    self.lost(mark, number, error)
                 if stream.answer:
                     raise Unhealthy(f"model {name}: the replica was lost after {len(stream.answer)} tokens; send it again")
-            raise Unhealthy(f"model {name}: two replicas in a row could not be reached; try again")
+            raise self.given_up(mark)
         except EmberError as error:
             stream.fail(error)
         except Exception as error:
@@ -247,8 +287,8 @@ class PooledModels:
         if not any(pool.state in ("ready", "asleep") for model in self._models for pool in model.pools):
             raise Unhealthy("unhealthy")
 
-    def backlog_s(self) -> float:
-        return self._default.finish_s(0)
+    def backlog_s(self, name: str | None = None) -> float:
+        return self._by_name.get(name or "", self._default).finish_s(0)
 
 
 def _passes(check: Check | None, info: ModelInfo) -> bool:

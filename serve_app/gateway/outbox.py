@@ -26,8 +26,8 @@ _MOST_WAIT_S = 0.02
 _tickets = itertools.count()
 
 
-def next_ticket(num_tokens: int, longest: int, batch: bool, replica: str | None = None) -> Ticket:
-    return Ticket(next(_tickets), num_tokens, longest, batch, replica)
+def next_ticket(num_tokens: int, longest: int, batch: bool, replica: str | None = None, fingerprint: int = 0) -> Ticket:
+    return Ticket(next(_tickets), num_tokens, longest, batch, replica, fingerprint)
 
 
 def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:

@@ -29,16 +29,17 @@ class Parcel:
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
     qos: Qos
+    fingerprints: tuple[int, ...]  # of the request that each call belongs to; 0 for one that nobody watches
 
     @classmethod
-    def of(cls, calls: Sequence[ReplicaCall]) -> "Parcel":
+    def of(cls, calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = ()) -> "Parcel":
         """Args:
         calls: at least one call, all with equal options and qos, each with at least one sequence.
         """
         sequences = [ids for each, _, _ in calls for ids in each]
         _, options, qos = calls[0]
         counts = tuple(len(each) for each, _, _ in calls)
-        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, qos)
+        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, qos, tuple(fingerprints))
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
@@ -65,12 +66,16 @@ class Parcel:
         ]
 
 
-def pack(calls: Sequence[ReplicaCall]) -> list[tuple[list[int], Parcel]]:
+def pack(calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = ()) -> list[tuple[list[int], Parcel]]:
     """The smallest number of parcels. Each parcel comes with the indices of its calls in `calls`."""
     alike: dict[tuple[EmbedOptions, Qos], list[int]] = {}
     for index, (_, options, qos) in enumerate(calls):
         alike.setdefault((options, qos), []).append(index)
-    return [(places, Parcel.of([calls[index] for index in places])) for places in alike.values()]
+    fingerprints = fingerprints or [0] * len(calls)
+    return [
+        (places, Parcel.of([calls[index] for index in places], [fingerprints[index] for index in places]))
+        for places in alike.values()
+    ]
 
 
 def unpack(packed: Sequence[tuple[list[int], Parcel]], answered: Sequence[Answered]) -> list[Answer]:

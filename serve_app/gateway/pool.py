@@ -31,10 +31,20 @@ class PoolClient:
             return "ready"
         return "asleep" if self.connection.connected and self.ref.sleeps else "starting"
 
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos, ticket: Ticket) -> Embeddings:
-        """Raises: the engine's error, or one of `connection.LOST`."""
+    async def embed(
+        self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos, ticket: Ticket, alone: bool = False
+    ) -> Embeddings:
+        """Computes on the replica that should finish first. With `alone` no other request leaves in the same call.
+
+        Raises: the engine's error, or one of `connection.LOST`.
+        """
         self.load.opened(ticket)  # before the first await: the next request's routing counts this one
         try:
+            if alone:
+                (answer,) = await self.connection.send([(sequences, options, qos)], [ticket])
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
             return await self._outbox.put((sequences, options, qos), ticket)
         finally:
             self.load.finished(ticket, monotonic())  # does nothing if the connection has closed or replaced this ticket

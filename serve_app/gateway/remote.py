@@ -5,7 +5,8 @@ from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any
 
-from ray.exceptions import RayActorError
+import grpc
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 
 from engine.errors import DeviceLost, EngineStopped
@@ -14,8 +15,34 @@ from engine.errors import DeviceLost, EngineStopped
 LOST = (RayActorError, RayServeException, RequestCancelledError, EngineStopped, DeviceLost)
 
 
+# gRPC's words for a connection that the other side has ended.
+_CLOSED = ("closed", "reset", "broken pipe")
+
+
 class Lost(EngineStopped):
     """The replica that has the request is gone, or has stopped reporting while other replicas report."""
+
+
+class ReplicaDied(Lost):
+    """The replica's process, or its device, died while the request was there."""
+
+    def __init__(self, replica: str, reason: BaseException) -> None:
+        super().__init__(f"replica {replica} died: {reason!r}")
+        self.replica = replica
+
+
+def has_died(error: BaseException | None) -> bool:
+    """Whether the error tells of the death of a replica that had the request. The loss of a whole node is no request's fault.
+
+    The end of a process closes its connections. A node that is lost leaves them open, or lets them time out.
+    """
+    match error:
+        case ActorDiedError():
+            return "its node has died" not in str(error)
+        case ActorUnavailableError(__context__=grpc.aio.AioRpcError() as reason):
+            return any(word in (reason.details() or "").lower() for word in _CLOSED)
+        case _:
+            return isinstance(error, DeviceLost)
 
 
 def remote(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ async def embed(service: Service, request: tei.EmbedRequest, caller: Caller) -> 
         dimensions=request.dimensions if request.HasField("dimensions") else None,
     )
     check_embed(caller.model.info, options.normalize)
-    state = service.begin(inputs := Single([request.inputs]), caller.headers)
+    state = service.begin(inputs := Single([request.inputs]))
     result = await embedding.embed(service, state, caller.model, inputs, _encoding(request), options)
     assert result.vectors is not None
     response = tei.EmbedResponse.FromString(packed_floats(result.vectors[0]))
@@ -41,7 +41,7 @@ async def embed(service: Service, request: tei.EmbedRequest, caller: Caller) -> 
 
 async def embed_all(service: Service, request: tei.EmbedAllRequest, caller: Caller) -> tuple[tei.EmbedAllResponse, RequestState]:
     check_embed_all(caller.model.info)
-    state = service.begin(inputs := Single([request.inputs]), caller.headers)
+    state = service.begin(inputs := Single([request.inputs]))
     (vectors,) = await embedding.embed_tokens(service, state, caller.model, inputs, _encoding(request))
     tokens = [tei.TokenEmbedding.FromString(packed_floats(vector)) for vector in vectors]
     return tei.EmbedAllResponse(token_embeddings=tokens, metadata=metadata([state])), state
@@ -51,7 +51,7 @@ async def embed_sparse(
     service: Service, request: tei.EmbedSparseRequest, caller: Caller
 ) -> tuple[tei.EmbedSparseResponse, RequestState]:
     check_embed_sparse(caller.model.info)
-    state = service.begin(inputs := Single([request.inputs]), caller.headers)
+    state = service.begin(inputs := Single([request.inputs]))
     (weights,) = await embedding.embed_sparse(service, state, caller.model, inputs, _encoding(request))
     values = [tei.SparseValue(index=index, value=value) for index, value in weights.tolist()]
     return tei.EmbedSparseResponse(sparse_embeddings=values, metadata=metadata([state])), state
@@ -77,7 +77,7 @@ async def rerank(service: Service, request: tei.RerankRequest, caller: Caller) -
         raise EmptyBatch("`texts` cannot be empty")
     _check_rerank(caller.model.info)
     texts = list(request.texts)
-    state = service.begin([(request.query, text) for text in texts], caller.headers)
+    state = service.begin([(request.query, text) for text in texts])
     args = request.query, texts, _encoding(request)
     scores = await scoring.rerank(service, state, caller.model, *args, raw_scores=request.raw_scores)
     texts_of = texts if request.return_text else [None] * len(texts)
@@ -90,7 +90,7 @@ async def rank(
 ) -> tuple[tei.Rank, RequestState]:
     """The rank of one text of a stream, without its index. The stream's first message has the options."""
     _check_rerank(caller.model.info)
-    state = service.begin(Single([(message.query, message.text)]), caller.headers)
+    state = service.begin(Single([(message.query, message.text)]))
     args = message.query, [message.text], _encoding(message)
     (score,) = await scoring.rerank(service, state, caller.model, *args, raw_scores=first.raw_scores)
     return tei.Rank(score=score, text=message.text if first.return_text else None), state
@@ -130,7 +130,7 @@ async def _predict(
 ) -> tuple[tei.PredictResponse, RequestState]:
     info = caller.model.info
     check_predict(info)
-    state = service.begin(inputs := Single([item]), caller.headers)
+    state = service.begin(inputs := Single([item]))
     (scores,) = await scoring.predict(service, state, caller.model, inputs, _encoding(request), request.raw_scores)
     predictions = [tei.Prediction(score=scores[index], label=info.labels[index]) for index in best_first(scores)]
     return tei.PredictResponse(predictions=predictions, metadata=metadata([state])), state

@@ -19,6 +19,7 @@ from serve_app.errors import BatchTooLarge, EmptyBatch, Unauthorized, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.calls import Context, counted_call
+from serve_app.grpc.guard import Unread, opened
 from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
 from serve_app.grpc.metadata import headers
@@ -41,11 +42,12 @@ def _unary(
 ) -> "Unary[Response]":
     """A method with one message. It is refused at once while all slots are taken."""
 
-    async def call(self: "TeiServicer", request: Any, grpc_context: Context) -> Response:
+    async def call(self: "TeiServicer", request: Unread, grpc_context: Context) -> Response:
         with counted_call(method, grpc_context, self._service.metrics):
             caller = self._caller(grpc_context)
-            with self._service.admission.admit(num_inputs(request)):
-                response, state = await answer(self._service, request, caller)
+            async with opened(self._service, request, caller.headers) as message:
+                with self._service.admission.admit(num_inputs(message), caller.model):
+                    response, state = await answer(self._service, message, caller)
             if state is not None:
                 grpc_context.set_trailing_metadata(list(state.headers().items()))
             return response
@@ -57,14 +59,18 @@ def _unary(
 def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
     """A method that answers a stream of messages with a stream."""
 
-    async def call(self: "TeiServicer", request: AsyncIterator[Any], grpc_context: Context) -> AsyncIterator[Response]:
+    async def call(self: "TeiServicer", request: AsyncIterator[Unread], grpc_context: Context) -> AsyncIterator[Response]:
         with counted_call(method, grpc_context, self._service.metrics):
-            caller = self._caller(grpc_context)
-            wait_for_slot = self._service.admission.wait_for_stream_slot
-            work = in_order(request, lambda message: answer(self._service, message, caller), wait_for_slot, _WINDOW)
-            async with aclosing(work) as answers:
-                async for response, _ in answers:
-                    yield response
+            service, caller = self._service, self._caller(grpc_context)
+
+            async def one(unread: Unread) -> tuple[Response, RequestState | None]:
+                async with opened(service, unread, caller.headers) as message:
+                    return await answer(service, message, caller)
+
+            with service.admission.open_stream():
+                async with aclosing(in_order(request, one, service.admission.wait_for_stream_slot, _WINDOW)) as answers:
+                    async for response, _ in answers:
+                        yield response
 
     return call
 
@@ -88,7 +94,7 @@ class TeiServicer(HealthServicer):
 
     # The methods, in the order of tei.proto.
 
-    async def Info(self, request: tei.InfoRequest, grpc_context: Context) -> tei.InfoResponse:
+    async def Info(self, _request: Unread, grpc_context: Context) -> tei.InfoResponse:
         with counted_call("/tei.v1.Info/Info", grpc_context, self._service.metrics):
             info, settings = self._caller(grpc_context).model.info, self._service.settings
             if info.task == "generation":
@@ -126,20 +132,22 @@ class TeiServicer(HealthServicer):
     Decode = _unary("/tei.v1.Tokenize/Decode", tei.DecodeResponse, messages.decode)
     DecodeStream = _stream("/tei.v1.Tokenize/DecodeStream", messages.decode)
 
-    async def RerankStream(self, request: AsyncIterator[tei.RerankStreamRequest], grpc_context: Context) -> tei.RerankResponse:
+    async def RerankStream(self, request: AsyncIterator[Unread], grpc_context: Context) -> tei.RerankResponse:
         """One response to a stream of texts. Each text is computed as it comes."""
         with counted_call("/tei.v1.Rerank/RerankStream", grpc_context, self._service.metrics):
-            caller, start = self._caller(grpc_context), perf_counter()
+            service, caller, start = self._service, self._caller(grpc_context), perf_counter()
             first: tei.RerankStreamRequest | None = None
 
-            async def answer(message: tei.RerankStreamRequest) -> tuple[tei.Rank, RequestState]:
+            async def answer(unread: Unread) -> tuple[tei.Rank, RequestState]:
                 nonlocal first
-                first = first or message
-                return await messages.rank(self._service, message, first, caller)
+                async with opened(service, unread, caller.headers) as message:
+                    first = first or message
+                    return await messages.rank(service, message, first, caller)
 
-            work = in_order(request, answer, self._service.admission.wait_for_stream_slot, _WINDOW)
-            async with aclosing(work) as answers:
-                ranked = [each async for each in _at_most(self._service.settings.max_client_batch_size, answers)]
+            work = in_order(request, answer, service.admission.wait_for_stream_slot, _WINDOW)
+            with service.admission.open_stream():
+                async with aclosing(work) as answers:
+                    ranked = [each async for each in _at_most(service.settings.max_client_batch_size, answers)]
             if not ranked:
                 raise EmptyBatch("`texts` cannot be empty")
             for index, (rank, _) in enumerate(ranked):

@@ -8,16 +8,20 @@ from typing import Any
 from grpc_health.v1 import health_pb2_grpc
 
 from serve_app.grpc import tei_pb2_grpc
+from serve_app.grpc.guard import UnreadMessages
 
 
 def add_services(servicer: Any, server: Any) -> None:
-    """Register TEI's services and the standard health service. Serve adds reflection."""
+    """Register TEI's services and the standard health service. Serve adds reflection.
+
+    TEI's methods get their messages unread, because a message is parsed only for a caller with a key.
+    """
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for add in (
         tei_pb2_grpc.add_InfoServicer_to_server,
         tei_pb2_grpc.add_EmbedServicer_to_server,
         tei_pb2_grpc.add_PredictServicer_to_server,
         tei_pb2_grpc.add_RerankServicer_to_server,
         tei_pb2_grpc.add_TokenizeServicer_to_server,
-        health_pb2_grpc.add_HealthServicer_to_server,
     ):
-        add(servicer, server)
+        add(servicer, UnreadMessages(server))  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ _CODES = {
     "BadRequestError": "INVALID_ARGUMENT",
     "Empty": "INVALID_ARGUMENT",
     "Validation": "INVALID_ARGUMENT",
+    "Quarantined": "INVALID_ARGUMENT",
     "Tokenizer": "FAILED_PRECONDITION",
     "Backend": "FAILED_PRECONDITION",
     "Overloaded": "RESOURCE_EXHAUSTED",
@@ -15,6 +16,8 @@ _CODES = {
     "NotFound": "NOT_FOUND",
     "Timeout": "DEADLINE_EXCEEDED",
 }
+# These go before the type. gRPC's own code for a message that is too long is this one.
+_STATUS_CODES = {413: "RESOURCE_EXHAUSTED", 500: "INTERNAL"}
 
 
 def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
@@ -24,5 +27,5 @@ def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
         message = "No valid auth token"  # TEI's words
     if isinstance(error, WrongTask):
         message = message.removeprefix("Backend error: ")  # TEI's gRPC leaves it out
-    code = "INTERNAL" if status == 500 else _CODES[error_type]
+    code = _STATUS_CODES.get(status) or _CODES[error_type]
     return code, message, error.headers if isinstance(error, ApiError) else {}

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, InvalidInput, TokenizerError
-from serve_app.errors import Asleep, BatchTooLarge, DeadlineExceeded, EmptyBatch, Overloaded, Unhealthy, WrongTask
+from serve_app.errors import Asleep, BatchTooLarge, DeadlineExceeded, EmptyBatch, Overloaded, Quarantined, Unhealthy, WrongTask
 
 _SECONDS = list(accumulate(repeat(1.5, 35), mul, initial=1e-5))[1:]  # multiplied step by step, for the same digits as TEI's
 _LENGTHS = [float(2**k) for k in range(20)]
@@ -23,7 +23,7 @@ _FAILURES: tuple[tuple[tuple[type[EmberError], ...], str], ...] = (
     ((EmptyBatch,), "validation"),
     ((Overloaded,), "overloaded"),
     ((EmptyInput, InvalidInput, TokenizerError), "tokenization"),
-    ((BackendError, EngineStopped, DeadlineExceeded, Unhealthy, Asleep), "inference"),
+    ((BackendError, EngineStopped, DeadlineExceeded, Unhealthy, Asleep, Quarantined), "inference"),
 )
 _TIMES = ("", "tokenization_", "queue_", "inference_")
 _METHODS = ("single", "batch")

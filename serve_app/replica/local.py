@@ -83,5 +83,5 @@ class LocalModels:
     async def check_health(self) -> None:
         await self._health.check()
 
-    def backlog_s(self) -> float:
+    def backlog_s(self, name: str | None = None) -> float:
         return self._loop.backlog_s

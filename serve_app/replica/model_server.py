@@ -11,6 +11,7 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.listening import keep_private, limit_messages
 from cluster.model_spec import IDLE_PROMPTS, ModelSpec
 from cluster.settings import ServerSettings
 from engine.engine import Engine
@@ -25,7 +26,9 @@ from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
 from serve_app.replica.cache import CachedModel
 from serve_app.replica.health import Health
+from serve_app.replica.in_flight import InFlight
 from serve_app.replica.local import LocalGenerator, LocalModel, LocalModels
+from serve_app.replica.watched import WatchedGenerator, WatchedModel
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class EngineServer:
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         """`num_threads` None takes the CPUs that Ray gave this replica."""
+        keep_private()
         collect_seldom()
         num_threads = num_threads or _assigned_cpus()
         self._engine = self.load_engine(spec, num_threads)
@@ -68,6 +72,7 @@ class EngineServer:
             if settings.cache_bytes:
                 self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         self._health = Health(self._loop, canary_of(self._engine))
+        self._in_flight = InFlight.of_this_replica()
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Benchmarks and tests replace this method, and no other."""
@@ -88,6 +93,7 @@ class EngineServer:
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._loop.stop)
+        self._in_flight.close()
 
 
 class ModelServer(EngineServer, TeiServicer):
@@ -95,6 +101,11 @@ class ModelServer(EngineServer, TeiServicer):
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         EngineServer.__init__(self, spec, settings, num_threads)
+        limit_messages(settings.payload_limit)
+        if isinstance(self._model, LocalGenerator):
+            self._model = WatchedGenerator(self._model, self._in_flight)
+        else:
+            self._model = WatchedModel(self._model, self._in_flight)
         models = LocalModels(self._model, self._loop, self._health)
         self._api = Api(models, settings, self._metrics)
         TeiServicer.__init__(self, self._api.service)

@@ -21,12 +21,14 @@ from engine.loop import Embeddings, EngineLoop
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.qos import Qos
+from serve_app.admission.suspects import Death
 from serve_app.deployment import deployment_options
 from serve_app.gateway.parcel import Answer, Answered, Parcel, ReplicaCall
 from serve_app.gateway.steps import NewStream, Steps
 from serve_app.replica.channel import Channels
 from serve_app.replica.local import LocalGenerator
 from serve_app.replica.model_server import EngineServer
+from serve_app.replica.watched import WatchedGenerator
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,9 @@ class PoolServer(EngineServer):
         self._busy = _BusyShare(self._loop), _BusyShare(self._loop)  # one for routing, one for autoscaling
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
-        self._channels = Channels(self._model) if isinstance(self._model, LocalGenerator) else None
+        self._channels: Channels | None = None
+        if isinstance(self._model, LocalGenerator):
+            self._channels = Channels(WatchedGenerator(self._model, self._in_flight))
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`."""
@@ -68,10 +72,27 @@ class PoolServer(EngineServer):
         return await asyncio.gather(*map(self._answer_parcel, parcels))
 
     async def _answer_parcel(self, parcel: Parcel) -> Answered:
-        answer = await self._answer(parcel.as_one())
+        if self._in_flight.knows(parcel.fingerprints):
+            return await self._answer_each(parcel)
+        with self._in_flight.written(parcel.fingerprints) as entry:
+            answer = await self._answer(parcel.as_one())
+            entry.error = answer if isinstance(answer, Exception) else None
         if isinstance(answer, Exception) and len(parcel.counts) > 1:  # one of its calls is at fault: compute each one alone
-            return list(await asyncio.gather(*map(self._answer, parcel.calls())))
+            return await self._answer_each(parcel)
         return answer
+
+    async def _answer_each(self, parcel: Parcel) -> list[Answer]:
+        """The answer to each call of the parcel, computed as a call of its own."""
+        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, parcel.calls())))
+
+    async def _answer_watched(self, mark: int, call: ReplicaCall) -> Answer:
+        async def embed() -> Embeddings:
+            return _raised(await self._answer(call))
+
+        try:
+            return await self._in_flight.run(mark, embed)
+        except Exception as error:
+            return error
 
     async def _answer(self, call: ReplicaCall) -> Answer:
         try:
@@ -96,6 +117,10 @@ class PoolServer(EngineServer):
         assert self._channels is not None, "the gateway knows which models generate"
         return self._channels
 
+    async def learn(self, deaths: Sequence[Death], *, ticket: Ticket) -> None:
+        """A gateway tells of replicas that died, and of the requests that were in flight there."""
+        self._in_flight.suspects.learn(deaths)
+
     async def wake(self, *, ticket: Ticket) -> None:
         """Does nothing. Serve starts a replica for the call if there is none."""
 
@@ -106,9 +131,18 @@ class PoolServer(EngineServer):
         queued_tokens = loop.queued_tokens + (0 if streams is None else streams.tokens_left)
         report = Report(time(), queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
         held = 0 if pages is None else pages.num_pages - pages.num_free
+        self._in_flight.look()
+        deaths = tuple(self._in_flight.suspects.deaths)
         batch_tokens, dtype = loop.queued_batch_tokens, self._engine.dtype_name
         return asdict(
-            replace(report, batch_tokens=batch_tokens, max_batch_tokens=loop.max_batch_tokens, dtype=dtype, pages_held=held)
+            replace(
+                report,
+                batch_tokens=batch_tokens,
+                max_batch_tokens=loop.max_batch_tokens,
+                dtype=dtype,
+                pages_held=held,
+                deaths=deaths,
+            )
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -123,6 +157,13 @@ class PoolServer(EngineServer):
             return longest
         room = free_host_bytes(for_gpu=self._engine.device.type != "cpu") - _HOST_FLOOR_BYTES
         return max(0, min(longest, room // self._per_token))
+
+
+def _raised(answer: Answer) -> Embeddings:
+    """Raises: the answer, if the answer is an error."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 class _BusyShare:

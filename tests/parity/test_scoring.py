@@ -255,7 +255,10 @@ class OnlyModel:
     def get(self, _name: str | None, _check: Check | None = None) -> ServedModel:
         return self._model
 
-    def backlog_s(self) -> float:
+    def models(self) -> list[dict[str, Any]]:
+        return []
+
+    def backlog_s(self, name: str | None = None) -> float:
         return 0.0
 
 

@@ -4,11 +4,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cluster.model_spec import ModelSpec
+from cluster.settings import ServerSettings
 from engine.engine import Engine
 from engine.errors import EngineStopped
 from engine.loop import Embeddings
@@ -18,6 +20,7 @@ from engine.run.flight import Finished, Flight
 from serve_app.admission.qos import Qos
 from serve_app.replica.model_server import ModelServer
 from serve_app.replica.pool import PoolServer
+from serve_app.replica.watched import WatchedModel
 
 Deploy = Callable[..., Any]  # the fixtures `deployed`, `deployed_together` and `clustered`
 DeployTogether = Callable[..., Any]
@@ -100,6 +103,33 @@ class DyingPool(PoolServer):
         if any(ids[-2] == die for ids in sequences) and _first(os.environ[MARKER]):
             os._exit(1)
         return await super().embed(sequences, options, qos)
+
+
+class _Killing:
+    """A text that ends in the token of "kill" ends the replica, every time. A file is made for each death."""
+
+    def __init__(self, model: Any) -> None:
+        self.info, self.tokenizer, self._model = model.info, model.tokenizer, model
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        kill = self.tokenizer.encode(["kill"], EncodeOptions())[0][1]
+        if any(ids[-2] == kill for ids in sequences):
+            (Path(os.environ[MARKER]) / str(os.getpid())).touch()
+            os._exit(1)
+        return await self._model.embed(sequences, options, qos)
+
+
+class KilledPool(PoolServer):
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
+        super().__init__(spec, settings, num_threads)
+        self._model = _Killing(self._model)
+
+
+class KilledServer(ModelServer):
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
+        super().__init__(spec, settings, num_threads)
+        assert isinstance(self._model, WatchedModel)
+        self._model._model = _Killing(self._model._model)
 
 
 def _first(marker: str) -> bool:

@@ -82,5 +82,5 @@ class FakeBackend:
         if not self.healthy:
             raise Unhealthy("unhealthy")
 
-    def backlog_s(self) -> float:
+    def backlog_s(self, name: str | None = None) -> float:
         return 2.5

@@ -53,7 +53,10 @@ def test_the_shape_of_anything_is_counted(text: bytes) -> None:
 
 
 class _Backend:
-    def backlog_s(self) -> float:
+    def models(self) -> list[dict[str, Any]]:
+        return []
+
+    def backlog_s(self, name: str | None = None) -> float:
         return 0.0
 
 
@@ -137,7 +140,7 @@ def test_the_bytes_in_flight_have_a_budget() -> None:
 
 def test_a_body_and_its_answer_leave_the_budget() -> None:
     settings = ServerSettings()
-    admission = Admission(settings, Metrics("budget"), lambda: 0.0)
+    admission = Admission(settings, Metrics("budget"), lambda _: 0.0)
     hold = admission.hold()
     response = encode.json_answer(_service(), np.zeros((4, 4), np.float32), None, hold)
     assert admission._bytes.now > 0

@@ -16,6 +16,7 @@ from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidIn
 from engine.options import SamplingOptions
 from engine.schedule.request import Slice
 from engine.schedule.stream import Answer, Stream, Token
+from serve_app.admission.suspects import Suspects
 from serve_app.errors import Unhealthy
 from serve_app.gateway import channel as gateway
 from serve_app.gateway.models import PooledGenerator
@@ -405,7 +406,7 @@ class Pools(PooledGenerator):
         load.update({"replica": Report(1.0)}, now=0.0)
         self._outcomes, self.attempts = list(outcomes), 0
         self.given, self._asleep = SimpleNamespace(spec=SimpleNamespace(name="it")), "wait"  # type: ignore[assignment]
-        self._timeout_s = inf
+        self._timeout_s, self.suspects = inf, Suspects()
         ref = SimpleNamespace(name="pool", min_replicas=1)
         self.pools = [SimpleNamespace(load=load, ref=ref, generate=self._on_a_replica, connection=None)]  # type: ignore[list-item]
 

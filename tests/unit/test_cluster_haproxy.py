@@ -268,7 +268,7 @@ def test_ray_is_led_here_only_where_the_command_is(
     command.chmod(0o755)
     led = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}
     assert haproxy.environment() == led
-    assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9", "EMBERFORGE_ON_ONE_MACHINE": "1"}
+    assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9", "EMBERFORGE_ON_ONE_MACHINE": "127.0.0.1"}
     assert caplog.messages == [warning]
 
 
@@ -371,10 +371,23 @@ def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
 def test_rays_statistics_of_a_server_on_one_machine_are_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     text = rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "0.0.0.0", "frontend_port": 9})
     assert re.findall("bind (.*)", with_ours(text)) == [":7", "0.0.0.0:9", "*:8"]  # a node: Prometheus reads them
-    monkeypatch.setenv("EMBERFORGE_ON_ONE_MACHINE", "1")
+    monkeypatch.setenv("EMBERFORGE_ON_ONE_MACHINE", "0.0.0.0")
     assert re.findall("bind (.*)", with_ours(text)) == ["127.0.0.1:7", "0.0.0.0:9", "127.0.0.1:8"]
     assert "mode 600 level admin" in with_ours(text)
     assert "mode 666" not in with_ours(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("0.0.0.0", "0.0.0.0:9"), ("127.0.0.1", "127.0.0.1:9"), ("::1", "[::1]:9"), ("::", "[::]:9 v4v6"), ("name", "name:9")],
+)
+def test_haproxy_alone_listens_at_the_host(monkeypatch: pytest.MonkeyPatch, host: str, bound: str) -> None:
+    """Ray's servers, and so Ray's configuration, have 127.0.0.1."""
+    text = rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "127.0.0.1", "frontend_port": 9})
+    monkeypatch.setenv("EMBERFORGE_ON_ONE_MACHINE", host)
+    ours = with_ours(text + "\nfrontend grpc_frontend\n    # a comment\n    bind 127.0.0.1:10 proto h2\n")
+    http, grpc = bound, bound.replace(":9", ":10") + " proto h2"
+    assert re.findall("bind (.*)", ours) == ["127.0.0.1:7", http, "127.0.0.1:8", grpc]
 
 
 def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import grpc
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from serve_app.compute.service import Service
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc import tei_pb2_grpc
 from serve_app.grpc.encode import packed_floats
+from serve_app.grpc.guard import Unread
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
@@ -94,6 +96,7 @@ class Server:
             await server.start()
             try:
                 async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                    self.channel = channel
                     self.info = tei_pb2_grpc.InfoStub(channel)
                     self.embed = tei_pb2_grpc.EmbedStub(channel)
                     self.predict = tei_pb2_grpc.PredictStub(channel)
@@ -490,20 +493,104 @@ def test_a_client_that_leaves_or_is_out_of_time_drops_its_work(make: Make) -> No
 def test_a_stream_that_is_left_while_it_waits_for_a_place_takes_none(make: Make) -> None:
     async def scenario(server: Server) -> None:
         server.model.hold[4] = asyncio.Event()
-        messages = [tei.EmbedRequest(inputs="two words")]
+        messages = [tei.EmbedRequest(inputs="two words")] * 2
         holding = asyncio.ensure_future(collect(server.embed.EmbedStream(iter(messages))))
-        await until(lambda: server.model.running == 1)
+        await until(lambda: server.model.running == 2)
         waiting = server.embed.EmbedStream(iter(messages))
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(waiting.read(), 0.2)
         waiting.cancel()
         await until(lambda: server.metric("emberforge_cancelled_requests_total") == 1)
         server.model.hold[4].set()
-        assert len(await holding) == 1
-        assert len(await collect(server.embed.EmbedStream(iter(messages)))) == 1
-        assert len(server.model.asked) == 2
+        assert len(await holding) == 2
+        assert len(await collect(server.embed.EmbedStream(iter(messages)))) == 2
+        assert len(server.model.asked) == 4
 
-    make(max_concurrent_requests=1).run(scenario)
+    make(max_concurrent_requests=2).run(scenario)
+
+
+class Parsed:
+    """Notes which messages are parsed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, parse = 0, Unread.read
+
+        def read(unread: Unread, limit: int) -> Any:
+            self.count += 1
+            return parse(unread, limit)
+
+        monkeypatch.setattr(Unread, "read", read)
+
+
+def test_a_message_is_parsed_only_for_a_caller_with_a_key(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = Parsed(monkeypatch)
+
+    async def scenario(server: Server) -> None:
+        request, key = tei.EmbedRequest(inputs="a"), [("authorization", "Bearer right")]
+        assert (await refused(server.embed.Embed(request)))[0] == Code.UNAUTHENTICATED
+        assert (await refused(server.embed.EmbedStream(iter([request])).read()))[0] == Code.UNAUTHENTICATED
+        assert parsed.count == 0
+        await server.embed.Embed(request, metadata=key)
+        assert parsed.count == 1
+
+    make(api_key="right").run(scenario)
+
+
+def test_a_message_has_the_limit_of_a_body(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        long = tei.EmbedRequest(inputs="a" * 1000)
+        expected = Code.RESOURCE_EXHAUSTED, "the message has 1003 bytes, the limit is 1000; send less, or set --payload-limit"
+        assert await refused(server.embed.Embed(long)) == expected
+        assert await refused(server.embed.EmbedStream(iter([long])).read()) == expected
+        assert (await server.embed.Embed(tei.EmbedRequest(inputs="a" * 900))).embeddings
+
+    server = make(payload_limit=1000)
+    server.run(scenario)
+    assert server.service.admission._bytes.now == 0
+
+
+def test_a_message_of_other_bytes_is_refused(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        call = server.channel.unary_unary("/tei.v1.Embed/Embed")(b"\xff\xff\xff")
+        assert (await refused(call))[0] == Code.INVALID_ARGUMENT
+
+    make().run(scenario)
+
+
+def test_an_unread_message_can_be_sent_to_another_process() -> None:
+    unread = Unread(tei.EmbedRequest.FromString, tei.EmbedRequest(inputs="a").SerializeToString())
+    there = cloudpickle.loads(cloudpickle.dumps(unread))
+    assert there.read(100) == tei.EmbedRequest(inputs="a")
+
+
+def test_there_are_no_more_open_streams_than_places(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        open_ones = [server.tokenize.TokenizeStream() for _ in range(2)]
+        for stream in open_ones:
+            await stream.write(tei.EncodeRequest(inputs="tea"))
+            await stream.read()
+        assert (await refused(server.tokenize.TokenizeStream().read()))[0] == Code.RESOURCE_EXHAUSTED
+        assert (await server.embed.Embed(tei.EmbedRequest(inputs="tea"))).embeddings
+        for stream in open_ones:
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+        assert len(await collect(server.tokenize.TokenizeStream(iter([tei.EncodeRequest(inputs="tea")])))) == 1
+
+    make(max_concurrent_requests=2).run(scenario)
+
+
+def test_a_call_has_the_time_of_a_request(make: Make) -> None:
+    """Without a deadline of its own it has the server's timeout, also where the engine does not watch the time."""
+    server = make(request_timeout_s=0.2)
+
+    async def scenario(server: Server) -> None:
+        server.model.hold[3] = asyncio.Event()
+        assert (await refused(server.embed.Embed(tei.EmbedRequest(inputs="tea"))))[0] == Code.DEADLINE_EXCEEDED
+        stream = server.embed.EmbedStream(iter([tei.EmbedRequest(inputs="tea")]), metadata=[("x-request-deadline-ms", "50")])
+        expected = Code.DEADLINE_EXCEEDED, "the request was not finished within 0.05 s; send fewer inputs or retry later"
+        assert await refused(stream.read()) == expected
+
+    server.run(scenario)
 
 
 # --- streams

@@ -43,7 +43,7 @@ class Fake:
         if not self.healthy:
             raise Unhealthy("unhealthy")
 
-    def backlog_s(self) -> float:
+    def backlog_s(self, name: str | None = None) -> float:
         return 0.0
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:

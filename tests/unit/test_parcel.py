@@ -15,6 +15,7 @@ from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.qos import DEFAULT_QOS, Qos
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall, pack, unpack
+from serve_app.replica.in_flight import InFlight
 from serve_app.replica.pool import PoolServer
 
 WHOLE = EmbedOptions()
@@ -33,6 +34,7 @@ class Replica(PoolServer):
 
     def __init__(self) -> None:
         self.passes: list[int] = []
+        self._in_flight = InFlight(None, "it")
 
     def __del__(self) -> None:
         """There is no engine to stop."""

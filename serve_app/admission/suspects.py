@@ -1,0 +1,150 @@
+"""Requests that were in flight when a replica died. One of them may have killed it.
+
+A request with one death is a suspect: it runs while no other suspect runs, so that its next death is its own doing and nobody
+else's. A request with two deaths is refused for `REFUSED_S`. A suspect that is answered is no suspect any more
+(docs/decisions/034).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from hashlib import blake2b
+from math import ceil, inf
+from time import time
+from typing import Any, NamedTuple, TypeVar
+
+from engine.options import TokenIds
+from engine.schedule.stream import Stream
+from serve_app.errors import Quarantined
+
+T = TypeVar("T")
+
+# Seconds that a request is refused after its second death, and that a first death is remembered.
+REFUSED_S = 600.0
+_DEATHS_TO_REFUSE = 2
+# The most suspects that are remembered. A full replica has a thousand requests.
+_MOST = 8192
+# A stream that goes on elsewhere has passed the point of its first replica's death after so many tokens.
+_PROOF_TOKENS = 4
+# A suspect that runs for longer than this many seconds lets the next one run, too.
+_ALONE_S = 10.0
+# A suspect's progress is looked at this often, in seconds.
+_LOOK_EVERY_S = 0.02
+
+
+class Death(NamedTuple):
+    """A replica's end, and a request that was in flight there."""
+
+    fingerprint: int
+    replica: str  # Serve's id of the replica, which is never used again
+    at: float  # seconds since the epoch
+
+
+def fingerprint(model: str, sequences: Sequence[TokenIds]) -> int:
+    """A number of 64 bits, over 0, that is the same for the same token ids in every process."""
+    digest = blake2b(b"|".join([model.encode(), *(ids.tobytes() for ids in sequences)]), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def innocence(stream: Stream) -> Callable[[], bool]:
+    """Whether a stream is innocent: it has its answer or, if another replica goes on with it, has passed the point of the death.
+
+    A stream that begins anew may be far from the token at which its first replica died.
+    """
+    proof = len(stream.answer) + _PROOF_TOKENS if stream.answer else inf
+    return lambda: len(stream.answer) >= proof or _has_answer(stream)
+
+
+def _has_answer(stream: Stream) -> bool:
+    future = stream.future
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+class Suspects:
+    """What one process knows of deaths. Called on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time) -> None:
+        self._clock = clock
+        self._deaths: dict[int, dict[str, float]] = {}  # by fingerprint: the replicas that died, and when
+        self._cleared: dict[int, set[str]] = {}  # the deaths that the request has been cleared of
+        self._alone = asyncio.Lock()
+
+    def __len__(self) -> int:
+        return len(self._deaths)
+
+    def __contains__(self, mark: int) -> bool:
+        return mark in self._deaths
+
+    @property
+    def deaths(self) -> list[Death]:
+        """All deaths that still count."""
+        self._forget_old()
+        return [Death(mark, *each) for mark, its in self._deaths.items() for each in its.items()]
+
+    def learn(self, deaths: Iterable[Sequence[Any]]) -> None:
+        """Takes deaths, known ones and new ones. Each is a `Death`, or a list of a death's three fields."""
+        for mark, replica, at in map(Death._make, deaths):
+            if replica not in self._cleared.get(mark, ()):
+                self._deaths.setdefault(mark, {}).setdefault(replica, at)
+        self._forget_old()
+
+    def died(self, mark: int, replica: str) -> Death:
+        """Records a death that has just been seen."""
+        death = Death(mark, replica, self._clock())
+        self.learn([death])
+        return death
+
+    def clear(self, mark: int) -> None:
+        """The request has been answered. Its deaths no longer count, whoever reports them again."""
+        if replicas := self._deaths.pop(mark, None):
+            self._cleared.setdefault(mark, set()).update(replicas)
+            while len(self._cleared) > _MOST:
+                del self._cleared[next(iter(self._cleared))]
+
+    def check(self, mark: int) -> None:
+        """Raises: Quarantined for a request with two deaths."""
+        times = sorted(self._deaths.get(mark, {}).values())
+        if len(times) < _DEATHS_TO_REFUSE:
+            return
+        if (left_s := times[-1] + REFUSED_S - self._clock()) > 0:
+            raise Quarantined(ceil(left_s))
+        del self._deaths[mark]
+
+    async def run(self, mark: int, work: Callable[[], Awaitable[T]], is_proven: Callable[[], bool] | None = None) -> T:
+        """`work()`, of a request with this fingerprint. A suspect waits until no other suspect runs.
+
+        Args:
+            is_proven: whether a stream that still runs, or has ended, is innocent. If None, a result is the proof.
+        Raises: Quarantined.
+        """
+        if mark not in self._deaths:
+            return await work()
+        self.check(mark)
+        async with self._alone:
+            self.check(mark)  # it may have died in another request meanwhile
+            working = asyncio.ensure_future(work())
+            try:
+                await _until(lambda: working.done() or (is_proven is not None and is_proven()), working)
+            except asyncio.CancelledError:
+                working.cancel()
+                raise
+        if is_proven is not None and is_proven():
+            self.clear(mark)
+        result = await working
+        if is_proven is None or is_proven():
+            self.clear(mark)
+        return result
+
+    def _forget_old(self) -> None:
+        oldest = self._clock() - REFUSED_S
+        for mark in [mark for mark, its in self._deaths.items() if max(its.values()) < oldest]:
+            del self._deaths[mark]
+        while len(self._deaths) > _MOST:
+            del self._deaths[next(iter(self._deaths))]
+
+
+async def _until(holds: Callable[[], bool], working: "asyncio.Future[Any]") -> None:
+    """Returns when it holds, which is looked at often, and after `_ALONE_S` at the latest."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _ALONE_S
+    while not holds() and loop.time() < end:
+        await asyncio.wait({working}, timeout=_LOOK_EVERY_S)

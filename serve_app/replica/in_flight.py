@@ -1,0 +1,124 @@
+"""The requests in flight at this replica: written into its journal, and refused or run alone after a death."""
+
+import logging
+from asyncio import CancelledError
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TypeVar
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from engine.errors import DeviceLost
+from serve_app.admission.suspects import Suspects
+from serve_app.replica.journal import Journal, OtherJournals, journal_file
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds between two looks at which journals there are.
+_LOOK_EVERY_S = 1.0
+# A request whose client has left stays in the journal for this time.
+_LAST_PASS_S = 5.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """Requests in the journal. `error` is their end, if it is no result."""
+
+    error: BaseException | None = None
+
+
+class InFlight:
+    """Called on one event loop. Any thread may call what `enter` gives."""
+
+    def __init__(self, folder: Path | None, replica: str) -> None:
+        """
+        Args:
+            folder: of the pool's journals on this node; None writes no file.
+            replica: Serve's id of this replica.
+        """
+        self.suspects = Suspects()
+        self._journal = Journal(journal_file(folder, replica))
+        self._others = OtherJournals(folder, replica)
+        self._left: deque[tuple[float, Sequence[int]]] = deque()  # until when, and the slots of requests whose clients have left
+        self._looked_at = -_LOOK_EVERY_S
+
+    @classmethod
+    def of_this_replica(cls) -> "InFlight":
+        """The journals are in Ray's folder of this session, so those of an earlier server do not count."""
+        try:
+            context = serve.get_replica_context()
+        except RayServeException:  # a test, or a benchmark, without Serve
+            return cls(None, "")
+        from ray._private.worker import global_worker
+
+        assert global_worker.node is not None, "a replica is a worker of Ray"
+        folder = Path(global_worker.node.get_session_dir_path()) / "emberforge" / context.app_name
+        return cls(folder, str(context.replica_id.unique_id))
+
+    def look(self) -> None:
+        """Learns of replicas that have died on this node. A look takes microseconds."""
+        now = monotonic()
+        if now - self._looked_at > _LOOK_EVERY_S:
+            self._looked_at = now
+            self._others.look()
+        while self._left and self._left[0][0] < now:
+            self._journal.leave(self._left.popleft()[1])
+        if deaths := self._others.deaths():
+            log.warning("%d requests were in flight at replicas that died", len(deaths))
+            self.suspects.learn(deaths)
+
+    def knows(self, marks: Sequence[int]) -> bool:
+        """Whether one of the requests is a suspect."""
+        self.look()
+        return bool(self.suspects) and any(mark in self.suspects for mark in marks)
+
+    def enter(self, mark: int) -> Callable[[BaseException | None], None]:
+        """Writes a request down. Returns a callback for its end, which takes the request's error."""
+        slots = self._journal.enter([mark])
+        return lambda error: self._leave(slots, error)
+
+    @contextmanager
+    def written(self, marks: Sequence[int]) -> Iterator["Entry"]:
+        """The requests are in the journal for as long as the context lasts."""
+        slots, entry = self._journal.enter(marks), Entry()
+        try:
+            yield entry
+        except BaseException as error:
+            entry.error = error
+            raise
+        finally:
+            self._leave(slots, entry.error)
+
+    def _leave(self, slots: Sequence[int], error: BaseException | None) -> None:
+        """A lost device ends the replica a little later, and a request whose client has left may still be in a pass."""
+        if isinstance(error, CancelledError):
+            self._left.append((monotonic() + _LAST_PASS_S, slots))
+        elif not isinstance(error, DeviceLost):
+            self._journal.leave(slots)
+
+    async def run(self, mark: int, work: Callable[[], Awaitable[T]], is_proven: Callable[[], bool] | None = None) -> T:
+        """As `Suspects.run`, and the request is in the journal while it runs."""
+        self.look()
+        if mark not in self.suspects:
+            with self.written([mark]):
+                return await work()
+
+        async def written() -> T:
+            with self.written([mark]):
+                return await work()
+
+        result = await self.suspects.run(mark, written, is_proven)
+        if mark not in self.suspects:
+            self._others.erase(mark)
+        return result
+
+    def close(self) -> None:
+        """The replica stops in order."""
+        self._journal.remove()

@@ -1,0 +1,70 @@
+"""A replica's model with its requests in the journal. A request that has killed two replicas is refused."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from engine.loop import Embeddings
+from engine.options import EmbedOptions, TokenIds
+from engine.schedule.stream import Stream
+from serve_app.admission.qos import Qos
+from serve_app.admission.suspects import fingerprint, innocence
+from serve_app.gateway.remote import in_background
+from serve_app.models import GeneratingModel, ServedModel
+from serve_app.replica.in_flight import InFlight
+
+
+class WatchedModel:
+    """A model that gives vectors."""
+
+    def __init__(self, model: ServedModel, in_flight: InFlight) -> None:
+        self.info, self.tokenizer = model.info, model.tokenizer
+        self._model, self._in_flight = model, in_flight
+
+    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+        """As `ServedModel.embed`. Raises: Quarantined."""
+        mark = fingerprint(self.info.served_model_name, sequences)
+        return await self._in_flight.run(mark, lambda: self._model.embed(sequences, options, qos))
+
+
+class WatchedGenerator:
+    """A model that generates text."""
+
+    def __init__(self, model: GeneratingModel, in_flight: InFlight) -> None:
+        self.info, self.tokenizer = model.info, model.tokenizer
+        self.prompts, self.generation = model.prompts, model.generation
+        self.embed, self.new_stream = model.embed, model.new_stream
+        self._model, self._in_flight = model, in_flight
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        """As `GeneratingModel.submit`. A stream that is refused fails with Quarantined."""
+        marks = [fingerprint(self.info.served_model_name, [stream.prompt]) for stream in streams]
+        if self._in_flight.knows(marks):
+            for stream, mark in zip(streams, marks, strict=True):
+                in_background(self._submit_alone(stream, mark))
+            return
+        for stream, mark in zip(streams, marks, strict=True):
+            stream.future.add_done_callback(partial(_leave, self._in_flight.enter(mark)))
+        self._model.submit(streams)
+
+    async def _submit_alone(self, stream: Stream, mark: int) -> None:
+        async def work() -> None:
+            self._model.submit([stream])
+            await asyncio.wait([asyncio.wrap_future(stream.future)])
+            if isinstance(error := _error_of(stream.future), Exception):
+                raise error
+
+        try:
+            await self._in_flight.run(mark, work, innocence(stream))
+        except Exception as error:
+            stream.fail(error)  # does nothing to a stream that has its end
+
+
+def _leave(leave: Callable[[BaseException | None], None], future: "Future[Any]") -> None:
+    leave(_error_of(future))
+
+
+def _error_of(future: "Future[Any]") -> BaseException | None:
+    return asyncio.CancelledError() if future.cancelled() else future.exception()

@@ -1,0 +1,275 @@
+"""Requests that were in flight when replicas died: run alone, refused after two deaths, cleared by an answer."""
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import DeviceLost
+from engine.options import SamplingOptions
+from engine.schedule.stream import Stream, Token
+from serve_app.admission import suspects as module
+from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
+from serve_app.errors import Quarantined
+from serve_app.replica import journal as journals
+from serve_app.replica.in_flight import InFlight
+from serve_app.replica.journal import OtherJournals
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_fingerprint_is_of_the_model_and_the_ids() -> None:
+    ids = [np.array(each, dtype=np.int32) for each in ([1, 2, 3], [4])]
+    marks = [fingerprint("m", ids), fingerprint("n", ids), fingerprint("m", ids[:1]), fingerprint("m", [ids[0][::2]])]
+    assert len(set(marks)) == len(marks)
+    assert all(0 < mark < 1 << 64 for mark in marks)
+    code = "import numpy as np; from serve_app.admission.suspects import fingerprint as f; a = np.int32; "
+    code += "print(f('m', [np.array([1, 2, 3], a), np.array([4], a)]))"
+    assert int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)) == marks[0]
+
+
+def test_two_deaths_are_refused_for_a_while() -> None:
+    clock = Clock()
+    suspects = Suspects(clock)
+    suspects.died(7, "a")
+    suspects.died(7, "a")  # the same death, heard of twice
+    suspects.check(7)
+    clock.now += 10
+    suspects.died(7, "b")
+    clock.now += 100
+    with pytest.raises(Quarantined, match="two replicas of the model died, so it is refused for 500 s"):
+        suspects.check(7)
+    suspects.check(8)
+    clock.now += 501
+    suspects.check(7)
+    assert 7 not in suspects
+
+
+def test_an_answer_clears_a_suspect_for_good() -> None:
+    suspects = Suspects(Clock())
+
+    async def answer() -> str:
+        return "answer"
+
+    suspects.learn([Death(7, "a", 1000.0)])
+    assert asyncio.run(suspects.run(7, answer)) == "answer"
+    assert 7 not in suspects
+    suspects.learn([[7, "a", 1000.0]])  # another replica still reports it
+    assert 7 not in suspects
+    suspects.learn([Death(7, "b", 1000.0)])
+    assert suspects.deaths == [Death(7, "b", 1000.0)]
+
+
+def test_suspects_run_one_at_a_time_and_others_beside_them() -> None:
+    suspects, running, most = Suspects(), set[int](), list[set[int]]()
+    suspects.learn(Death(mark, "a", module.time()) for mark in (1, 2, 3))
+
+    async def scenario() -> None:
+        async def work(mark: int) -> None:
+            running.add(mark)
+            await asyncio.sleep(0.02)
+            most.append(set(running))
+            running.remove(mark)
+
+        await asyncio.gather(*(suspects.run(mark, lambda mark=mark: work(mark)) for mark in (1, 2, 3, 8, 9)))
+
+    asyncio.run(scenario())
+    assert all(len(each & {1, 2, 3}) <= 1 for each in most)
+    assert any(len(each) == 3 for each in most)
+
+
+def test_a_suspect_that_fails_again_is_refused_while_it_waits_in_line() -> None:
+    suspects, asked = Suspects(), 0
+    suspects.died(1, "a")
+
+    async def scenario() -> list[Any]:
+        async def kill() -> None:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0)
+            suspects.died(1, "b")
+            raise RuntimeError("gone")
+
+        return await asyncio.gather(*(suspects.run(1, kill) for _ in range(3)), return_exceptions=True)
+
+    first, *others = asyncio.run(scenario())
+    assert (asked, type(first), [type(each) for each in others]) == (1, RuntimeError, [Quarantined, Quarantined])
+
+
+def test_a_suspect_whose_caller_leaves_stays_one() -> None:
+    suspects = Suspects()
+    suspects.died(1, "a")
+
+    async def scenario() -> bool:
+        began, cancelled = asyncio.Event(), False
+
+        async def work() -> None:
+            nonlocal cancelled
+            began.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled = True
+                raise
+
+        task = asyncio.create_task(suspects.run(1, work))
+        await began.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        return cancelled and task.cancelled()
+
+    assert asyncio.run(scenario())
+    assert 1 in suspects
+
+
+def test_a_long_suspect_lets_the_next_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ALONE_S", 0.01)
+    suspects = Suspects()
+    suspects.died(1, "a")
+    suspects.died(2, "a")
+
+    async def scenario() -> None:
+        end = asyncio.Event()
+
+        async def set_end() -> None:
+            end.set()
+
+        async with asyncio.timeout(5):
+            await asyncio.gather(suspects.run(1, end.wait), suspects.run(2, set_end))
+
+    asyncio.run(scenario())
+
+
+def stream() -> Stream:
+    return Stream.begin([1], SamplingOptions(max_tokens=50), 100, 100)
+
+
+def test_a_stream_proves_itself_by_its_answer_or_by_getting_on() -> None:
+    fresh, continued = stream(), stream()
+    continued.answer += [Token(1)] * 3
+    proofs = innocence(fresh), innocence(continued)
+    for each in (fresh, continued):
+        each.answer += [Token(1)] * 4
+    assert [each() for each in proofs] == [False, True]
+    fresh.future.set_result("the answer")  # type: ignore[arg-type]
+    assert proofs[0]()
+    left = stream()
+    left.future.cancel()
+    assert not innocence(left)()
+
+
+def test_the_refusal_travels_from_a_replica_to_a_gateway() -> None:
+    error = pickle.loads(pickle.dumps(Quarantined(9)))
+    assert (str(error), error.status) == (str(Quarantined(9)), 422)
+
+
+DIE = """
+import os, signal, sys, time
+from pathlib import Path
+from serve_app.replica.in_flight import InFlight
+it = InFlight(Path(sys.argv[1]), "dead")
+it.enter(5)(None)
+it.enter(6)
+it.enter(7)
+it.enter(7)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def dying(tmp_path: Path) -> Any:
+    process = subprocess.Popen([sys.executable, "-c", DIE, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield process
+    process.stdout.close()
+    process.kill()
+    process.wait()
+
+
+def test_a_journal_tells_what_was_in_flight_at_a_death(tmp_path: Path, dying: "subprocess.Popen[bytes]") -> None:
+    own = InFlight(tmp_path, "own")
+    own.look()
+    assert not own.suspects.deaths
+    os.kill(dying.pid, signal.SIGKILL)
+    dying.wait()
+    assert own.knows([6])  # no new look at the folder is needed
+    assert [death[:2] for death in own.suspects.deaths] == [(6, "dead"), (7, "dead")]
+    later = InFlight(tmp_path, "later")
+    later.look()
+    assert [death[:2] for death in later.suspects.deaths] == [(6, "dead"), (7, "dead")]
+
+    async def answer() -> None: ...
+
+    asyncio.run(later.run(6, answer))
+    last = InFlight(tmp_path, "last")
+    last.look()
+    assert [death[:2] for death in last.suspects.deaths] == [(7, "dead")]  # 6 has been answered
+
+
+def test_a_replica_that_stops_in_order_leaves_no_journal(tmp_path: Path) -> None:
+    stopped = InFlight(tmp_path, "stopped")
+    stopped.enter(6)
+    stopped.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_journals_are_removed(tmp_path: Path, dying: "subprocess.Popen[bytes]") -> None:
+    os.kill(dying.pid, signal.SIGKILL)
+    dying.wait()
+    others = OtherJournals(tmp_path, "own")
+    others.look()
+    assert len(others.deaths()) == 2
+    others.look()
+    assert (tmp_path / "dead.journal").exists()
+    os.utime(tmp_path / "dead.journal", (1, 1))
+    others.look()
+    assert not (tmp_path / "dead.journal").exists()
+
+
+def marks_of(in_flight: InFlight) -> list[int]:
+    return sorted({each for each in in_flight._journal._slots if each})
+
+
+def test_a_lost_device_and_a_client_that_leaves_stay_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_flight = InFlight(None, "own")
+
+    def fail(error: BaseException) -> Callable[[], Any]:
+        async def work() -> None:
+            raise error
+
+        return work
+
+    for mark, error in ((1, DeviceLost("gone")), (2, asyncio.CancelledError()), (3, ValueError("bad"))):
+        with pytest.raises(type(error)):
+            asyncio.run(in_flight.run(mark, fail(error)))
+    assert marks_of(in_flight) == [1, 2]
+    monkeypatch.setattr("serve_app.replica.in_flight.monotonic", lambda: 1e12)
+    in_flight.look()
+    assert marks_of(in_flight) == [1]
+
+
+def test_a_full_journal_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "_SLOTS", 2)
+    journal = journals.Journal(None)
+    slots = journal.enter([1, 2, 3])
+    assert len(slots) == 2
+    journal.leave(slots)
+    assert len(journal.enter([4])) == 1
