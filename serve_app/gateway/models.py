@@ -185,7 +185,10 @@ class PooledGenerator(PooledModel):
             in_background(self._generate(stream))
 
     async def _generate(self, stream: Stream) -> None:
-        """Computes a stream on one replica, and on a second one if the first is lost before the first token."""
+        """Computes a stream on one replica. If the replica is lost, a second one goes on after the tokens that came.
+
+        A stream may be what ends a replica, so there is no third one.
+        """
         name, num_tokens = self.given.spec.name, len(stream.prompt) + stream.options.max_tokens
         try:
             for attempt in (1, 2):
@@ -194,9 +197,12 @@ class PooledGenerator(PooledModel):
                 try:
                     return await pool.generate(stream, ticket)
                 except LOST as error:
-                    log.warning("%s: attempt %d on pool %s failed: %r", name, attempt, pool.ref.name, error)
-                if stream.answer:
-                    raise Unhealthy(f"model {name}: the replica was lost after {len(stream.answer)} tokens; send it again")
+                    after = f"{pool.ref.name} after {len(stream.answer)} tokens"
+                    log.warning("%s: attempt %d on pool %s failed: %r", name, attempt, after, error)
+            if stream.answer:
+                raise Unhealthy(
+                    f"model {name}: two replicas were lost, the last after {len(stream.answer)} tokens; send it again"
+                )
             raise Unhealthy(f"model {name}: two replicas in a row could not be reached; try again")
         except EmberError as error:
             stream.fail(error)

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from ray import serve
 
@@ -189,3 +190,24 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
 def test_a_model_of_vectors_does_not_chat(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=f"`{EMBEDDED_MODEL}` does not generate text"):
         chat(sdk, model=EMBEDDED_MODEL)
+
+
+def test_a_stream_goes_on_when_its_replica_dies(sdk: openai.OpenAI) -> None:
+    """Killed in the middle, the replica is the model's only one, so Serve starts another. Greedy text is the same."""
+    asked: dict[str, Any] = {"max_tokens": 60, "frequency_penalty": 0.3, "extra_body": {"ignore_eos": True}}
+    whole = complete(sdk, **asked)
+    chunks: list[Any] = []
+    for chunk in complete(sdk, stream=True, stream_options={"include_usage": True}, **asked):
+        chunks.append(chunk)
+        if len(chunks) == 10:
+            replica_of(EMBEDDED_GENERATOR).kill()
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-2:] == [None, "length"]
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (whole.usage.prompt_tokens, 60)
+
+
+def replica_of(pool: str) -> psutil.Process:
+    """The process of the pool's only replica."""
+    title = f"ray::ServeReplica:{pool}:Engine"
+    (replica,) = (each for each in psutil.process_iter(["cmdline"]) if " ".join(each.info["cmdline"] or ()).startswith(title))
+    return replica
