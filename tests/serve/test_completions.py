@@ -178,6 +178,8 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
     embedder, generator = sdk.models.list()
     assert (embedder.id, generator.id, generator.max_model_len) == (EMBEDDED_MODEL, EMBEDDED_GENERATOR, 8192)
     assert http.get("info").json()["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert http.get("info", params={"model": EMBEDDED_GENERATOR}).json()["model_type"] == {"generation": {}}
+    assert http.get("info", params={"model": "nope"}).status_code == 404
     assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
     assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model that can, where a request names none
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
