@@ -29,7 +29,8 @@ class StreamingEngine:
 
         folder = resolve_model(EMBEDDED_GENERATOR)
         self.config = load_model_config(folder)
-        self.tokenizer, self.prompts = Tokenizer.load(folder, self.config), Prompts.load(folder)
+        self.tokenizer = Tokenizer.load(folder, self.config)
+        self.prompts = Prompts.of(folder, self.tokenizer.shared)
         self.pages = Pages(8192, PAGE_SIZE)
         self.max_batch_tokens, self.dtype_name, self.device, self.dtype = 8192, "float32", torch.device("cpu"), torch.float32
         self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None

@@ -119,6 +119,17 @@ class Stream(Waiting):
         options = replace(options, max_tokens=min(options.max_tokens, room))
         return cls(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
 
+    def go_on_after(self, token_ids: Sequence[int]) -> None:
+        """Take these tokens for the beginning of the answer. Another engine has computed them from the same prompt and options.
+
+        The stream then stands where preemption would leave it: the next pass computes prompt and answer, and chooses the next
+        token. Seed, penalties, grammar, `min_tokens` and `max_tokens` count these tokens as generated. Tokens that complete the
+        answer end the stream, and tokens that the grammar does not allow fail it. Call this before anything else.
+        """
+        self.num_chosen = len(token_ids)
+        for token_id in token_ids:
+            self.accept(Token(token_id))
+
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the answer."""
@@ -272,8 +283,8 @@ class Stream(Waiting):
             self._end("length")
 
     def _end(self, reason: FinishReason, token: Token | None = None) -> None:
-        assert self.first_scheduled_at is not None, "a stream that has a token was scheduled"
-        queue_s = self.first_scheduled_at - self.submitted_at
+        begun_at = self.first_scheduled_at
+        queue_s = 0.0 if begun_at is None else begun_at - self.submitted_at  # None: `go_on_after` completed the answer
         counts = len(self.prompt), self.num_cached_tokens
         result = Answer(tuple(self.answer), reason, *counts, queue_s, token, self.prompt_tokens)
         with suppress(InvalidStateError):  # the caller has left

@@ -4,11 +4,13 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
-from engine.text.grammar import bounded, of_lark
+from engine.text.grammar import bounded, of_lark, with_named
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # The parts of a schema that a `$ref` in one of its properties may point to.
 _DEFINITIONS = ("$defs", "definitions")
+# The name of the grammar of an answer without calls.
+_INSTEAD = "instead"
 STRING = frozenset({"string"})
 # What is before the calls: nothing; reasoning, if the model opens it; or the rest of a reasoning that the prompt has opened.
 Reasoned = Literal["none", "may", "open"]
@@ -21,6 +23,7 @@ def of_calls(
     tokens: Collection[str],
     several: bool,
     reasoning: Reasoned,
+    instead: str | None = None,
 ) -> str:
     """The grammar of a call of one of the functions, or of one or more such calls.
 
@@ -29,6 +32,7 @@ def of_calls(
         form: as `ChatFormat.calls`.
         tokens: the tags that are tokens of their own. llguidance does not take such a token for the text of its name.
         reasoning: what is before the calls.
+        instead: the grammar of an answer that has no call. None: the answer has one.
     """
 
     def tag(name: str) -> str:
@@ -36,8 +40,9 @@ def of_calls(
 
     end_of_reasoning = ("text </think>" if "</think>" in tokens else "reasoning_end") + ' "\\n\\n"?'
     before = {"none": "", "may": f"({tag('<think>')} {end_of_reasoning})? ", "open": f"{end_of_reasoning} "}[reasoning]
+    calls = "call" + (' ("\\n" call)*' if several else "")
     rules = [
-        f"start: {before}call" + (' ("\\n" call)*' if several else ""),
+        f"start: {before}" + (calls if instead is None else f"(@{_INSTEAD} | {calls})"),
         "call: " + " | ".join(f"call{i}" for i in range(len(schemas))),
         "text: /(?s:.*)/",
         r"reasoning_end[lazy]: /(?s:.*)<\/think>/",
@@ -46,7 +51,8 @@ def of_calls(
     for i, (name, schema) in enumerate(schemas.items()):
         inner = _json_call(name, schema) if form == "json" else " ".join(_xml_call(name, schema))
         rules.append(f"call{i}: {tag('<tool_call>')} {inner} {tag('</tool_call>')}")
-    return of_lark("\n".join(rules))
+    grammar = of_lark("\n".join(rules))
+    return grammar if instead is None else with_named(grammar, _INSTEAD, instead)
 
 
 def types_of(schema: Any) -> frozenset[str]:

@@ -61,6 +61,12 @@ def of_lark(text: str) -> str:
     return _alone({"lark_grammar": text})
 
 
+def with_named(grammar: str, name: str, other: str) -> str:
+    """The grammar, whose Lark text may call the other one by `@name`."""
+    (used,) = json.loads(other)["grammars"]
+    return json.dumps({"grammars": [*json.loads(grammar)["grammars"], {**used, "name": name}]})
+
+
 def bounded(schema: Schema) -> Schema:
     """The schema with a limit on whitespace. llguidance takes its options from `x-guidance`; those of a caller stay."""
     if schema is False or (schema is not True and "x-guidance" in schema):

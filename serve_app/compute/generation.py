@@ -44,7 +44,7 @@ class Wanted:
     grammar_after: Callable[[TokenIds], str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make one would take three times as long
 class Delta:
     """What one token adds to an answer. The last delta of an answer has the reason of its end, and may have no token."""
 
@@ -90,6 +90,7 @@ class Generation:
         self._events: list[_Event] = []
         self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
         self._answers: list[_Answer] = []
+        self._num_open = 0  # answers that have not ended
 
     @property
     def usage(self) -> Usage:
@@ -123,22 +124,25 @@ class Generation:
         """
         service, wanted, qos = self._service, self._wanted, self._qos
         start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
-        timer = self._loop.call_later(timeout_s, self._put, (0, TimeoutError()))
+        timer = self._loop.call_later(timeout_s, self._put, 0, TimeoutError())
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
                 self._answers = await service.off_loop(work, self._prepare, start)
                 service.metrics.tokenize_seconds.observe(perf_counter() - start)
                 self._model.submit([answer.stream for answer in self._answers])
-                num_open, is_first = len(self._answers), True
-                while num_open:
-                    deltas, error = self._take(await self._next_events())
+                self._num_open, is_first = len(self._answers), True
+                while self._num_open:
+                    if not self._events:
+                        self._has_events = self._loop.create_future()
+                        await self._has_events
+                    events, self._events = self._events, []
+                    deltas, error = self._take(events)
                     if deltas and is_first:
                         is_first = False
                         service.metrics.first_token_seconds.observe(perf_counter() - start)
                         if qos.deadline_s is None:
                             timer.cancel()
-                    num_open -= sum(delta.finish_reason is not None for delta in deltas)
                     if deltas:
                         yield deltas
                     if error is not None:
@@ -166,7 +170,7 @@ class Generation:
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
                 stream.priority, stream.deadline = self._qos.priority, deadline
                 stream.limit = start + self._service.settings.request_timeout_s
-                stream.on_token = partial(self._got, len(answers))
+                stream.on_token = partial(self._delivery.add, partial(self._put, len(answers)))
                 stream.on_pass = self._delivery.wake
                 stream.future.add_done_callback(partial(self._ended, len(answers)))
                 writer = self._model.prompts.detokenizer(
@@ -193,57 +197,44 @@ class Generation:
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
 
-    def _got(self, index: int, token: Token) -> None:
-        """Keep a token until its pass has been delivered. The engine's threads call this."""
-        self._delivery.add(self._put, (index, token))
-
     def _ended(self, index: int, future: Future[Answer]) -> None:
         """A stream has its end, in whatever thread that is."""
-        self._delivery.add(self._put, (index, future))
+        self._delivery.add(partial(self._put, index), future)
         self._delivery.wake()
 
-    def _put(self, event: _Event) -> None:
-        self._events.append(event)
+    def _put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
+        self._events.append((index, event))
         if self._has_events is not None and not self._has_events.done():
             self._has_events.set_result(None)
 
-    async def _next_events(self) -> list[_Event]:
-        """All events that are there, once there is one."""
-        if not self._events:
-            self._has_events = self._loop.create_future()
-            await self._has_events
-        events, self._events = self._events, []
-        return events
-
     def _take(self, events: Sequence[_Event]) -> tuple[list[Delta], Exception | None]:
-        """The deltas of these events, up to an error that ends the request."""
+        """The deltas of these events, up to an error that ends the request. Events after an answer's end add nothing."""
         deltas: list[Delta] = []
-        for event in events:
-            try:
-                delta = self._delta(*event)
-            except Exception as error:
-                return deltas, error
-            if delta is not None:
-                deltas.append(delta)
+        for index, event in events:
+            if isinstance(event, TimeoutError):
+                return deltas, event
+            answer = self._answers[index]
+            if answer.has_ended:
+                continue
+            if isinstance(event, Token):
+                answer.num_tokens += 1
+                text = answer.writer.push(event.id)
+                if answer.writer.stopped is None:
+                    deltas.append(Delta(index, text, event))
+                    continue
+                answer.stream.future.cancel()
+                deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
+            else:
+                try:
+                    deltas.append(_last_delta(index, answer.writer, event.result()))
+                except Exception as error:
+                    return deltas, error
+            answer.has_ended = True
+            self._num_open -= 1
         return deltas, None
 
-    def _delta(self, index: int, event: Token | Future[Answer] | TimeoutError) -> Delta | None:
-        """What an event adds; None for events after an answer's end. Raises: the error that ended a stream."""
-        if isinstance(event, TimeoutError):
-            raise event
-        answer = self._answers[index]
-        if answer.has_ended:
-            return None
-        if isinstance(event, Token):
-            answer.num_tokens += 1
-            text = answer.writer.push(event.id)
-            if answer.writer.stopped is None:
-                return Delta(index, text, event)
-            answer.has_ended = True
-            answer.stream.future.cancel()
-            return Delta(index, text, event, "stop", answer.writer.stopped)
-        answer.has_ended = True
-        result = event.result()
-        text = answer.writer.finish()  # may complete a stop string
-        stopped = answer.writer.stopped
-        return Delta(index, text, None, result.finish_reason if stopped is None else "stop", stopped, result.end)
+
+def _last_delta(index: int, writer: Detokenizer, result: Answer) -> Delta:
+    text = writer.finish()  # may complete a stop string
+    stopped = writer.stopped
+    return Delta(index, text, None, result.finish_reason if stopped is None else "stop", stopped, result.end)

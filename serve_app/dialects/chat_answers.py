@@ -15,13 +15,14 @@ class _Reader:
     """Parses one answer.
 
     Attributes:
+        is_all_content: the text of the answer is content, whatever it is.
         num_calls: tool calls that are not broken.
         first_call: the index of the first of these.
         reasoning_tokens: tokens of the reasoning, tags included.
     """
 
     def __init__(self, parser: ChatParser) -> None:
-        self._parser = parser
+        self._parser, self.is_all_content = parser, not parser.reads_tags
         self.num_calls = self.reasoning_tokens = 0
         self.first_call: int | None = None
 
@@ -115,6 +116,8 @@ class ChatAnswers(Answers):
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def _delta_chunks(self, delta: Delta) -> list[bytes]:
+        if self._is_plain and delta.finish_reason is None and self._reader(delta.index).is_all_content:
+            return [self._text_chunk(delta.index, delta.text)] if delta.text else []
         events = self._events(delta)
         if self._is_plain and len(events) == 1 and isinstance(events[0], Content) and delta.finish_reason is None:
             return [self._text_chunk(delta.index, events[0].text)]
@@ -129,10 +132,7 @@ class ChatAnswers(Answers):
 
     def _events(self, delta: Delta) -> list[Event]:
         """What a delta adds, without what the request does not want told."""
-        reader = self._readers.get(delta.index)
-        if reader is None:
-            parser = self._body.parser(self._prompts, self._generation.prompts[0])
-            reader = self._readers[delta.index] = _Reader(parser)
+        reader = self._reader(delta.index)
         events = reader.read(delta)
         if not self._tells_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
@@ -140,6 +140,13 @@ class ChatAnswers(Answers):
             calls = (CallBegun, CallArguments)
             events = [event for event in events if not isinstance(event, calls) or event.index == reader.first_call]
         return events
+
+    def _reader(self, index: int) -> _Reader:
+        reader = self._readers.get(index)
+        if reader is None:
+            parser = self._body.parser(self._prompts, self._generation.prompts[0])
+            reader = self._readers[index] = _Reader(parser)
+        return reader
 
     @property
     def _tells_reasoning(self) -> bool:

@@ -76,6 +76,11 @@ class ChatParser:
         self._index: int | None = None  # of the open call, once it has a name
         self._awaits_closer = False
 
+    @property
+    def reads_tags(self) -> bool:
+        """Whether the text may have anything but content."""
+        return bool(self._tags)
+
     def push(self, text: str) -> list[Event]:
         """Returns what the text adds. A part of a tag is held back until it is clear."""
         if not self._tags:

@@ -338,11 +338,12 @@ class ChatRequest(GenerationBody):
         num_chars = len(str(self.messages)) + len(str(self.chat_template_kwargs)) + len(str(self.callable))
         shown = ((THINK, END_THINK) if chat_format.thinks else ()) + ((OPENER, CLOSER) if self.callable else ())
         wanted = self._wanted(model, 1, num_chars, self._encode, shown)
-        if self.tool_choice in (None, "none", "auto"):
+        form, may_answer = wanted.sampling.grammar, self.tool_choice in (None, "none", "auto")
+        if not self.callable or (may_answer and form is None):
             return wanted
-        if wanted.sampling.grammar is not None:
+        if not may_answer and form is not None:
             raise BadRequest("`tool_choice` and the form of the answer exclude each other; leave one out", "tool_choice")
-        return replace(wanted, grammar_after=partial(self._call_grammar, model.prompts))
+        return replace(wanted, grammar_after=partial(self._call_grammar, model.prompts, form))
 
     def parser(self, prompts: Prompts, prompt: TokenIds) -> ChatParser:
         """The parser of an answer to a prompt."""
@@ -363,16 +364,17 @@ class ChatRequest(GenerationBody):
         end = prompts.decode(prompt[-_TAG_TOKENS:]).rstrip()
         return "open" if end.endswith(THINK) else "none" if end.endswith(END_THINK) else "may"
 
-    def _call_grammar(self, prompts: Prompts, prompt: TokenIds) -> str:
-        """The grammar of the calls that `tool_choice` asks for."""
+    def _call_grammar(self, prompts: Prompts, form: str | None, prompt: TokenIds) -> str:
+        """The grammar of the calls that `tool_choice` asks for, or of calls that the answer may have instead of a form."""
         schemas, choice = schemas_of(self.callable or ()), self.tool_choice
         tags = (THINK, END_THINK, OPENER, CLOSER)
         return of_calls(
             {choice.name: schemas[choice.name]} if isinstance(choice, NamedTool) else schemas,
             prompts.chat_format.calls or "json",
             tokens={tag for tag in tags if prompts.tokenizer.token_to_id(tag) is not None},
-            several=choice == "required" and self.parallel_tool_calls is not False,
+            several=not isinstance(choice, NamedTool) and self.parallel_tool_calls is not False,
             reasoning=self._reasoning_after(prompts, prompt),
+            instead=form,
         )
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:

@@ -11,6 +11,7 @@ import orjson
 
 from engine.errors import InvalidInput
 from engine.text import grammar
+from serve_app.dialects.schemas import refuse_no_schema
 from serve_app.errors import BadRequest
 
 _FORMATS = "`text`, `json_object` or `json_schema`"
@@ -72,8 +73,7 @@ def _json(field: str, value: Any) -> str:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise BadRequest(f"`{field}` is not JSON: {error}", _top(field)) from None
-    if not isinstance(value, dict | bool):
-        raise BadRequest(f"`{field}`: expected a JSON schema, which is an object", _top(field))
+    refuse_no_schema(field, value)
     return grammar.of_schema(value)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from serve_app.dialects.schemas import NoSchema, check_schema
 from serve_app.errors import BadRequest
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -53,11 +54,10 @@ def _check_parameters(where: str, parameters: Any) -> None:
         return
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise ValueError(f'{where}: `parameters` must be a JSON schema with `type`: "object"')
-    properties, required = parameters.get("properties", {}), parameters.get("required", [])
-    if not isinstance(properties, dict) or not all(isinstance(each, dict | bool) for each in properties.values()):
-        raise ValueError(f"{where}: `properties` of `parameters` must be an object of JSON schemas")
-    if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
-        raise ValueError(f"{where}: `required` of `parameters` must be a list of names")
+    try:
+        check_schema("parameters", parameters)
+    except NoSchema as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _parse_choice(value: Any) -> str | NamedTool:

@@ -17,6 +17,8 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 from engine.errors import EmberError
 from engine.schedule.stream import Answer, Stream, Token
 from serve_app.gateway.remote import LOST, Lost, in_background
@@ -61,7 +63,7 @@ class Channel:
         self._reading = in_background(self._read())
 
     async def compute(self, stream: Stream) -> None:
-        """Begin the stream on the replica. Returns when the stream has its end, or its caller has left.
+        """Begin the stream on the replica, or go on after the tokens that it has. Returns when it has its end, or nobody waits.
 
         Raises: one of LOST. `stream.answer` then has all tokens that came before.
         """
@@ -69,7 +71,10 @@ class Channel:
         self._streams[number] = stream, over
         options = replace(stream.options, seed=stream.seed)
         left_s = inf if stream.deadline == inf else stream.deadline - perf_counter()
-        self._begun.append(NewStream(number, stream.prompt, options, stream.priority, left_s))
+        answered = np.array([token.id for token in stream.answer], dtype=np.int32)
+        if len(answered):
+            options = replace(options, prompt_logprobs=None)  # the scores of the prompt came with the first token
+        self._begun.append(NewStream(number, stream.prompt, options, stream.priority, left_s, answered))
         self._send_soon()
         stream.future.add_done_callback(lambda future: self._leave_if_cancelled(number, future))
         await over
@@ -181,8 +186,7 @@ class Channel:
         if isinstance(end, EmberError):
             return stream.fail(end)
         assert not isinstance(end, Exception), "a replica sends errors of ours"
-        counts = len(stream.prompt), end.num_cached_tokens
+        counts = len(stream.prompt), stream.num_cached_tokens
         answer = Answer(tuple(stream.answer), end.finish_reason, *counts, end.queue_s, end.end, stream.prompt_tokens)
-        stream.num_cached_tokens = end.num_cached_tokens
         with suppress(InvalidStateError):  # the caller has left
             stream.future.set_result(answer)

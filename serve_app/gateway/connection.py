@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 _WAKE_EVERY_S = 10.0
 # A stream looks this often for the first replica of its pool.
 _REPLICA_EVERY_S = 0.05
+# A half-sent stream waits for a replica for so long. A stream without a token waits until the server's timeout.
+_MOST_RESTART_S = 60.0
+# A replica that lost a stream and reports for so long after it is there. An earlier report may be older than the loss.
+_BACK_AFTER_S = 4.0
 # While a call waits, the gateway checks this often that the replica is still there.
 _LOOK_EVERY_S = 0.5
 # A replica hears of another one's death within this time, or not.
@@ -45,6 +49,7 @@ class PoolConnection:
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
         self._channels: dict[str, Channel] = {}  # by replica
+        self._lost_at: dict[str, float] = {}  # when a replica last lost a stream
 
     async def connect(self) -> None:
         """Gets the pool's handle if the pool is deployed. From then on `load` follows the replicas."""
@@ -126,23 +131,43 @@ class PoolConnection:
             await self.connect()
         if self._handle is None:
             raise Lost(f"pool {self.ref.name} is not deployed")
-        while not (ranked := self.load.ranked(ticket, monotonic())):
-            if self.load.replicas:
-                raise Lost(f"pool {self.ref.name} has no replica with memory for {ticket.longest} tokens")
-            if stream.future.done():
-                return
-            self.wake()
-            await asyncio.sleep(_REPLICA_EVERY_S)
-        replica = ranked[0]
+        replica = await self._replica_for(stream, ticket)
+        if replica is None:
+            return
         self.load.routed(replica, ticket)
         if replica not in self._channels:
             self._channels[replica] = self._open_channel(self._handle, replica)
         try:
             await self._channels[replica].compute(stream)
         except LOST as error:
+            self._lost_at[replica] = monotonic()
             if has_died(error) or has_died(error.__cause__):
                 raise ReplicaDied(replica, error.__cause__ or error) from None
             raise
+
+    async def _replica_for(self, stream: Stream, ticket: Ticket) -> str | None:
+        """The replica that should finish the stream first, once there is one. None if the caller has left meanwhile.
+
+        A replica that has just lost a stream is not chosen. Serve lists a dead replica for seconds.
+        """
+        since = monotonic()
+        while True:
+            ranked = self.load.ranked(ticket, monotonic())
+            if self.load.replicas and not ranked:
+                raise Lost(f"pool {self.ref.name} has no replica with memory for {ticket.longest} tokens")
+            if able := [replica for replica in ranked if self._is_back(replica)]:
+                return able[0]
+            if stream.future.done():
+                return None
+            if stream.answer and monotonic() > since + _MOST_RESTART_S:
+                raise Lost(f"pool {self.ref.name} had no replica for {_MOST_RESTART_S:g} s")
+            self.wake()
+            await asyncio.sleep(_REPLICA_EVERY_S)
+
+    def _is_back(self, replica: str) -> bool:
+        """Whether the replica has lost no stream, or has reported long after the loss."""
+        lost_at = self._lost_at.get(replica)
+        return lost_at is None or self.load.replicas[replica].heard_at > lost_at + _BACK_AFTER_S
 
     def _open_channel(self, handle: DeploymentHandle[Any], replica: str) -> Channel:
         """A channel to one replica: its calls carry tickets that name the replica."""

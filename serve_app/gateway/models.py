@@ -220,7 +220,10 @@ class PooledGenerator(PooledModel):
             in_background(self._generate(stream))
 
     async def _generate(self, stream: Stream) -> None:
-        """Computes a stream on one replica, and on a second one if the first is lost before the first token."""
+        """Computes a stream on one replica. If the replica is lost, a second one goes on after the tokens that came.
+
+        A stream may be what ends a replica, so there is no third one.
+        """
         name, num_tokens = self.given.spec.name, len(stream.prompt) + stream.options.max_tokens
         mark = fingerprint(name, [stream.prompt])
 
@@ -233,11 +236,13 @@ class PooledGenerator(PooledModel):
             for number in (1, 2):
                 try:
                     return await self.suspects.run(mark, attempt, innocence(stream))
-                except LOST as error:
-                    self.lost(mark, number, error)
-                if stream.answer:
-                    raise Unhealthy(f"model {name}: the replica was lost after {len(stream.answer)} tokens; send it again")
-            raise self.given_up(mark)
+                except LOST as lost:
+                    self.lost(mark, number, lost)
+            error = self.given_up(mark)
+            if stream.answer and not isinstance(error, Quarantined):
+                after = f"{len(stream.answer)} tokens"
+                raise Unhealthy(f"model {name}: two replicas were lost, the last after {after}; send it again")
+            raise error
         except EmberError as error:
             stream.fail(error)
         except Exception as error:

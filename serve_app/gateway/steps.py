@@ -15,20 +15,20 @@ from engine.schedule.stream import FinishReason, Token
 
 
 class NewStream(NamedTuple):
-    """A stream to begin. `number` tells the streams of one channel apart."""
+    """A stream to begin, or to go on with. `number` tells the streams of one channel apart."""
 
     number: int
     prompt: TokenIds
     options: SamplingOptions  # with a seed, so that another replica would give the same answer
     priority: Priority
     deadline_s: float  # seconds that are left for the whole answer; inf for no deadline
+    answered: NDArray[np.int32]  # [n] the tokens of the answer that another replica has computed
 
 
 class End(NamedTuple):
     """The end of an answer: fields of `engine.schedule.stream.Answer`."""
 
     finish_reason: FinishReason
-    num_cached_tokens: int
     queue_s: float
     end: Token | None
 
@@ -43,8 +43,8 @@ class Steps:
     numbers: NDArray[np.int32]  # [T] the stream of each token
     token_ids: NDArray[np.int32]  # [T]
     logprobs: dict[int, Token]  # the whole token by its place among the tokens, where the request asks for more than its id
-    cached: dict[int, int]  # cached tokens of the prompt, by stream: with its first token
-    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream: with its first token or its end
+    cached: dict[int, int]  # cached tokens of the prompt, by stream: with the first token of an answer, or its end
+    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream: as `cached`
     ends: dict[int, Ended]  # by stream
 
 

@@ -23,9 +23,9 @@ async def health(service: Service, _request: Request) -> Response:
     return Response()
 
 
-async def info(service: Service, _request: Request) -> Response:
-    """TEI's `/info`, with our fields beside."""
-    model, settings = service.backend.get(None).info, service.settings
+async def info(service: Service, request: Request) -> Response:
+    """TEI's `/info`, with our fields beside. The parameter `model` names one of several models; without it, it is the first."""
+    model, settings = service.backend.get(request.query_params.get("model")).info, service.settings
     model_id, revision = split_revision(model.model_id)
     content = {
         "model_id": model_id,

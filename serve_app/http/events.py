@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -34,9 +34,10 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, service: Service, form: Form, first: list[bytes], rest: AsyncGenerator[list[bytes]]) -> None:
-        super().__init__(self._events(first), headers=_HEADERS)
-        self._service, self._form, self._rest = service, form, rest
+        super().__init__((), headers=_HEADERS)
+        self._service, self._form, self._first, self._rest = service, form, first, rest
         self._was_sent = self._was_unread = False
+        self._sending: asyncio.Task[None] | None = None
 
     @classmethod
     async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]]) -> "EventStream":
@@ -51,6 +52,8 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            if self._sending is not None:
+                await asyncio.wait({self._sending})
             await self._rest.aclose()  # ends the work for a client that has left
             if self._was_unread:
                 await abort(receive)
@@ -58,34 +61,44 @@ class EventStream(StreamingResponse):
                 self._service.metrics.cancelled.inc()
 
     async def stream_response(self, send: Send) -> None:
-        """Sends the response, and comments while no event comes. Ends early where the client does not read."""
+        """Sends the response, and comments while no event comes. Ends early where the client does not read.
+
+        The events have a task of their own: each token wakes it, and a wake-up walks through all frames of a task. Here they are
+        those of the whole application.
+        """
         client = _Client(send, self._service.settings.send_timeout_s)
+        self._sending = asyncio.create_task(self._send_events(client.send))
         try:
-            async with asyncio.timeout(None) as limit:
-                watch = asyncio.create_task(client.watch(limit))
-                try:
-                    await super().stream_response(client.send)
-                finally:
-                    watch.cancel()
+            await client.watch(self._sending)
         except TimeoutError:
             self._was_unread = True
             self._service.metrics.unread_answers.inc()
+        else:
+            self._sending.result()
+        finally:
+            self._sending.cancel()  # does nothing if it has ended
 
-    async def _events(self, first: list[bytes]) -> AsyncGenerator[bytes]:
-        for part in _events_of(first):
-            yield part
-        try:
-            async for contents in self._rest:
-                for part in _events_of(contents):
-                    yield part
-        except EmberError as error:
-            self._service.metrics.tei.failed(error)
-            yield self._error(error)
-        except Exception:
-            log.exception("a stream failed")
-            yield self._error(EmberError("internal error; the server's log has the details"))
+    async def _send_events(self, send: Send) -> None:
+        """Sends the response. There is one loop, because each generator in between costs every token of every stream."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        contents, end = self._first, b"data: [DONE]\n\n"
+        while True:
+            for part in _parts(contents):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            try:
+                contents = await anext(self._rest)
+            except StopAsyncIteration:
+                break
+            except EmberError as error:
+                self._service.metrics.tei.failed(error)
+                end = self._error(error) + end
+                break
+            except Exception:
+                log.exception("a stream failed")
+                end = self._error(EmberError("internal error; the server's log has the details")) + end
+                break
         self._was_sent = True
-        yield b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
     def _error(self, error: EmberError) -> bytes:
         status, error_type, message = describe(error)
@@ -94,10 +107,14 @@ class EventStream(StreamingResponse):
         return b"data: " + content + b"\n\n"
 
 
-def _events_of(contents: list[bytes]) -> Iterator[bytes]:
+def _parts(contents: list[bytes]) -> Iterable[bytes]:
     """The events, in parts: a slow client has `send_timeout_s` for each part."""
-    for begin in range(0, len(contents), _EVENTS_AT_ONCE):
-        yield b"data: " + b"\n\ndata: ".join(contents[begin : begin + _EVENTS_AT_ONCE]) + b"\n\n"
+    if len(contents) == 1:
+        return (b"data: %b\n\n" % contents[0],)
+    return (
+        b"data: " + b"\n\ndata: ".join(contents[begin : begin + _EVENTS_AT_ONCE]) + b"\n\n"
+        for begin in range(0, len(contents), _EVENTS_AT_ONCE)
+    )
 
 
 class _Client:
@@ -106,24 +123,26 @@ class _Client:
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send, self._timeout_s = send, timeout_s
         self._time = asyncio.get_running_loop().time
-        self._is_sending, self._since = False, self._time()  # since when it is sending, or is not
+        self._is_sending, self._since = False, self._time()  # when the last send began, or a comment was sent
 
     async def send(self, message: Message) -> None:
         self._is_sending, self._since = True, self._time()
         await self._send(message)
-        self._is_sending, self._since = False, self._time()
+        self._is_sending = False
 
-    async def watch(self, limit: asyncio.Timeout) -> None:
-        """Sends the comments, and ends `limit` when a send has taken too long. A timer for each send would cost more."""
-        while True:
+    async def watch(self, sending: "asyncio.Task[None]") -> None:
+        """Sends the comments until `sending` has ended. A timer for each send would cost more.
+
+        Raises: TimeoutError when a send takes too long.
+        """
+        while not sending.done():
             most = self._timeout_s if self._is_sending else _KEEP_ALIVE_S
             left = self._since + most - self._time()
             if left > 0:
-                await asyncio.sleep(min(left, _KEEP_ALIVE_S))  # a send may end, or begin, meanwhile
+                await asyncio.wait({sending}, timeout=min(left, _KEEP_ALIVE_S))  # a send may end, or begin, meanwhile
             elif self._is_sending:
-                return limit.reschedule(self._time())
+                raise TimeoutError
             else:
-                limit.reschedule(self._time() + self._timeout_s)  # the comment may wait for the client, too
-                await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
-                limit.reschedule(None)
+                async with asyncio.timeout(self._timeout_s):  # the comment may wait for the client, too
+                    await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
                 self._since = self._time()

@@ -75,7 +75,7 @@ class Channel:
         self._model, self._loop = model, asyncio.get_running_loop()
         self._delivery = Delivery(self._loop)
         self._streams: dict[int, Stream] = {}
-        self._fresh: set[int] = set()  # the streams without a token
+        self._fresh: set[int] = set()  # the streams whose first token is still to come
         self._unsent, self._ready = Unsent(), asyncio.Event()
         self._sent_at: float | None = None  # when the message under way was handed over
         self._is_closed = False
@@ -89,6 +89,7 @@ class Channel:
         for new in begun:
             try:
                 stream = self._model.new_stream(new.prompt, new.options)
+                stream.go_on_after(new.answered.tolist())
             except Exception as error:
                 self._end(new.number, error)
                 continue
@@ -97,8 +98,10 @@ class Channel:
             stream.on_pass = self._delivery.wake
             stream.future.add_done_callback(partial(self._ended, new.number))
             self._streams[new.number] = stream
-            self._fresh.add(new.number)
-            streams.append(stream)
+            if not len(new.answered):
+                self._fresh.add(new.number)
+            if not stream.future.done():
+                streams.append(stream)
         try:
             self._model.submit(streams)
         except Exception as error:
@@ -169,7 +172,7 @@ class Channel:
         if error is None:
             self._tell_prompt(number, stream)
             answer = future.result()
-            self._end(number, End(answer.finish_reason, answer.num_cached_tokens, answer.queue_s, answer.end))
+            self._end(number, End(answer.finish_reason, answer.queue_s, answer.end))
         else:
             self._fresh.discard(number)
             self._end(number, error if isinstance(error, Exception) else BackendError(repr(error)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from ray import serve
 
@@ -177,6 +178,8 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
     embedder, generator = sdk.models.list()
     assert (embedder.id, generator.id, generator.max_model_len) == (EMBEDDED_MODEL, EMBEDDED_GENERATOR, 8192)
     assert http.get("info").json()["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert http.get("info", params={"model": EMBEDDED_GENERATOR}).json()["model_type"] == {"generation": {}}
+    assert http.get("info", params={"model": "nope"}).status_code == 404
     assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
     assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model that can, where a request names none
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
@@ -189,3 +192,24 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
 def test_a_model_of_vectors_does_not_chat(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=f"`{EMBEDDED_MODEL}` does not generate text"):
         chat(sdk, model=EMBEDDED_MODEL)
+
+
+def test_a_stream_goes_on_when_its_replica_dies(sdk: openai.OpenAI) -> None:
+    """Killed in the middle, the replica is the model's only one, so Serve starts another. Greedy text is the same."""
+    asked: dict[str, Any] = {"max_tokens": 60, "frequency_penalty": 0.3, "extra_body": {"ignore_eos": True}}
+    whole = complete(sdk, **asked)
+    chunks: list[Any] = []
+    for chunk in complete(sdk, stream=True, stream_options={"include_usage": True}, **asked):
+        chunks.append(chunk)
+        if len(chunks) == 10:
+            replica_of(EMBEDDED_GENERATOR).kill()
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-2:] == [None, "length"]
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (whole.usage.prompt_tokens, 60)
+
+
+def replica_of(pool: str) -> psutil.Process:
+    """The process of the pool's only replica."""
+    title = f"ray::ServeReplica:{pool}:Engine"
+    (replica,) = (each for each in psutil.process_iter(["cmdline"]) if " ".join(each.info["cmdline"] or ()).startswith(title))
+    return replica

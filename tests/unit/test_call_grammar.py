@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.text.call_grammar import of_calls
+from engine.text.grammar import of_choices, of_lark, of_regex, of_schema
 from serve_app.dialects.call_readers import JsonCall, XmlCall
 from serve_app.dialects.chat_parser import CallArguments, CallBegun, ChatParser
 
@@ -142,3 +143,32 @@ def test_the_parser_reads_what_the_grammar_accepts(form: str) -> None:
     begun, *rest = parser.push(text) + parser.finish()
     assert isinstance(begun, CallBegun)
     assert json.loads("".join(each.text for each in rest if isinstance(each, CallArguments))) == arguments
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("other", "within", "outside"),
+    [
+        (of_schema({"type": "integer", "minimum": 10, "maximum": 99}), "42", "9"),
+        (of_regex("[a-c]+"), "abc", "d"),
+        (of_choices(["yes", "no"]), "no", "x"),
+        (of_lark('start: "a" B\nB: /b+/'), "abb", "a"),
+    ],
+)
+def test_an_answer_has_calls_or_another_form(kind: str, other: str, within: str, outside: str) -> None:
+    """As with `tool_choice` "auto" beside a form."""
+    call = in_json("time", "{}")
+    schemas = {"time": {"type": "object", "properties": {}}}
+
+    def fits(text: str) -> bool:
+        tags, tokenizer, constrained = TOKENIZERS[kind]
+        grammar = of_calls(schemas, "json", tokens=tags, several=True, reasoning="may", instead=other)
+        matcher = LLMatcher(constrained, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    for text in (within, call, f"{call}\n{call}", f"<think>hm</think>\n\n{within}", f"<think>hm</think>{call}"):
+        assert fits(text), text
+    for text in (outside, f"{within}{call}", f"{call}{within}", "hm"):
+        assert not fits(text), text

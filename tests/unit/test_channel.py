@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from math import inf
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.router import PoolLoad, Report
+from cluster.router import PoolLoad, Report, Ticket
 from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput
 from engine.options import SamplingOptions
 from engine.schedule.request import Slice
@@ -19,6 +19,8 @@ from engine.schedule.stream import Answer, Stream, Token
 from serve_app.admission.suspects import Suspects
 from serve_app.errors import Unhealthy
 from serve_app.gateway import channel as gateway
+from serve_app.gateway import connection
+from serve_app.gateway.config import PoolRef
 from serve_app.gateway.models import PooledGenerator
 from serve_app.gateway.remote import LOST
 from serve_app.gateway.steps import NewStream, Steps
@@ -272,7 +274,8 @@ def test_a_channel_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> No
     async def scenario() -> None:
         model = ByHand()
         channels = replica.Channels(model)
-        channels.change("its id", [NewStream(0, np.array([1]), SamplingOptions(max_tokens=CONTEXT), "interactive", 1e9)], [])
+        new = NewStream(0, np.array([1]), SamplingOptions(max_tokens=CONTEXT), "interactive", 1e9, np.array([], dtype=np.int32))
+        channels.change("its id", [new], [])
         await until(lambda: model.streams[0].future.cancelled())
         assert channels._channels == {}
 
@@ -293,6 +296,49 @@ def test_a_replica_that_dies_is_told_to_whoever_waits() -> None:
         assert link.is_closed
         assert begun.stream.answer[0] == Token(5)
         assert not begun.stream.future.done()  # the router decides what becomes of it
+
+    run(scenario)
+
+
+def test_another_replica_goes_on_after_the_tokens_that_came() -> None:
+    """The caller hears each token once, and what is known of the prompt stays as the first replica told it."""
+
+    async def scenario() -> None:
+        dies, lives = Link(), Link()
+        (begun,) = await dies.begin([5, 6, 7], max_tokens=4, prompt_logprobs=1, seed=3)
+        scores = [Token(6, -0.5, ()), Token(7, -1.5, ())]
+        dies.model.streams[0].accept_scores(Slice(dies.model.streams[0], 0, 0, 3), scores)
+        dies.model.compute(10)
+        await until(lambda: len(begun.stream.answer) == 1)
+        dies.calls[0].error = RayActorError()
+        dies.model.compute(11)  # the last one that arrives
+        with pytest.raises(LOST):
+            await begun.over
+        going_on = asyncio.ensure_future(lives.channel.compute(begun.stream))
+        await until(lambda: bool(lives.model.streams))
+        (there,) = lives.model.streams
+        assert ([token.id for token in there.answer], there.seed, there.options.prompt_logprobs) == ([10, 11], 3, None)
+        assert lives.channels.tokens_left == 2
+        lives.model.compute(13)
+        there.num_cached_tokens = 3  # of what another request has left there
+        lives.model.compute(14)
+        await going_on
+        assert [each for each in begun.heard if each != "pass"] == [Token(10), Token(11), Token(13), Token(14)]
+        answer = begun.answer()
+        assert (answer.finish_reason, answer.num_cached_tokens, begun.stream.num_cached_tokens) == ("length", 1, 1)
+        assert answer.prompt_tokens == (Token(5), *scores)
+
+    run(scenario)
+
+
+def test_an_answer_whose_end_alone_is_lost_gets_its_end() -> None:
+    async def scenario() -> None:
+        link = Link()
+        stream = Stream.begin([1], SamplingOptions(max_tokens=2), VOCABULARY, CONTEXT)
+        stream.answer = [Token(5, -0.5), Token(6, -0.25)]
+        await link.channel.compute(stream)
+        assert (stream.future.result(0).tokens, stream.future.result(0).finish_reason) == (tuple(stream.answer), "length")
+        assert link.model.streams == []  # nothing is computed
 
     run(scenario)
 
@@ -424,12 +470,13 @@ class Pools(PooledGenerator):
     [
         (([5],), 1, None),
         (([RayActorError()], [5]), 2, None),
-        (([5, RayActorError()],), 1, "was lost after 1 tokens"),
+        (([5, RayActorError()], [6]), 2, None),
+        (([5, RayActorError()], [6, EngineStopped("over")]), 2, "two replicas were lost, the last after 2 tokens"),
         (([EngineStopped("over")], [RayActorError()]), 2, "two replicas in a row"),
         (([InvalidInput("bad")],), 1, "bad"),
     ],
 )
-def test_a_stream_begins_again_elsewhere_while_it_has_no_token(outcomes: Sequence[Any], attempts: int, text: str | None) -> None:
+def test_a_stream_goes_on_at_one_other_replica(outcomes: Sequence[Any], attempts: int, text: str | None) -> None:
     async def scenario() -> None:
         pools, stream = Pools(*outcomes), Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT)
         pools.submit([stream])
@@ -440,5 +487,45 @@ def test_a_stream_begins_again_elsewhere_while_it_has_no_token(outcomes: Sequenc
         else:
             with pytest.raises((Unhealthy, InvalidInput), match=text):
                 stream.future.result(0)
+
+    run(scenario)
+
+
+def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve lists a dead replica for seconds, and starts one with another name."""
+    monkeypatch.setattr(connection, "_MOST_RESTART_S", 0.2)
+
+    class Channel:
+        async def compute(self, stream: Stream) -> None:
+            asked.append(stream)
+            if len(asked) == 1:
+                raise RayActorError
+            stream.future.set_result("the answer")
+
+    asked: list[Stream] = []
+    pool = connection.PoolConnection(PoolRef(name="restarts", node_class="cpu", tokens_per_s=1000.0))
+    pool._handle = object()  # type: ignore[assignment]
+    monkeypatch.setattr(pool, "_open_channel", lambda *_: Channel())
+
+    def compute(stream: Stream) -> Any:
+        return pool.generate(stream, Ticket(0, 10, 10))
+
+    async def scenario() -> None:
+        first, second = (Stream.begin([1], SamplingOptions(max_tokens=5), VOCABULARY, CONTEXT) for _ in range(2))
+        pool.load.update({"dead": Report(1.0)}, now=monotonic())
+        with pytest.raises(RayActorError):
+            await compute(first)
+        pool.load.update({"dead": Report(2.0)}, now=monotonic())  # was on its way
+        first.answer.append(Token(5))
+        with pytest.raises(LOST, match="had no replica for"):
+            await compute(first)
+        waiting = asyncio.ensure_future(compute(second))  # has no token, so the server's timeout limits its wait
+        await asyncio.sleep(0.3)
+        assert (len(asked), waiting.done()) == (1, False)
+        pool.load.update({"dead": Report(2.0), "new": Report(1.0)}, now=monotonic())
+        await waiting
+        assert (asked, list(pool._channels)) == ([first, second], ["dead", "new"])
+        pool.load.update({"dead": Report(9.0)}, now=monotonic() + 5)  # it lives: its network was away
+        await compute(first)
 
     run(scenario)

@@ -318,7 +318,24 @@ def test_a_wanted_call_and_another_form_exclude_each_other(tmp_path: Path) -> No
     refused = post(model(tmp_path, CALL), CHAT, tools=TOOLS, tool_choice="required", **form)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
     assert "exclude each other" in refused.json()["error"]["message"]
-    assert post(model(tmp_path, "{}"), CHAT, tools=TOOLS, **form).status_code == 200
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_an_answer_that_may_call_calls_or_answers_in_the_form(tmp_path: Path, choice: str | None) -> None:
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}}
+    for answer, num_calls in (("42", 0), (CALL, 1), (f"{THOUGHT}42", 0)):
+        served = model(tmp_path, answer)
+        told = choice_of(served, tools=TOOLS, tool_choice=choice, **form)
+        assert (told["message"]["content"] or "", len(told["message"].get("tool_calls", []))) == (
+            "" if num_calls else "42",
+            num_calls,
+        )
+        calls, instead = json.loads(served.streams[0].options.grammar or "")["grammars"]
+        assert "weather" in calls["lark_grammar"]
+        assert instead["json_schema"]["type"] == "integer"
+    alone = model(tmp_path, "42")
+    assert post(alone, CHAT, tools=TOOLS, tool_choice="none", **form).status_code == 200
+    assert "weather" not in (alone.streams[0].options.grammar or "")
 
 
 # Messages
