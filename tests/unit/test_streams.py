@@ -2,7 +2,9 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput, OutOfMemory
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, Priority, SamplingOptions
-from engine.passes import Passes
+from engine.passes import Launched, Passes
 from engine.run.flight import Finished, Output
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
@@ -282,6 +284,42 @@ def test_a_stream_gives_its_pages_up_after_the_pass_under_way() -> None:
     for each, first in zip(streams, (1, 2), strict=True):
         assert ids(each.future.result(0)) == answer_of([first] * 11, 12)
     assert device.pages.num_free == 6
+
+
+class Interrupting(Future[Any]):
+    """Calls a function in the midst of whatever asks for the `when`-th time whether this is done."""
+
+    def __init__(self, when: int, call: Callable[[], None]) -> None:
+        super().__init__()
+        self.left, self.call = when, call
+
+    def done(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.call()
+        return super().done()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_pass_may_be_scheduled_at_any_moment_of_a_delivery(ahead: bool) -> None:
+    """One thread delivers while another one schedules and launches."""
+    for when in range(1, 40):
+        device, in_flight = Device(20, passes_in_flight=2), deque[Launched]()
+        passes = Passes(device, 100)
+
+        def launch(passes: Passes = passes, in_flight: deque[Launched] = in_flight) -> None:
+            if passes.scheduler.num_in_flight < 2 and (slices := passes.schedule()):
+                in_flight.extend(passes.launch(slices))
+
+        one = stream([3], 6, ahead=ahead)
+        one.future = Interrupting(when, launch)
+        passes.scheduler.add(one)
+        launch()
+        while in_flight:
+            passes.deliver(in_flight.popleft())
+            launch()
+        assert ids(one.future.result(0)) == answer_of([3], 6), when
+        assert device.pages.num_free == 20
 
 
 def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
