@@ -188,11 +188,11 @@ class StreamRunner:
         """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
         shape, _ = key
         with torch.inference_mode(), torch.cuda.device(self._device):
-            with self._stream:
-                room = shape.size + _MOST_PAGES
-                if len(self._buffer) < room:  # graphs made before keep the smaller buffer: they would read another one
-                    raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
-                if eager_first:  # a capture can neither compile kernels nor load a library's
+            room = shape.size + _MOST_PAGES
+            if len(self._buffer) < room:  # graphs made before keep the smaller buffer: they would read another one
+                raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
+            if eager_first:  # a capture can neither compile kernels nor load a library's
+                with torch.cuda.stream(self._stream):
                     self._compute(shape, self._padding(shape))
             assert self._hidden is not None
             hidden_place, sampled_place = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]

@@ -169,7 +169,8 @@ class Capturer:
         """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
         shape, heads = key
         with torch.inference_mode(), torch.cuda.device(self._device):
-            with self._passes:
+            # Not `with self._passes`: the stream itself keeps what it returns to, and the thread of the passes is in there, too.
+            with torch.cuda.stream(self._passes):
                 buffer = torch.zeros(shape.size, dtype=torch.int32, device=self._device)  # a batch of padding
                 batch = shape.view(buffer)
                 if eager_first:  # a capture can neither compile kernels nor load a library's

@@ -59,7 +59,7 @@ class NoContext:
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Torch()
-    made.cuda.device = NoContext  # type: ignore[attr-defined]
+    made.cuda.device = made.cuda.stream = NoContext  # type: ignore[attr-defined]
     for module in (cuda, cuda_streams, tune):
         monkeypatch.setattr(module, "torch", made)
     monkeypatch.setattr(cuda_streams, "GraphPool", Pool)
