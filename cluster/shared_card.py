@@ -12,6 +12,11 @@ from engine.model.footprint import footprint
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, most_default_tokens
 
 
+def replicas_on_a_card(num_models: int, num_gpus: int) -> int:
+    """At most; each model has one replica."""
+    return -(-num_models // num_gpus)
+
+
 def shared_cache_tokens(node: Node, models: Sequence[tuple[ModelSpec, ModelConfig]], count: int) -> int | None:
     """Tokens for the cache of each model that generates and names none; None where all that generate name one.
 

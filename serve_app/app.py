@@ -17,6 +17,7 @@ from ray.serve.config import HTTPOptions
 from cluster.haproxy import ALONE_VARIABLE
 from cluster.model_spec import ModelSpec, pool_name
 from cluster.settings import ServerSettings
+from cluster.shared_card import replicas_on_a_card
 from serve_app.deployment import deployment_options
 from serve_app.gateway import app as gateway
 from serve_app.gateway.config import GatewayArgs, GatewayModel, PoolRef
@@ -69,11 +70,6 @@ class Share:
             "max_surge_percent": self.max_surge_percent,
             "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
         }
-
-
-def replicas_on_a_card(num_models: int, num_gpus: int) -> int:
-    """At most; each model has one replica."""
-    return -(-num_models // num_gpus)
 
 
 def machine_share(num_models: int, num_cpus: int, num_gpus: int) -> Share:

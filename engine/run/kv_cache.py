@@ -19,15 +19,12 @@ KERNEL_BYTES = 512 << 20
 
 
 class KVCache:
-    """[2, num_pages * PAGE_SIZE, n_kv_heads, head_dim] for each layer: the keys, and the values, of each token.
-
-    Zeros at first: attention multiplies what it does not see with 0, and 0 times NaN would be NaN.
-    """
+    """[2, num_pages * PAGE_SIZE, n_kv_heads, head_dim] for each layer: the keys, and the values, of each token."""
 
     def __init__(self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device, self.num_pages = device, whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
-        self.layers: list[Tensor] = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        self.layers: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
 
 
 def whole_pages(num_tokens: int) -> int:

@@ -214,8 +214,7 @@ def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -
     """
     from cluster.files import ClusterError
     from cluster.inventory import this_node
-    from cluster.shared_card import shared_cache_tokens
-    from serve_app.app import replicas_on_a_card
+    from cluster.shared_card import replicas_on_a_card, shared_cache_tokens
 
     count = replicas_on_a_card(len(configs), num_gpus) if num_gpus else 1
     if count == 1 or settings.cache_tokens is not None or all(config.generation is None for config in configs):
