@@ -19,11 +19,12 @@ from serve_app.errors import BatchTooLarge, EmptyBatch, Unauthorized, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.calls import Context, counted_call
-from serve_app.grpc.guard import Unread, opened
+from serve_app.grpc.guard import opened
 from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.streams import in_order
+from serve_app.grpc.unread import Unread
 from serve_app.version import VERSION
 
 # The most answers of one stream that are computed, or wait for the client. TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.

@@ -8,7 +8,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2_grpc
 
 from serve_app.grpc import tei_pb2_grpc
-from serve_app.grpc.guard import UnreadMessages
+from serve_app.grpc.unread import UnreadMessages
 
 
 def add_services(servicer: Any, server: Any) -> None:

@@ -27,14 +27,14 @@ from serve_app.admission.qos import Qos
 from serve_app.app import deploy_config, machine_share
 from serve_app.compute import embedding, scoring
 from serve_app.compute.service import Service
+from serve_app.grpc import guard, tei_pb2_grpc
 from serve_app.grpc import tei_pb2 as tei
-from serve_app.grpc import tei_pb2_grpc
 from serve_app.grpc.encode import packed_floats
-from serve_app.grpc.guard import Unread
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
 from serve_app.grpc.streams import in_order
+from serve_app.grpc.unread import Unread
 from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings, SettingsError, load_settings
@@ -513,13 +513,13 @@ class Parsed:
     """Notes which messages are parsed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, parse = 0, Unread.read
+        self.count, parse = 0, guard.parsed
 
-        def read(unread: Unread, limit: int) -> Any:
+        def parsed(unread: Unread, limit: int) -> Any:
             self.count += 1
             return parse(unread, limit)
 
-        monkeypatch.setattr(Unread, "read", read)
+        monkeypatch.setattr(guard, "parsed", parsed)
 
 
 def test_a_message_is_parsed_only_for_a_caller_with_a_key(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,7 +560,7 @@ def test_a_message_of_other_bytes_is_refused(make: Make) -> None:
 def test_an_unread_message_can_be_sent_to_another_process() -> None:
     unread = Unread(tei.EmbedRequest.FromString, tei.EmbedRequest(inputs="a").SerializeToString())
     there = cloudpickle.loads(cloudpickle.dumps(unread))
-    assert there.read(100) == tei.EmbedRequest(inputs="a")
+    assert guard.parsed(there, 100) == tei.EmbedRequest(inputs="a")
 
 
 def test_there_are_no_more_open_streams_than_places(make: Make) -> None:
@@ -771,6 +771,12 @@ def test_health_is_the_engines(make: Make) -> None:
         assert (await refused(watch))[0] == Code.UNIMPLEMENTED
 
     make().run(scenario)
+
+
+def test_serves_proxy_gets_the_services_without_the_engine() -> None:
+    """With torch it would start seconds later, and until then HAProxy sends its calls elsewhere."""
+    code = "import sys, serve_app.grpc.services, cluster.listening; print({'torch', 'engine'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "set()"
 
 
 def test_the_port_turns_grpc_on() -> None:
