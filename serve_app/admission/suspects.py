@@ -66,6 +66,7 @@ class Suspects:
         self._clock = clock
         self._deaths: dict[int, dict[str, float]] = {}  # by fingerprint: the replicas that died, and when
         self._cleared: dict[int, set[str]] = {}  # the deaths that the request has been cleared of
+        self._ended: dict[str, float] = {}  # replicas that are known to be dead, and since when they are known to be
         self._alone = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -83,15 +84,32 @@ class Suspects:
     def learn(self, deaths: Iterable[Sequence[Any]]) -> None:
         """Takes deaths, known ones and new ones. Each is a `Death`, or a list of a death's three fields."""
         for mark, replica, at in map(Death._make, deaths):
+            self._known_dead(replica)
             if replica not in self._cleared.get(mark, ()):
                 self._deaths.setdefault(mark, {}).setdefault(replica, at)
         self._forget_old()
 
-    def died(self, mark: int, replica: str) -> Death:
-        """Records a death that has just been seen."""
+    def now(self) -> float:
+        """Seconds since the epoch, for `died`."""
+        return self._clock()
+
+    def died(self, mark: int, replica: str, sent_at: float | None = None) -> Death | None:
+        """Records a death that has just been seen.
+
+        Args:
+            sent_at: when the request was sent to the replica. None: before its death.
+        Returns: None for a request that was sent to a replica already known to be dead. Routers learn of a death later.
+        """
+        if sent_at is not None and sent_at > self._ended.get(replica, inf):
+            return None
         death = Death(mark, replica, self._clock())
         self.learn([death])
         return death
+
+    def _known_dead(self, replica: str) -> None:
+        self._ended.setdefault(replica, self._clock())
+        while len(self._ended) > _MOST:
+            del self._ended[next(iter(self._ended))]
 
     def clear(self, mark: int) -> None:
         """The request has been answered. Its deaths no longer count, whoever reports them again."""

@@ -113,33 +113,36 @@ class PooledModel:
         }
 
     async def _compute(self, mark: int, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """Computes on one replica, and on a second one if the first is lost. To compute twice harms nobody.
+        """Computes on one replica, and on another one if the first is lost. To compute twice harms nobody.
 
         Args:
             mark: the fingerprint of the whole request.
         Raises: Quarantined for a request that has ended two replicas, in this call or before.
         """
-        lengths, start = [len(ids) for ids in sequences], monotonic()
+        lengths, start, sent_at = [len(ids) for ids in sequences], monotonic(), self.suspects.now()
 
         async def attempt() -> Embeddings:
+            nonlocal sent_at
             ticket = next_ticket(sum(lengths), max(lengths), qos.priority == "batch", fingerprint=mark)
+            sent_at = self.suspects.now()
             left = qos.after(monotonic() - start)
             return await self._choose(ticket, left).embed(sequences, options, left, ticket, alone=mark in self.suspects)
 
-        for number in (1, 2):
+        # Twice, and once more for who was sent to a replica that another request had just ended: `run` refuses two deaths.
+        for number in (1, 2, 3):
             try:
                 return await self.suspects.run(mark, attempt)
             except LOST as error:
-                self.lost(mark, number, error)
+                self.lost(mark, number, error, sent_at)
         raise self.given_up(mark)
 
-    def lost(self, mark: int, attempt: int, error: Exception) -> None:
-        """A replica was lost with this request. If the replica died, the request is a suspect from now on."""
+    def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> None:
+        """A replica was lost with this request. If the replica died with it, the request is a suspect from now on."""
         log.warning("%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
-        if isinstance(error, ReplicaDied):
+        if isinstance(error, ReplicaDied) and (death := self.suspects.died(mark, error.replica, sent_at)) is not None:
             if not self._untold:
                 asyncio.get_running_loop().call_soon(self._tell)
-            self._untold.append(self.suspects.died(mark, error.replica))
+            self._untold.append(death)
 
     def _tell(self) -> None:
         """Tells the replicas of deaths. Through their reports all gateways hear of them."""
@@ -148,7 +151,7 @@ class PooledModel:
             pool.connection.tell(deaths)
 
     def given_up(self, mark: int) -> EmberError:
-        """What the client hears after two attempts."""
+        """What the client hears after the last attempt."""
         try:
             self.suspects.check(mark)
         except Quarantined as error:

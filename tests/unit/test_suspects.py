@@ -44,6 +44,28 @@ def test_a_fingerprint_is_of_the_model_and_the_ids() -> None:
     assert int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)) == marks[0]
 
 
+def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> None:
+    clock = Clock()
+    suspects = Suspects(clock)
+    sent_at = suspects.now()
+    clock.now += 1
+    assert suspects.died(7, "a", sent_at) is not None  # it was there when the replica died
+    assert suspects.died(8, "a", sent_at) is not None
+    clock.now += 1
+    for replica in ("a", "b"):
+        suspects.died(7, replica, sent_at)
+    clock.now += 1
+    for replica in ("a", "b"):  # sent by a router that did not know of the deaths yet
+        assert suspects.died(8, replica, sent_at=suspects.now()) is None
+        assert suspects.died(9, replica, sent_at=suspects.now()) is None
+    with pytest.raises(Quarantined):
+        suspects.check(7)
+    suspects.check(8)
+    suspects.check(9)
+    assert 8 in suspects
+    assert 9 not in suspects
+
+
 def test_two_deaths_are_refused_for_a_while() -> None:
     clock = Clock()
     suspects = Suspects(clock)
