@@ -97,10 +97,10 @@ def _with_roles(server: psutil.Process) -> Iterator[tuple[psutil.Process, str]]:
     for process in [server, *server.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             name = " ".join(process.cmdline()[:1])
-            yield process, next((role for mark, role in _ROLES if mark in name), "other")
+            yield process, next((role for mark, role in ROLES if mark in name), "other")
 
 
-_ROLES = [
+ROLES = [
     ("ServeReplica:gateway", "gateway"),
     ("ServeReplica", "replica"),
     ("haproxy", "haproxy"),
