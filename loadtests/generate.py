@@ -30,6 +30,7 @@ from engine.schedule.stream import Stream
 from loadtests.checkpoints import Published, save
 from loadtests.kernels.timing import copy_bandwidth, gemm_rate
 from loadtests.report import write
+from loadtests.startup import import_path
 from loadtests.traces import percentile
 from serve_app.garbage import collect_seldom
 
@@ -183,7 +184,7 @@ def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
 
 def in_a_process(*arguments: str, kernel_cache: Path) -> Any:
     """What `measure`, or an engine's start alone, prints from a new process."""
-    environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": import_path()}
     command = [sys.executable, "-m", "loadtests.generate", *arguments, str(time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

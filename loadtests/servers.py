@@ -29,6 +29,8 @@ from urllib.request import urlopen
 import psutil
 import torch
 
+from loadtests.startup import import_path
+
 MAX_CLIENT_BATCH = 2048
 SERVED_NAME = "model"  # of what BENCH_MODEL names
 
@@ -36,8 +38,7 @@ SERVED_NAME = "model"  # of what BENCH_MODEL names
 @contextmanager
 def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process]:
     """Start a server process, wait until it answers, end it and its descendants by pid."""
-    paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths} | environment
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": import_path()} | environment
     command = [sys.executable, "-m", "loadtests.servers", kind, str(port)]
     with tempfile.TemporaryFile() as said:
         process = psutil.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said)

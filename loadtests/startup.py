@@ -14,10 +14,14 @@ from typing import Any
 import psutil
 
 
+def import_path() -> str:
+    """PYTHONPATH for a process of these benchmarks: this folder, then what this process has."""
+    return os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+
+
 def start_engine(folder: Path, pooling: str, kernel_cache: Path) -> dict[str, Any]:
     """In a process of its own, weights in the page cache: its figures."""
-    found_in = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": found_in}
+    environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": import_path()}
     command = [sys.executable, "-m", "loadtests.startup", str(folder), pooling, str(time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     seconds, imported, budget, graphs, shards, peak = map(float, done.stdout.splitlines()[-1].split())

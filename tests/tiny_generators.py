@@ -6,6 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from engine.schedule.stream import Stream
+
+
+def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """The streams that give up their pages before their end, from now on."""
+    preempted: list[Stream] = []
+    give_back = Stream.give_back
+
+    def spy(stream: Stream) -> None:
+        if not stream.future.done():
+            preempted.append(stream)
+        give_back(stream)
+
+    monkeypatch.setattr(Stream, "give_back", spy)
+    return preempted
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -26,7 +26,7 @@ from engine.run.flight import Output
 from engine.run.graphs import GraphPool, Graphs
 from engine.run.kv_cache import KVCache
 from engine.run.network import Network
-from engine.run.streams import MOST_GRAPH_ROWS, Laid, StreamPacker, StreamShape, rows_of
+from engine.run.streams import MOST_GRAPH_ROWS, SLOT, Laid, StreamPacker, StreamShape, rows_of
 from engine.schedule.stream import Piece, Token
 
 Key = tuple[StreamShape, tuple[()]]
@@ -34,13 +34,6 @@ Key = tuple[StreamShape, tuple[()]]
 # Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
 _MOST_PAGES = 32_768
 _NONE = np.empty((0, 1), dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamGraph:
-    """A captured pass over the runner's buffer; its results lie where the runner has them."""
-
-    graph: torch.cuda.CUDAGraph
 
 
 @dataclass(slots=True)
@@ -113,7 +106,7 @@ class StreamRunner:
         self.packer, self._cache = packer, cache
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = GraphPool(device)
-        self.graphs: Graphs[Key, StreamGraph] = Graphs(self._capture)
+        self.graphs: Graphs[Key, torch.cuda.CUDAGraph] = Graphs(self._capture)
         self._idle = deque[Staging]()
         self._workspace = self._new_workspace(most_items(MOST_GRAPH_ROWS, packer.tiling.n_kv_heads, packer.num_blocks))
         self._last = torch.zeros(cache.num_pages, dtype=torch.int32, device=device)
@@ -140,7 +133,7 @@ class StreamRunner:
         graph = self.graphs.find(key) if graphed else None
         if graph is None:
             shape = self.packer.shape(laid, graphs=False)
-        chosen, scores = [piece.row for piece in pieces if piece.row is not None], list[list[Token] | None]()
+        scores: list[list[Token] | None] = []
         what = f"a pass of {len(pieces)} streams, {laid.num_tokens} tokens"
         with torch.inference_mode(), cuda_errors(what, self._device), self._stream:
             staging = self._idle.pop() if self._idle else Staging()
@@ -149,19 +142,19 @@ class StreamRunner:
             staging.start.record(self._stream)
             if graph is not None:
                 self._buffer[: len(filled)].copy_(filled, non_blocking=True)
-                graph.graph.replay()
+                graph.replay()
                 assert self._hidden is not None
                 hidden, sampled = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
             else:
                 buffer = filled.to(self._device, non_blocking=True)
                 hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else ())
             picks = rows_of(shape, laid)
-            extra = self._extra(hidden, shape, filled, picks, chosen)
+            extra = self._extra(hidden, shape, filled, picks, laid.chosen)
             host = staging.take(sampled.numel(), torch.int32, "results").view(sampled.shape).copy_(sampled, non_blocking=True)
             staging.end.record(self._stream)
         if graphed and graph is None:
             self.graphs.want(key)
-        return StreamFlight(host, picks, chosen, extra, scores, self._device, staging, self._idle)
+        return StreamFlight(host, picks, laid.chosen, extra, scores, self._device, staging, self._idle)
 
     def _new_workspace(self, items: int) -> DecodeWorkspace:
         tiling = self.packer.tiling
@@ -184,8 +177,11 @@ class StreamRunner:
             hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
         return hidden, kernels.sample(self._head.narrow(hidden), choices, self._last), scores
 
-    def _capture(self, key: Key, eager_first: bool) -> StreamGraph:
-        """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
+    def _capture(self, key: Key, eager_first: bool) -> torch.cuda.CUDAGraph:
+        """A pass over `_buffer`. Its results go to `_hidden` and `_sampled`.
+
+        Raises: RuntimeError, of which torch's OutOfMemoryError is one.
+        """
         shape, _ = key
         with torch.inference_mode(), torch.cuda.device(self._device):
             room = shape.size + _MOST_PAGES
@@ -203,13 +199,13 @@ class StreamRunner:
                 kernels.sample(self._head.narrow(hidden), choices, self._last, sampled_place)
                 hidden_place.copy_(hidden)
 
-            return StreamGraph(self._pool.capture(compute, new_thread=not eager_first))
+            return self._pool.capture(compute, new_thread=not eager_first)
 
     def _padding(self, shape: StreamShape) -> Tensor:
         """The buffer of a batch without streams."""
         buffer = torch.zeros(shape.size + 1, dtype=torch.int32, device=self._device)
         batch, choices = shape.view(buffer, self._cache.layers, self._workspace, self._last)
-        choices[:, 6] = -1
+        choices[:, SLOT] = -1
         assert batch.cached is not None
         batch.cached.slots.fill_(-1)
         return buffer

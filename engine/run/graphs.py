@@ -130,7 +130,7 @@ class GraphPool:
     """The memory and the stream of the captures of one runner."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         # A stream for captures alone. torch 2.13 frees a stream's cuBLAS workspace when any graph captured on the stream dies
         # (pytorch#193402); taken during a capture, the workspace lies in the graphs' own pool. And pinned memory that is freed
         # during a capture has an event recorded on the stream of the passes, not in the graph.

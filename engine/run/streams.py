@@ -31,7 +31,7 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 
 _DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
 MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]  # the engine puts no more streams into a pass
 _BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
-_SLOT = 6  # the column of a row's slot in `choices`
+SLOT = 6  # the column of a row's slot in `choices`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,12 @@ def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
 class Laid:
     """The pieces of a pass in the order of their rows: numbers on the host."""
 
-    __slots__ = ("lengths", "num_decodes", "page_offsets", "pages", "pieces", "starts")
+    __slots__ = ("chooses", "chosen", "lengths", "num_decodes", "page_offsets", "pages", "pieces", "starts")
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces, count = pieces, len(pieces)
+        self.chosen = [piece.row for piece in pieces if piece.row is not None]
+        self.chooses = np.fromiter((piece.row is not None for piece in pieces), np.bool_, count)
         self.lengths = np.fromiter((len(piece.token_ids) for piece in pieces), np.int64, count)
         self.starts = np.fromiter((piece.start for piece in pieces), np.int64, count)
         several = np.flatnonzero(self.lengths > 1)
@@ -220,21 +222,19 @@ class StreamPacker:
 
     def _fill_choices(self, choices: Ints, shape: StreamShape, laid: Laid) -> None:
         """How the rows choose their tokens. The row of a piece that chooses none stays a greedy one, and goes nowhere."""
-        choices[:, _SLOT] = -1
+        choices[:, SLOT] = -1
         rows = rows_of(shape, laid)
         if not len(rows):
             return
-        chosen = [piece.row for piece in laid.pieces if piece.row is not None]
         last = laid.page_offsets + (laid.starts + laid.lengths - 1) // PAGE_SIZE  # the page of each piece's last token
-        picks = np.array([piece.row is not None for piece in laid.pieces])
-        choices[rows] = choices_of(chosen, laid.pages[last[picks]])
+        choices[rows] = choices_of(laid.chosen, laid.pages[last[laid.chooses]])
 
 
 def rows_of(shape: StreamShape, laid: Laid) -> Ints:
     """The row of each piece that chooses a token."""
     at = np.arange(len(laid.pieces), dtype=np.int32)
     at[laid.num_decodes :] += shape.num_decodes - laid.num_decodes
-    return at[[piece.row is not None for piece in laid.pieces]]
+    return at[laid.chooses]
 
 
 def _next(sizes: Sequence[int], least: int) -> int | None:

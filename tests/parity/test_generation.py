@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_generators import folder_without_pooling, prompts
+from tiny_generators import folder_without_pooling, preemptions, prompts
 from typer.testing import CliRunner
 
 from engine import Engine, InvalidInput, ModelError
@@ -18,7 +18,7 @@ from engine.heads.language import LanguageHead
 from engine.options import SamplingOptions, check_sampling
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
-from engine.schedule.stream import Stream, Token
+from engine.schedule.stream import Token
 from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
@@ -91,15 +91,7 @@ def test_streams_that_gave_up_their_pages_go_on_as_if_nothing_had_happened(
     folder = generator("qwen3_lm")
     given = prompts([120] * 8)
     expected = greedy(folder, given)
-    preempted: list[Stream] = []
-    give_back = Stream.give_back
-
-    def spy(stream: Stream) -> None:
-        if not stream.future.done():
-            preempted.append(stream)
-        give_back(stream)
-
-    monkeypatch.setattr(Stream, "give_back", spy)
+    preempted = preemptions(monkeypatch)
     engine = load(folder, cache_tokens=9 * PAGE_SIZE)  # each prompt fits, and one answer
     assert [ids(answer.tokens) for answer in engine.generate(given, GREEDY)] == expected
     assert preempted

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
-from tiny_generators import folder_without_pooling, prompts
+from tiny_generators import folder_without_pooling, preemptions, prompts
 from torch import Tensor
 
 from engine import Engine
@@ -24,7 +24,7 @@ from engine.loop import EngineLoop
 from engine.options import SamplingOptions
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
-from engine.schedule.stream import Answer, Stream, Token
+from engine.schedule.stream import Answer, Token
 from engine.text import grammar
 from engine.text.grammar import Compiler
 
@@ -241,15 +241,7 @@ def test_streams_that_end_one_after_the_other_are_right_to_the_last(
 def test_streams_that_gave_up_their_pages_go_on(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preempted: list[Stream] = []
-    give_back = Stream.give_back
-
-    def spy(stream: Stream) -> None:
-        if not stream.future.done():
-            preempted.append(stream)
-        give_back(stream)
-
-    monkeypatch.setattr(Stream, "give_back", spy)
+    preempted = preemptions(monkeypatch)
     given = prompts([120] * 8)
     exact = greedy(folder_of("qwen3 wide"), given)
     for dtype in ("float32", "bfloat16"):

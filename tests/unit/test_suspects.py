@@ -8,17 +8,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.errors import DeviceLost
-from engine.options import SamplingOptions
+from engine.options import EmbedOptions, SamplingOptions
 from engine.schedule.stream import Stream, Token
 from serve_app.admission import suspects as module
+from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
-from serve_app.errors import Quarantined
+from serve_app.errors import Quarantined, Unhealthy
+from serve_app.gateway.models import PooledModel
+from serve_app.gateway.remote import Lost, ReplicaDied
 from serve_app.replica import journal as journals
 from serve_app.replica.in_flight import InFlight
 from serve_app.replica.journal import OtherJournals
@@ -64,6 +68,41 @@ def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> No
     suspects.check(9)
     assert 8 in suspects
     assert 9 not in suspects
+
+
+@pytest.mark.parametrize(
+    ("losses", "error"),
+    [
+        (["a", "b"], Quarantined),
+        (["", ""], Unhealthy),  # nobody knows how these replicas ended
+        (["a", "known"], None),
+        (["known", "known"], None),
+        (["known", "known", "known"], Unhealthy),
+    ],
+)
+def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
+    losses: list[str], error: type[Exception] | None
+) -> None:
+    model, left, clock = PooledModel.__new__(PooledModel), list(losses), Clock()
+    model.given, model.pools, model._untold = SimpleNamespace(spec=SimpleNamespace(name="m")), [], []  # type: ignore[assignment]
+    model.suspects = Suspects(clock)
+    model.suspects.died(99, "known")
+
+    async def embed(*_: Any, **__: Any) -> str:
+        clock.now += 1
+        if not left:
+            return "vectors"
+        raise ReplicaDied(replica, RuntimeError("gone")) if (replica := left.pop(0)) else Lost("gone")
+
+    model._choose = lambda *_: SimpleNamespace(embed=embed)  # type: ignore[method-assign, assignment, return-value]
+    clock.now += 1
+    asking = model._compute(7, [np.array([1], dtype=np.int32)], EmbedOptions(), Qos())
+    if error is None:
+        assert asyncio.run(asking) == "vectors"
+    else:
+        with pytest.raises(error):
+            asyncio.run(asking)
+    assert not left
 
 
 def test_two_deaths_are_refused_for_a_while() -> None:
