@@ -128,21 +128,31 @@ class PooledModel:
             left = qos.after(monotonic() - start)
             return await self._choose(ticket, left).embed(sequences, options, left, ticket, alone=mark in self.suspects)
 
-        # Twice, and once more for who was sent to a replica that another request had just ended: `run` refuses two deaths.
-        for number in (1, 2, 3):
+        num_losses = 0
+        for number in (1, 2, 3):  # a third time for a request that was sent to a replica already known to be dead
             try:
                 return await self.suspects.run(mark, attempt)
             except LOST as error:
-                self.lost(mark, number, error, sent_at)
+                num_losses += self.lost(mark, number, error, sent_at)
+            if num_losses == 2:
+                break
         raise self.given_up(mark)
 
-    def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> None:
-        """A replica was lost with this request. If the replica died with it, the request is a suspect from now on."""
+    def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> bool:
+        """A replica was lost with this request. If the replica died with the request, the request is a suspect from now on.
+
+        Returns: whether the request may have ended the replica. A replica that was known to be dead before is no such loss.
+        """
         log.warning("%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
-        if isinstance(error, ReplicaDied) and (death := self.suspects.died(mark, error.replica, sent_at)) is not None:
-            if not self._untold:
-                asyncio.get_running_loop().call_soon(self._tell)
-            self._untold.append(death)
+        if not isinstance(error, ReplicaDied):
+            return True
+        death = self.suspects.died(mark, error.replica, sent_at)
+        if death is None:
+            return False
+        if not self._untold:
+            asyncio.get_running_loop().call_soon(self._tell)
+        self._untold.append(death)
+        return True
 
     def _tell(self) -> None:
         """Tells the replicas of deaths. Through their reports all gateways hear of them."""
