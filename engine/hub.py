@@ -9,18 +9,10 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from engine.errors import ModelError
 from engine.model.gguf import read_header
 from engine.model.gguf_folder import write_folder
-from engine.model.weight_files import has_safetensors, only_gguf
+from engine.model.weight_files import only_gguf
 from engine.model_id import EMBEDDED_GENERATOR as EMBEDDED_GENERATOR
 from engine.model_id import EMBEDDED_MODEL as EMBEDDED_MODEL
 from engine.model_id import split_revision as split_revision
@@ -32,17 +24,6 @@ _GENERATOR_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GENERATOR_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Part of a cached folder's name. A change of what `write_folder` writes increases it.
 _FOLDER_VERSION = 1
-
-# Weights as safetensors, configuration and tokenizer: never ONNX files or code, nor pickles but for BGE-M3's two small layers,
-# of which torch reads the tensors alone.
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
-              "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
-              "chat_template.jinja", "generation_config.json", "int8_ranges.json",
-              *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
-_HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
-_CODE_FILES = ["*.py"]  # only where somebody trusts them
-# Weights as PyTorch files, for folders that have no safetensors.
-_PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 
 
 def resolve_model(model: str | Path, weights: bool = True, code: bool = False) -> Path:
@@ -69,33 +50,9 @@ def resolve_model(model: str | Path, weights: bool = True, code: bool = False) -
     name, revision = split_revision(model)
     if revision is not None and (name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR) or Path(name).is_dir()):
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
-    try:
-        files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
-        if not weights:
-            return _download(name, revision, files, [*_HUB_SKIP, "*model*.safetensors"])
-        folder = _download(name, revision, files, _HUB_SKIP)
-        pytorch = _pytorch_files(folder)
-        return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise ModelError(f"{model!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"{model!r} is neither a folder here nor in the Hub's cache, and the Hub cannot be reached "
-            f"({type(error).__name__}); copy its folder here and name that instead"
-        ) from error
+    from engine.download import download  # its import takes 0.2 s, which folders need not pay for
 
-
-def _download(name: str, revision: str | None, files: list[str], skip: list[str]) -> Path:
-    cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
-    return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=skip))
-
-
-def _pytorch_files(folder: Path) -> list[str]:
-    """What to ask for where the model's folder, or one of a Dense layer in it, came without safetensors."""
-    bare = [each for each in (folder, *folder.glob("[0-9]_Dense*")) if not has_safetensors(each)]
-    return [str((each / file).relative_to(folder)) for each in bare for file in _PYTORCH_FILES]
+    return download(name, revision, weights, code)
 
 
 def _embedded_folder() -> Path:

@@ -58,7 +58,8 @@ class EngineLoop:
         self._passes = Passes(engine, max_batch_tokens, max_batch_seqs, on_batch, on_split)
         self._lock, self._changed, self._scheduler = self._passes.lock, self._passes.changed, self._passes.scheduler
         self._on_gpu = engine.passes_in_flight > 1
-        self._quick_tokens = min(engine.max_graph_tokens, _QUICK_TOKENS)
+        self._quick_tokens = min(engine.max_graph_tokens, max_batch_tokens, _QUICK_TOKENS)
+        self._quick_seqs = max_batch_seqs or sys.maxsize
         self._num_threads = num_threads
         self._stopping = False
         self._launching = threading.Lock()  # held by the thread that launches
@@ -141,18 +142,16 @@ class EngineLoop:
         Raises: EngineStopped when nobody would compute them.
         """
         requests = list(requests)
-        slices: list[Slice] = []
         with self._lock:
             if not self.alive:
                 raise EngineStopped("the engine has stopped")
-            was_idle = self._scheduler.is_idle
-            for request in requests:
-                self._scheduler.add(request)
-            if polled and was_idle and self._is_quick(requests) and self._launching.acquire(blocking=False):
-                slices = self._scheduler.schedule(perf_counter())
-            else:
+            quick = self._quick(requests) if polled and self._scheduler.is_idle else None
+            if quick is None or not self._launching.acquire(blocking=False):
+                for request in requests:
+                    self._scheduler.add(request)
                 self._changed.notify_all()
                 return
+            slices = self._scheduler.schedule_at_once(quick, perf_counter())
         try:
             if slices:
                 for launched in self._passes.launch(slices):
@@ -166,10 +165,12 @@ class EngineLoop:
         for request in requests:
             request.future.add_done_callback(self._hand_over_if_cancelled)
 
-    def _is_quick(self, requests: Sequence[Waiting]) -> bool:
-        """Whether one graph computes all of these. A pass that gives more than vectors may have no graph."""
-        return self._scheduler.queue.num_tokens <= self._quick_tokens and all(
-            isinstance(each, Request) and not each.options.outputs for each in requests
+    def _quick(self, requests: Sequence[Waiting]) -> list[Request] | None:
+        """These requests, if one graph computes all of them. A pass that gives more than vectors may have no graph."""
+        quick = [each for each in requests if isinstance(each, Request) and not each.options.outputs]
+        fits = sum(each.num_tokens for each in quick) <= self._quick_tokens
+        return (
+            quick if fits and len(quick) == len(requests) and sum(each.num_inputs for each in quick) <= self._quick_seqs else None
         )
 
     async def answer(self, request: Request) -> Embeddings:

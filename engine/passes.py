@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from math import inf
 from threading import Condition, Lock, RLock
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from engine.errors import BackendError, DeviceLost, EngineStopped, NotFinite, OutOfMemory
 from engine.model.config import OutputName
@@ -50,8 +52,7 @@ class Runner(Protocol):
     ) -> Flight: ...
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
+class BatchReport(NamedTuple):
     """One forward pass, for metrics. `seconds` is the time that the device took for the pass."""
 
     num_tokens: int
@@ -60,7 +61,7 @@ class BatchReport:
     num_duplicates: int  # sequences that got the results of an equal one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Launched:
     """A step on its way through the device."""
 
@@ -187,7 +188,7 @@ class Passes:
             finite = output.finite
             if step.parts:
                 self._deliver_tokens(step, output)
-            if finite.any() or step.parts:
+            if step.parts or np.count_nonzero(finite):  # a tenth of the time of `any`
                 self.computed_at = monotonic()
             again = deliver(step, output, finite, seconds)
             with self.lock:  # after the callers have their results: they need not wait for arithmetic

@@ -22,6 +22,7 @@ from engine.step import Step
 
 # The arrays of one sequence besides its vector.
 _Arrays = Mapping[OutputName, NDArray[Any]]
+_Ragged = dict[OutputName, list[NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Embeddings:
     """
 
     vectors: Vectors | None
-    ragged: dict[OutputName, list[NDArray[Any]]]
+    ragged: _Ragged
     queue_s: float
     inference_s: float
 
@@ -48,11 +49,11 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
     again: list[Slice] = []
     if not step.slices:
         return again
-    arrays, finite = _arrays(step, output, finite)
-    if len(step.slices) == 1 and finite[0]:  # a query: nothing to group
+    if len(step.slices) == 1 and not output.ragged and finite[0]:  # a query's shortest way: nothing to group
         (part,) = step.slices
-        _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), arrays, seconds)
+        _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), _ONE_WITHOUT_ARRAYS, seconds)
         return again
+    arrays, finite = _arrays(step, output, finite)
     for first, stop in _runs(step.slices, finite):
         part = step.slices[first]
         request = part.request
@@ -78,6 +79,7 @@ def _arrays(step: Step, output: Output, finite: NDArray[np.bool_]) -> tuple[list
 
 
 _NO_ARRAYS: _Arrays = {}
+_ONE_WITHOUT_ARRAYS = [_NO_ARRAYS]
 
 
 def _runs(slices: list[Slice], finite: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
@@ -122,11 +124,12 @@ def _hand_over(request: Request, first: int, vectors: Vectors | None, arrays: li
 
 
 def _succeed(request: Request) -> None:
-    parts = [request.results[index] for index in sorted(request.results)]
-    vectors = None
-    if request.options.pooled:
-        vectors = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
-    ragged = {name: [arrays[name] for _, part in parts for arrays in part] for name in request.options.outputs}
+    parts, ragged = [request.results[index] for index in sorted(request.results)], _Ragged()
+    vectors = parts[0][0]
+    if len(parts) > 1 and vectors is not None:
+        vectors = np.concatenate([part for part, _ in parts])
+    if request.options.outputs:
+        ragged = {name: [arrays[name] for _, part in parts for arrays in part] for name in request.options.outputs}
     assert request.first_scheduled_at is not None, "a request that is done was scheduled"
     queue_s = request.first_scheduled_at - request.submitted_at
     with suppress(InvalidStateError):  # the caller left during the last pass

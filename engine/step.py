@@ -1,7 +1,7 @@
 """One forward pass: the slices that it computes, each different sequence once, and the sequences' way back to their owners."""
 
-from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
@@ -9,8 +9,7 @@ from engine.schedule.request import Slice
 from engine.schedule.stream import Piece, Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """What one pass computes. Sequences to embed that are equal, with equal options, are computed once."""
 
     pieces: list[Piece]  # of streams, for each of `parts`

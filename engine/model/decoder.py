@@ -8,7 +8,6 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import ModelError
-from engine.kernels.reference import rope_table
 from engine.model.base import Model
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.keys import DECODER, Keys, Shape, is_causal, read_shape
@@ -16,7 +15,7 @@ from engine.model.layers.e4m3_values import scale_values
 from engine.model.layers.gated import SwiGLU
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
-from engine.model.layers.self_attention import AttentionCall, HasAttention, SelfAttention, attention_by_layer
+from engine.model.layers.self_attention import AttentionCall, HasAttention, SelfAttention, attention_by_layer, rope_angles
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -96,7 +95,7 @@ class Decoder(Model):
         def norm(name: str, width: int) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"{name}.weight", width), config.norm_eps)
 
-        angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
+        angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, config.max_position_embeddings)
         self.layers = [_Layer(config, checkpoint, index, norm, angles) for index in range(config.n_layers)]
         self.norm = norm("norm", config.hidden_size)
 

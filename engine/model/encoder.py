@@ -50,13 +50,17 @@ class Encoder(Model):
         self.types: Tensor | None = None
         if config.type_vocab_size:
             types = checkpoint.take_embedding("embeddings.token_type_embeddings.weight", config.type_vocab_size, c)
+
+            def with_first_type(table: Tensor) -> Tensor:
+                return checkpoint.derive(tuple(table.shape), lambda: table + types[0])
+
             # All tokens of a single text have type 0. Its row is added to one of the tables, once.
             if config.tells_segments:
                 self.types = types
             elif self.positions is not None:
-                self.positions = self.positions + types[0]
+                self.positions = with_first_type(self.positions)
             else:
-                self.words = self.words + types[0]
+                self.words = with_first_type(self.words)
         self.norm = LayerNorm.load(checkpoint, self.norm_name, c, config.norm_eps, norm_biased)
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.devices import compute_dtype, is_integrated
 from engine.errors import ModelError
 from engine.kernels import MaybeQuantized, quantize_weight
+from engine.model.upload import Uploader
 from engine.model.weight_files import WeightFile, open_weights
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class WeightSource(Protocol):
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
     def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized: ...
+
+    def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor: ...
 
 
 class ShapeCounter:
@@ -77,6 +80,10 @@ class ShapeCounter:
         self.num_scales += len(weight)
         return weight
 
+    def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
+        """Nothing is computed: for arithmetic on this device torch imports its compiler, which takes 1 to 3 s."""
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
 
 class Checkpoint:
     """The tensors of one model folder, single file or sharded. Use as a context manager."""
@@ -99,6 +106,7 @@ class Checkpoint:
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)
+        self._upload = Uploader(device) if device.type == "cuda" and not self._leaves_mapping else None
         self._files = open_weights(folder)
         self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
         self._taken: set[str] = set()
@@ -115,6 +123,8 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for file in self._files:
             file.close()
+        if self._upload is not None:
+            self._upload.close()
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +147,7 @@ class Checkpoint:
 
         Raises: ModelError on a missing name, shape or dtype.
         """
-        return self._read(name, shape).to(device=self.device, dtype=dtype or self.dtype)
+        return self._on_device(self._read(name, shape), dtype or self.dtype)
 
     def take_embedding(self, name: str, *shape: int) -> Tensor:
         """As `take`, for a table: tokens look their rows up, and no token is multiplied with the whole."""
@@ -148,13 +158,19 @@ class Checkpoint:
         stacked = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
         start = 0
         for name, count in zip(names, rows, strict=True):
-            stacked[start : start + count].copy_(self._read(name, (count, *columns)))
+            self._copy(self._read(name, (count, *columns)), stacked[start : start + count])
             start += count
         return stacked
 
     def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized:
         """A layer's matrix in the dtype of the layers, perhaps of 8 bits. Raises: ModelError for a shape that 8 bits refuse."""
         return weight if self._quantized is None else quantize_weight(weight, self._quantized)
+
+    def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
+        """A tensor of this shape that a model computes at load, as from its weights."""
+        derived = compute()
+        assert derived.shape == shape, f"{derived.shape} is not {shape}"
+        return derived
 
     def take_all(self) -> dict[str, Tensor]:
         """Every tensor by its name, as it is stored, for callers with their own rules for names and shapes.
@@ -166,7 +182,7 @@ class Checkpoint:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A tensor of `take_all` on the model's device."""
-        return self._unmapped(tensor).to(self.device)
+        return self._on_device(tensor, tensor.dtype)
 
     def finish(self, unused: Sequence[str]) -> list[str]:
         """Account for what was not taken.
@@ -208,7 +224,21 @@ class Checkpoint:
             self._untaken[file] -= 1
             if not self._untaken[file]:  # a mapping's pages count as this process's memory until it is closed
                 file.close()
-        return self._unmapped(tensor)
+        return tensor
+
+    def _on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor of a file on the model's device. On a CPU, in the file's dtype, it may be the tensor itself."""
+        if self._upload is None:
+            return self._unmapped(tensor).to(device=self.device, dtype=dtype)
+        target = torch.empty_like(tensor, device=self.device, dtype=dtype)
+        self._upload(tensor, target)
+        return target
+
+    def _copy(self, tensor: Tensor, target: Tensor) -> None:
+        if self._upload is None:
+            target.copy_(self._unmapped(tensor))
+        else:
+            self._upload(tensor, target)
 
     def _unmapped(self, tensor: Tensor) -> Tensor:
         """A copy in ordinary memory if the GPU is integrated. Otherwise the tensor itself, perhaps in a file's mapping."""

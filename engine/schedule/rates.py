@@ -8,6 +8,8 @@ from collections import deque
 
 # The passes of one size that an average is taken over. A quarter of them is left out at either end.
 _WINDOW = 16
+# An average is taken anew after so many passes: sorting takes 5 us, and a query waits for it.
+_AGAIN_AFTER = 4
 # A size that none of so many passes had is forgotten: traffic has changed, and the card may have.
 _FORGOTTEN_AFTER = 1_000
 # Passes below 512 tokens take as long as a launch or as reading the weights. They say little about a full pass.
@@ -68,11 +70,12 @@ class _Size:
         self.last = 0  # the number of the last pass
         self._passes: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)  # (seconds a token, tokens, seconds)
         self._average: tuple[float, float] | None = None  # (tokens/s, seconds a pass), once somebody has asked
+        self._num_new = 0  # passes since then
 
     def add(self, num_tokens: int, seconds: float, number: int) -> None:
         self.last = number
         self._passes.append((seconds / num_tokens, num_tokens, seconds))
-        self._average = None
+        self._num_new += 1
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,7 +87,8 @@ class _Size:
 
     def _averages(self) -> tuple[float, float]:
         average = self._average
-        if average is None:
+        if average is None or self._num_new >= min(_AGAIN_AFTER, len(self._passes) - self._num_new):
+            self._num_new = 0
             passes = sorted(self._passes)
             left_out = len(passes) // 4
             kept = passes[left_out : len(passes) - left_out]

@@ -115,6 +115,11 @@ class Request(Waiting):
         self.num_scheduled += 1
         return Slice(self, self.num_scheduled - 1, 0, length)
 
+    def take_all(self) -> "list[Slice]":
+        """A slice for each sequence, for one pass."""
+        self.num_scheduled = len(self.sequences)
+        return [Slice(self, index, 0, len(ids)) for index, ids in enumerate(self.sequences)]
+
 
 class Slice(NamedTuple):
     """The tokens [start, stop) of one sequence of a request: what one pass computes of the sequence.

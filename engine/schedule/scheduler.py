@@ -17,7 +17,7 @@ from engine.errors import DeadlineOutOfReach, DeadlinePassed
 from engine.schedule.pages import Pages
 from engine.schedule.queue import Queue
 from engine.schedule.rates import Rates
-from engine.schedule.request import Slice, Waiting
+from engine.schedule.request import Request, Slice, Waiting
 from engine.schedule.stream import Stream, Streams
 
 # The next pass is scheduled this long before the running one should end, besides the time that a launch takes.
@@ -151,6 +151,18 @@ class Scheduler:
         slices = self.queue.schedule(now, slices)
         if self.streams is not None:
             self.streams.run_ahead(slices)
+        return slices
+
+    def schedule_at_once(self, requests: Iterable[Request], now: float) -> list[Slice]:
+        """All slices of requests that meet an idle device and fit into one pass. They need no place in the queue."""
+        slices: list[Slice] = []
+        for request in requests:
+            if (refusal := request.refusal()) is not None:
+                request.fail(refusal)
+            elif request.deadline <= now:
+                request.fail(DeadlinePassed("the request's deadline had passed when it came"))
+            else:
+                slices += request.take_all()
         return slices
 
     def advance(self, streams: Iterable[Stream]) -> None:

@@ -8,7 +8,6 @@ import pytest
 from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from engine import hub
 from engine.errors import ModelError
 from engine.hub import EMBEDDED_MODEL, resolve_model, split_revision
 from serve_app.settings import load_settings
@@ -46,7 +45,7 @@ def test_the_hub_is_asked_for_that_revision(monkeypatch: pytest.MonkeyPatch, tmp
         return str(tmp_path)
 
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("engine.download.snapshot_download", download)
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     assert resolve_model("org/x@v1") == tmp_path
     assert (asked["name"], asked["revision"], asked["cache_dir"]) == ("org/x", "v1", None)
@@ -59,7 +58,7 @@ def test_a_revision_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) 
     def download(name: str, **arguments: Any) -> str:
         raise RevisionNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("engine.download.snapshot_download", download)
     with pytest.raises(ModelError, match="'org/x' has no revision 'v9'"):
         resolve_model("org/x@v9")
 
@@ -120,7 +119,7 @@ def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
     def files() -> set[str]:
         return {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()}
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("engine.download.snapshot_download", download)
     resolve_model("org/x", weights=False)
     assert files() == {
         file for file in fetched if file.endswith("config.json") or "safetensors.index" in file or "linear" in file
@@ -140,7 +139,7 @@ def test_code_is_fetched_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch, tm
         return str(tmp_path)
 
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr("engine.download.snapshot_download", download)
     resolve_model("org/x")
     assert fetched == ["config.json", "model.safetensors"]
     fetched.clear()

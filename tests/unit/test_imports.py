@@ -100,3 +100,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_the_scheduler_knows_no_torch() -> None:
     code = "import sys; import engine.schedule.scheduler; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_models_size_is_counted_without_torchs_compiler() -> None:
+    """torch imports its compiler for arithmetic on tensors without content: 1 to 3 s of each start, and of `emberforge plan`."""
+    code = (
+        "import sys; from cluster.catalogue import CATALOGUE; from engine.model.footprint import num_parameters; "
+        "list(map(num_parameters, CATALOGUE.values())); assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_engine_is_imported_without_the_hubs_library() -> None:
+    code = "import sys; import engine.engine; assert 'huggingface_hub' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

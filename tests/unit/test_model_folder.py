@@ -13,7 +13,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
-from engine.hub import _HUB_FILES, _HUB_SKIP, resolve_model
+from engine.download import _HUB_FILES, _HUB_SKIP
+from engine.hub import resolve_model
 from engine.model.config import Pooling
 from engine.model.decoder import DecoderConfig
 from engine.model.families.gemma3 import Gemma3Config

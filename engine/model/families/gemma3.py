@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels.reference import rope_table
 from engine.model.decoder import Decoder, DecoderAttention, DecoderConfig, LoadNorm, decoder_shape, read_windows
 from engine.model.keys import Keys, read_local_layers, read_rope
 from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
-from engine.model.layers.self_attention import AttentionCall, SelfAttention
+from engine.model.layers.self_attention import AttentionCall, SelfAttention, rope_angles
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -67,18 +66,19 @@ class Gemma3(Decoder):
         self._load_words(config, checkpoint)
         self._scale: Tensor | None = torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as it was trained
         if config.generation is None:  # a language model's head needs the table as it is
-            self.words *= self._scale
+            words, scale = self.words, self._scale
+            self.words = checkpoint.derive(tuple(words.shape), lambda: words.mul_(scale))
             self._scale = None
         query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5
 
         def norm(name: str, width: int) -> RMSNorm:
             """Gemma multiplies with 1 + weight. Q's norm also corrects the scale of the scores, head_dim's root in attention."""
-            weight = 1 + checkpoint.take(f"{name}.weight", width, dtype=torch.float32)
-            weight = weight * query_scale if name.endswith("q_norm") else weight
-            return RMSNorm(weight.to(checkpoint.dtype), config.norm_eps)
+            weight = checkpoint.take(f"{name}.weight", width, dtype=torch.float32)
+            factor = query_scale if name.endswith("q_norm") else 1.0
+            return RMSNorm(checkpoint.derive((width,), lambda: ((1 + weight) * factor).to(checkpoint.dtype)), config.norm_eps)
 
         global_angles, local_angles = (
-            rope_table(config.head_dim, theta, config.max_position_embeddings, checkpoint.device)
+            rope_angles(checkpoint, config.head_dim, theta, config.max_position_embeddings)
             for theta in (config.rope_theta, config.local_rope_theta)
         )
         self.layers = [

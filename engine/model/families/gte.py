@@ -6,7 +6,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels.reference import rope_table
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.keys import Keys, Rope, read_rope, read_shape
@@ -14,7 +13,7 @@ from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
 from engine.model.layers.post_norm import FeedForward, PostNormLayer
-from engine.model.layers.self_attention import SelfAttention
+from engine.model.layers.self_attention import SelfAttention, rope_angles
 from engine.model.weights import WeightSource
 
 
@@ -64,7 +63,7 @@ class Gte(Encoder):
     def __init__(self, config: GteConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint)
         positions = config.max_position_embeddings
-        angles = rope_table(config.head_dim, config.rope_theta, positions, checkpoint.device, config.rope_scale)
+        angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, positions, config.rope_scale)
         self.layers = [_layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
 
 
@@ -74,7 +73,8 @@ def _layer(config: GteConfig, checkpoint: WeightSource, index: int, angles: Tens
     qkv = Linear.load(checkpoint, f"{name}attention.qkv_proj", 3 * c, c)
     out = Linear.load(checkpoint, f"{name}attention.o_proj", c, c)
     # The checkpoint has (up, gate), the operation takes (gate, up).
-    gate_up = checkpoint.take(f"{name}mlp.up_gate_proj.weight", 2 * wide, c).roll(wide, dims=0)
+    up_gate = checkpoint.take(f"{name}mlp.up_gate_proj.weight", 2 * wide, c)
+    gate_up = checkpoint.derive((2 * wide, c), lambda: up_gate.roll(wide, dims=0))
     up = Gated(Linear.of(checkpoint.to_layer_dtype(gate_up)), kernels.geglu)
     return PostNormLayer(
         SelfAttention(qkv, out, (config.n_heads, config.n_heads), angles),

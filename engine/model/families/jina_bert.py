@@ -66,7 +66,10 @@ class JinaBert(Encoder):
     def __init__(self, config: JinaBertConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint)
         self.layers = [_layer(config, checkpoint, index) for index in range(config.n_layers)]
-        self.score_bias = symmetric_alibi(config.n_heads, config.max_position_embeddings, checkpoint.device)
+        n_heads, positions = config.n_heads, config.max_position_embeddings
+        self.score_bias = checkpoint.derive(
+            (n_heads, 2 * positions - 1), lambda: symmetric_alibi(n_heads, positions, checkpoint.device)
+        )
 
 
 def _layer(config: JinaBertConfig, checkpoint: WeightSource, index: int) -> PostNormLayer:

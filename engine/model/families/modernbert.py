@@ -7,14 +7,13 @@ from torch import Tensor
 
 from engine import kernels
 from engine.heads.splade import MaskedLMNames
-from engine.kernels.reference import rope_table
 from engine.model.config import HeadConfig, ModelConfig, SpladeConfig
 from engine.model.encoder import Encoder
 from engine.model.keys import Keys, ShapeKeys, head_activation, read_local_layers, read_rope, read_shape
 from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm, Residual
-from engine.model.layers.self_attention import AttentionCall, SelfAttention
+from engine.model.layers.self_attention import AttentionCall, SelfAttention, rope_angles
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -99,7 +98,7 @@ class ModernBert(Encoder):
     def __init__(self, config: ModernBertConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint, norm_biased=config.norm_bias)
         global_angles, local_angles = (
-            rope_table(config.head_dim, theta, config.max_position_embeddings, checkpoint.device)
+            rope_angles(checkpoint, config.head_dim, theta, config.max_position_embeddings)
             for theta in (config.global_theta, config.local_theta)
         )
         self.layers = [

@@ -59,7 +59,7 @@ class MPNet(Bert):
         super().__init__(config, checkpoint)
         by_bucket = checkpoint.take_embedding("encoder.relative_attention_bias.weight", _BUCKETS, config.n_heads)
         buckets = distance_buckets(torch.arange(-_REACH, _REACH + 1)).to(checkpoint.device)
-        self.score_bias = by_bucket.float()[buckets].t().contiguous()  # [H, 2 R + 1]
+        self.score_bias = checkpoint.derive((config.n_heads, 2 * _REACH + 1), lambda: by_bucket.float()[buckets].t().contiguous())
 
 
 def distance_buckets(distances: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine import kernels
 from engine.errors import ModelError
-from engine.kernels.reference import rope_table
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.encoder import Encoder
 from engine.model.keys import Keys, ShapeKeys, read_rope, read_shape
@@ -18,7 +17,7 @@ from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
 from engine.model.layers.norm import LayerNorm, Residual
 from engine.model.layers.post_norm import FeedForward, PostNormLayer
-from engine.model.layers.self_attention import SelfAttention
+from engine.model.layers.self_attention import SelfAttention, rope_angles
 from engine.model.weights import WeightSource
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class NomicBert(Encoder):
 
     def __init__(self, config: NomicBertConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint)
-        angles = rope_table(config.head_dim, config.rope_theta, config.max_position_embeddings, checkpoint.device)
+        angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, config.max_position_embeddings)
         self.layers = [_layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
 
 

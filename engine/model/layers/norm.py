@@ -36,7 +36,9 @@ class LayerNorm:
     def load(cls, checkpoint: WeightSource, name: str, width: int, eps: float, biased: bool = True) -> "LayerNorm":
         """`name`.weight and, where `biased`, `name`.bias."""
         weight = checkpoint.take(f"{name}.weight", width)
-        return cls(weight, checkpoint.take(f"{name}.bias", width) if biased else torch.zeros_like(weight), eps)
+        if biased:
+            return cls(weight, checkpoint.take(f"{name}.bias", width), eps)
+        return cls(weight, checkpoint.derive((width,), lambda: torch.zeros_like(weight)), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, C] -> [T, C], dtype kept."""

@@ -7,14 +7,21 @@ from torch import Tensor
 
 from engine import kernels
 from engine.kernels import MaybeQuantized
+from engine.kernels.reference import rope_table
 from engine.model.layers.attention import Attention
 from engine.model.layers.cached_attention import CachedAttention
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual
+from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
 # (Q, K and V [T, H + 2 K, D], whether only the rows that pooling reads must be right) -> [T, H D], contiguous.
 AttentionCall = Callable[[Tensor, bool], MaybeQuantized]
+
+
+def rope_angles(source: WeightSource, head_dim: int, theta: float, positions: int, scale: float = 1.0) -> Tensor:
+    """The table of RoPE, [positions, D / 2, 2] fp32. See `rope_table`."""
+    return source.derive((positions, head_dim // 2, 2), lambda: rope_table(head_dim, theta, positions, source.device, scale))
 
 
 class SelfAttention:

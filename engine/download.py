@@ -1,0 +1,61 @@
+"""A model on the Hub -> its folder in the Hub's own cache."""
+
+import os
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from engine.errors import ModelError
+from engine.model.weight_files import has_safetensors
+
+# Weights as safetensors, configuration and tokenizer: never ONNX files or code, nor pickles but for BGE-M3's two small layers,
+# of which torch reads the tensors alone.
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
+              "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
+              "chat_template.jinja", "generation_config.json", "int8_ranges.json",
+              *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
+_HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
+_CODE_FILES = ["*.py"]  # only where somebody trusts them
+# Weights as PyTorch files, for folders that have no safetensors.
+_PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
+
+
+def download(name: str, revision: str | None, weights: bool, code: bool) -> Path:
+    """The folder of a model on the Hub, resumed if half of it is there; weights and code only if asked for.
+
+    Raises: ModelError naming the model and the way out.
+    """
+    given = name if revision is None else f"{name}@{revision}"
+    try:
+        files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
+        if not weights:
+            return _download(name, revision, files, [*_HUB_SKIP, "*model*.safetensors"])
+        folder = _download(name, revision, files, _HUB_SKIP)
+        pytorch = _pytorch_files(folder)
+        return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise ModelError(f"{given!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{given!r} is neither a folder here nor in the Hub's cache, and the Hub cannot be reached "
+            f"({type(error).__name__}); copy its folder here and name that instead"
+        ) from error
+
+
+def _download(name: str, revision: str | None, files: list[str], skip: list[str]) -> Path:
+    cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
+    return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=skip))
+
+
+def _pytorch_files(folder: Path) -> list[str]:
+    """What to ask for where the model's folder, or one of a Dense layer in it, came without safetensors."""
+    bare = [each for each in (folder, *folder.glob("[0-9]_Dense*")) if not has_safetensors(each)]
+    return [str((each / file).relative_to(folder)) for each in bare for file in _PYTORCH_FILES]
