@@ -29,9 +29,11 @@ class Load:
 class Connection:
     """One keep-alive connection; one request at a time."""
 
-    def __init__(self, host: str, port: int, path: str) -> None:
+    def __init__(self, host: str, port: int, path: str, *headers: str) -> None:
+        """`headers`: further lines of each request's head."""
         self._host, self._port = host, port
-        self._head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: ".encode()
+        lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers, "Content-Length: "]
+        self._head = "\r\n".join(lines).encode()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, body: bytes) -> bytes:

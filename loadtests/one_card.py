@@ -1,0 +1,304 @@
+"""Streams of text and embeddings through the whole server, each alone and both on one GPU.
+
+python -m loadtests.one_card [CHAT] [EMBEDDING]
+
+CHAT is one of `generate.MODELS`, EMBEDDING one of `checkpoints.PUBLISHED`; both have random weights at the real shapes. Clients
+send token ids, so no tokenizer is measured.
+"""
+
+import asyncio
+import base64
+import json
+import multiprocessing
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+import uvloop
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models
+
+from cluster.local_ray import free_port
+from loadtests.checkpoints import PUBLISHED, save_random
+from loadtests.client import Connection
+from loadtests.generate import MODELS, Measured
+from loadtests.report import write
+from loadtests.servers import cpu_seconds
+from loadtests.traces import mixed_lengths
+
+CHAT, EMBEDDING = "Qwen3-4B", "Qwen3-Embedding-0.6B"
+PROMPT, ANSWER = 128, 400  # tokens of each stream
+STREAMS = (1, 64, 256)
+TOGETHER = 64  # streams beside embeddings
+TEXTS, CONNECTIONS = 64, 32  # of a request to embed; requests at a time
+WARM_S, PHASE_S = 2.0, 8.0  # of each phase; the first part is not counted
+CLIENTS = 4  # processes
+CACHE_TOKENS = 200_000
+_READY_S = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A load: so many connections, each of which sends its next request when it has its answer."""
+
+    port: int
+    model: str
+    connections: int
+    priority: str = "interactive"
+    seed: int = 0
+
+
+class StreamReader(asyncio.Protocol):
+    """Sends one request and keeps the time of each event of its answer."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request, self.times = request, list[float]()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.sent_at = perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+            self._end(RuntimeError(str(data[:300])))
+        self.times += [perf_counter()] * data.count(b"data: ")
+        if data.endswith(b"0\r\n\r\n"):
+            self._end()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._end(RuntimeError("the connection was closed before the end of the answer"))
+
+    def _end(self, error: Exception | None = None) -> None:
+        self._transport.close()
+        if not self.ended.done():
+            self.ended.set_exception(error) if error else self.ended.set_result(None)
+
+
+def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
+    data = orjson.dumps(body)
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {len(data)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+def stream(asked: Asked) -> list[tuple[float, NDArray[np.float64]]]:
+    """In a process of its own, for a phase. Returns for each stream when it was sent, and when each token came."""
+    rng = np.random.default_rng(asked.seed)
+
+    async def one_after_the_other(until: float) -> None:
+        while perf_counter() < until:
+            body = {"model": asked.model, "prompt": rng.integers(1000, 30000, PROMPT).tolist(), "max_tokens": ANSWER}
+            request = post("/v1/completions", body | {"stream": True, "ignore_eos": True, "temperature": 0})
+            loop = asyncio.get_running_loop()
+            _, reader = await loop.create_connection(lambda request=request: StreamReader(request), "127.0.0.1", asked.port)  # type: ignore[misc]
+            await reader.ended
+            found.append((reader.sent_at, np.array(reader.times[:ANSWER])))
+
+    async def all_of_them() -> None:
+        until = perf_counter() + WARM_S + PHASE_S
+        await asyncio.gather(*(one_after_the_other(until) for _ in range(asked.connections)))
+
+    found: list[tuple[float, NDArray[np.float64]]] = []
+    uvloop.run(all_of_them())
+    return found
+
+
+def embed(asked: Asked) -> list[tuple[float, float, int]]:
+    """In a process of its own, for a phase. Returns for each request when it was sent and answered, and its tokens."""
+    rng = np.random.default_rng(asked.seed)
+    lengths = np.array_split(mixed_lengths(400_000, seed=asked.seed), max(1, 400_000 // (TEXTS * 200)))
+    bodies = [
+        (orjson.dumps({"model": asked.model, "input": [rng.integers(1000, 30000, n).tolist() for n in each],
+                       "encoding_format": "base64"}), int(sum(each)))
+        for each in lengths
+    ]  # fmt: skip
+
+    async def one_after_the_other(number: int, until: float) -> None:
+        connection = Connection("127.0.0.1", asked.port, "/v1/embeddings", f"x-priority: {asked.priority}")
+        while perf_counter() < until:
+            number += 1
+            body, tokens = bodies[number % len(bodies)]
+            sent_at = perf_counter()
+            answer = await connection.post(body)
+            found.append((sent_at, perf_counter(), tokens))
+        assert np.isfinite(np.frombuffer(base64.b64decode(orjson.loads(answer)["data"][0]["embedding"]), np.float32)).all()
+
+    async def all_of_them() -> None:
+        until = perf_counter() + WARM_S + PHASE_S
+        await asyncio.gather(*(one_after_the_other(17 * index, until) for index in range(asked.connections)))
+
+    found: list[tuple[float, float, int]] = []
+    uvloop.run(all_of_them())
+    return found
+
+
+@contextmanager
+def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
+    """`emberforge serve` of these models."""
+    port = free_port()
+    with tempfile.TemporaryFile("w+b") as said:
+        command = [str(Path(sys.executable).with_name("emberforge")), "serve", *map(str, folders), "--port", str(port)]
+        process = psutil.Popen(
+            [*command, "--cache-tokens", str(CACHE_TOKENS)], stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
+        try:
+            deadline, text = monotonic() + _READY_S, b""
+            while b"curl " not in text:
+                sleep(0.3)
+                said.seek(0)
+                text = said.read()
+                assert process.poll() is None, text.decode()
+                assert monotonic() < deadline, text.decode()
+            yield port, process
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except psutil.TimeoutExpired:
+                for each in (*process.children(recursive=True), process):
+                    each.kill()
+
+
+class Load:
+    """Client processes."""
+
+    def __init__(self, executor: ProcessPoolExecutor, server: psutil.Process) -> None:
+        self._executor, self._server = executor, server
+
+    def run(self, name: str, streams: Asked | None = None, embeddings: Asked | None = None) -> dict[str, Any]:
+        """One phase. Returns its row."""
+        before, started = cpu_seconds(self._server), perf_counter()
+        futures = [] if streams is None else self._start(stream, streams)
+        others = [] if embeddings is None else self._start(embed, embeddings)
+        row: dict[str, Any] = {"load": name}
+        found = [each for future in futures for each in future.result()]
+        answers = [each for future in others for each in future.result()]
+        used, seconds = cpu_seconds(self._server), perf_counter() - started
+        row |= _of_streams(found) | _of_embeddings(answers)
+        row["cores of the server"] = ", ".join(
+            f"{role} {(used[role] - before.get(role, 0)) / seconds:.2f}"
+            for role in ("gateway", "replica", "haproxy")
+            if role in used
+        )
+        print(row, flush=True)
+        return row
+
+    def _start(self, work: Any, asked: Asked) -> list[Future[Any]]:
+        shares = [len(part) for part in np.array_split(np.zeros(asked.connections), min(CLIENTS, asked.connections))]
+        return [
+            self._executor.submit(work, Asked(asked.port, asked.model, share, asked.priority, seed))
+            for seed, share in enumerate(shares)
+        ]
+
+
+def _of_streams(found: Sequence[tuple[float, NDArray[np.float64]]]) -> dict[str, Any]:
+    if not found:
+        return {}
+    first = min(sent_at for sent_at, _ in found) + WARM_S
+    times = np.concatenate([each for _, each in found])
+    gaps = np.concatenate([np.diff(each)[each[1:] >= first] for _, each in found])
+    begun = [each[0] - sent_at for sent_at, each in found if sent_at >= first]
+    return {
+        "streams, tokens/s": float(np.sum((times >= first) & (times < first + PHASE_S)) / PHASE_S),
+        "between tokens, p50 ms": 1e3 * float(np.median(gaps)),
+        "p99 ms": 1e3 * float(np.percentile(gaps, 99)),
+        "first token, p50 ms": 1e3 * float(np.median(begun)) if begun else "-",
+    }
+
+
+def _of_embeddings(answers: Sequence[tuple[float, float, int]]) -> dict[str, Any]:
+    if not answers:
+        return {}
+    first = min(sent_at for sent_at, _, _ in answers) + WARM_S
+    counted = [tokens for _, at, tokens in answers if first <= at < first + PHASE_S]
+    waits = [at - sent_at for sent_at, at, _ in answers if sent_at >= first]
+    return {"embeddings, k tokens/s": sum(counted) / PHASE_S / 1e3, "a request, p99 ms": 1e3 * float(np.percentile(waits, 99))}
+
+
+def engine_alone(folder: Path) -> dict[str, float]:
+    """Tokens/s of the engine's loop in a process without a server, by number of streams."""
+    code = f"from loadtests.one_card import print_rates; print_rates({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return rates
+
+
+def print_rates(folder: str) -> None:
+    from engine import Engine
+    from engine.options import SamplingOptions
+    from serve_app.garbage import collect_seldom
+
+    collect_seldom()
+    measured = Measured(Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1))
+    greedy = SamplingOptions(1, 0.0)
+    rates = {str(count): count / float(np.median(measured.decode(count, PROMPT, ANSWER, greedy))) for count in STREAMS}
+    measured.loop.stop()
+    print(json.dumps(rates))
+
+
+def save_chat(name: str, folder: Path) -> None:
+    """A model with a token for each id of its vocabulary."""
+    from loadtests.checkpoints import save
+
+    published = save(MODELS[name], folder)
+    words = {f"w{index}": index for index in range(published.config.vocab_size)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def main(chat: str, embedding: str) -> None:
+    alone_rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as path, ProcessPoolExecutor(2 * CLIENTS, context) as executor:
+        folders = Path(path) / chat, Path(path) / embedding
+        save_chat(chat, folders[0])
+        save_random(embedding, folders[1])
+        engine = engine_alone(folders[0])
+        print(engine, flush=True)
+        with serving(folders[0]) as (port, server):
+            load = Load(executor, server)
+            load.run("warm up", Asked(port, chat, STREAMS[-1]))
+            for count in STREAMS:
+                row = load.run(f"{count} streams", Asked(port, chat, count))
+                rate = engine[str(count)]
+                row |= {"the engine alone": rate, "share of it": row["streams, tokens/s"] / rate}
+                alone_rows.append(row)
+        with serving(*folders) as (port, server):
+            load = Load(executor, server)
+            streams, embeddings = Asked(port, chat, TOGETHER), Asked(port, embedding, CONNECTIONS)
+            at_batch = Asked(port, embedding, CONNECTIONS, "batch")
+            load.run("warm up", streams, embeddings)
+            rows.append(load.run(f"{TOGETHER} streams", streams))
+            rows.append(load.run("embeddings", None, embeddings))
+            rows.append(load.run("both", streams, embeddings))
+            rows.append(load.run("both, embeddings at batch priority", streams, at_batch))
+    notes = [
+        f"{chat} and {embedding}, bf16, random weights; streams of {PROMPT} tokens of prompt and {ANSWER} of answer, greedy; "
+        "each connection sends its next request when it has its answer",
+        f"embeddings: {CONNECTIONS} requests at a time, of about {TEXTS} mixed texts, answers in base64",
+        f"phases of {PHASE_S:.0f} s, behind {WARM_S:.0f} s that are not counted; {CLIENTS} client processes of each kind on the "
+        "same machine",
+        "the engine alone: its loop without a server, the median step of the same number of streams, in this run",
+        "one model: HAProxy to the replica. Two models: HAProxy, a gateway, a replica each; the replicas share the GPU in time",
+    ]
+    command = " ".join(["python -m loadtests.one_card", *sys.argv[1:]])
+    write("one_card", command, {chat: alone_rows, f"{chat} beside {embedding}": rows}, notes)
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    chosen = given[0] if given else CHAT, given[1] if len(given) > 1 else EMBEDDING
+    if chosen[0] not in MODELS or chosen[1] not in PUBLISHED:
+        sys.exit(f"choose one of {', '.join(MODELS)} and one of {', '.join(PUBLISHED)}")
+    main(*chosen)
