@@ -61,6 +61,8 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.shared_prefix
 	$(BIN)/python -m loadtests.rerank
 	$(BIN)/python -m loadtests.generate
+	$(BIN)/python -m loadtests.startup
+	$(BIN)/python -m loadtests.one_card
 	$(BIN)/python -m loadtests.whole_server
 
 # After a change of tei.proto; a test says when this was forgotten.

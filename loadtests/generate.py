@@ -282,12 +282,12 @@ def prompt_row(name: str, found: dict[str, Any], gemm: float, bandwidth: float) 
     }
 
 
-def start_row(name: str, found: dict[str, Any], cold_s: float | None) -> dict[str, Any]:
+def start_row(name: str, found: dict[str, Any], cold_s: float) -> dict[str, Any]:
     mib = 1 << 20
     return {
         "model": name,
         "process start to ready s": found["ready"],
-        "with no kernel compiled s": "-" if cold_s is None else cold_s,
+        "with no kernel compiled s": cold_s,
         "vLLM 0.26 s (cited)": VLLM[name]["ready"],
         "MiB reserved, without the cache": found["reserved"] / mib,
         "estimated": found["estimated"] / mib,
@@ -314,12 +314,12 @@ def main(names: Sequence[str]) -> None:
     tables: dict[str, list[dict[str, Any]]] = {"Decode": [], "Whole run": [], "Prompts": [], "Start-up and memory": []}
     with tempfile.TemporaryDirectory() as path:
         kernels = Path(path) / "kernels"
-        for index, name in enumerate(names):
+        for name in names:
             folder = Path(path) / name
             save(MODELS[name], folder)
             theirs = of_transformers(folder)
             torch.cuda.empty_cache()
-            cold_s = None if index else in_a_process("--start", str(folder), kernel_cache=kernels)
+            cold_s = in_a_process("--start", str(folder), kernel_cache=kernels)
             found = in_a_process("--one", name, str(folder), kernel_cache=kernels)
             tables["Decode"] += decode_rows(name, found, theirs, bandwidth)
             tables["Whole run"] += run_rows(name, found)

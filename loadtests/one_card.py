@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
@@ -162,12 +162,13 @@ def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
                 assert monotonic() < deadline, text.decode()
             yield port, process
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except psutil.TimeoutExpired:
-                for each in (*process.children(recursive=True), process):
-                    each.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+                try:
+                    process.wait(60)
+                except psutil.TimeoutExpired:
+                    for each in (*process.children(recursive=True), process):
+                        each.kill()
 
 
 class Load:

@@ -1,17 +1,25 @@
-"""Seconds from a process's start to a ready engine, and the host memory it takes on the way: run as a child.
+"""Seconds from a process's start to a ready engine, and the host memory it takes on the way.
 
-python -m loadtests.startup FOLDER
+python -m loadtests.startup [MODEL ...]
+
+MODEL is one of `checkpoints.PUBLISHED` or of `generate.MODELS`. Each start is a process of its own.
 """
 
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from time import sleep, time
 from typing import Any
 
 import psutil
+
+_EMBEDDING = ("Qwen3-Embedding-0.6B", "BERT-base")
+_CACHE_TOKENS = 320_000  # of a model that generates
 
 
 def import_path() -> str:
@@ -20,9 +28,9 @@ def import_path() -> str:
 
 
 def start_engine(folder: Path, pooling: str, kernel_cache: Path) -> dict[str, Any]:
-    """In a process of its own, weights in the page cache: its figures."""
+    """In a process of its own, weights in the page cache: its figures. `pooling`: "" for a model that generates."""
     environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": import_path()}
-    command = [sys.executable, "-m", "loadtests.startup", str(folder), pooling, str(time())]
+    command = [sys.executable, "-m", "loadtests.startup", "--one", str(folder), pooling, str(time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     seconds, imported, budget, graphs, shards, peak = map(float, done.stdout.splitlines()[-1].split())
     return {
@@ -35,7 +43,7 @@ def start_engine(folder: Path, pooling: str, kernel_cache: Path) -> dict[str, An
     }
 
 
-def main(folder: Path, pooling: Any, started: float) -> None:
+def start(folder: Path, pooling: Any, started: float) -> None:
     process = psutil.Process()
     from engine import Engine
 
@@ -52,7 +60,7 @@ def main(folder: Path, pooling: Any, started: float) -> None:
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    engine = Engine.load(folder, pooling=pooling)
+    engine = Engine.load(folder, pooling=pooling or None, cache_tokens=None if pooling else _CACHE_TOKENS)
     seconds = time() - started
     done.set()
     watcher.join()
@@ -60,5 +68,45 @@ def main(folder: Path, pooling: Any, started: float) -> None:
     print(seconds, imported, engine.max_batch_tokens, engine.max_graph_tokens, largest, peak[0] - before)
 
 
+def main(names: Sequence[str]) -> None:
+    import torch
+
+    from loadtests.checkpoints import PUBLISHED, save
+    from loadtests.generate import MODELS, VLLM
+    from loadtests.report import write
+
+    rows = []
+    for name in names or (*_EMBEDDING, *MODELS):
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(path) / "model"
+            published = save(PUBLISHED.get(name) or MODELS[name], folder)
+            torch.cuda.empty_cache()
+            for cache in ("cold", "warm", "warm"):
+                found = start_engine(folder, published.pooling if name in PUBLISHED else "", Path(path) / "kernels")
+                cited = VLLM[name]["ready"] if name in MODELS else "-"
+                rows.append({"model": name, "kernel cache": cache} | found | {"vLLM 0.26 s (cited)": cited})
+                print(rows[-1], flush=True)
+    notes = [
+        "random weights at the real shapes, bf16, in the page cache; cold: no kernel was compiled before",
+        f"importing torch alone, in this run: {_import_s():.1f} s; no start can be quicker",
+        f"Qwen3-*B without Embedding generate, with a cache of {_CACHE_TOKENS:,} tokens",
+        "vLLM 0.26: on another H200 earlier, with its own compilation done before",
+    ]
+    write("startup", " ".join(["python -m loadtests.startup", *names]), {"Starts": rows}, notes)
+
+
+def _import_s() -> float:
+    """Seconds of a process that imports torch and ends; the median of three."""
+    seconds = []
+    for _ in range(3):
+        started = time()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        seconds.append(time() - started)
+    return median(seconds)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    if sys.argv[1:2] == ["--one"]:
+        start(Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+    else:
+        main(sys.argv[1:])

@@ -144,6 +144,7 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), self._stream:
             if new_thread:  # a capture cannot make a cuBLAS handle, and each thread has its own
+                self._stream.query()  # so that the thread has a CUDA context
                 torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
             # Not torch.cuda.graph: it empties the allocator's cache, and so gives back what `tune` has set aside.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
