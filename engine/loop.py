@@ -263,7 +263,7 @@ class EngineLoop:
             self._end()
             while (launched := self._launched.get()) is not None:
                 if launched.take():
-                    self._passes.failed(launched.step.all_slices, EngineStopped(_STOPPED))
+                    self._passes.failed(launched.step.taken, EngineStopped(_STOPPED))
 
     def _deliver(self, launched: Launched) -> None:
         if launched is self._polled:
