@@ -112,8 +112,8 @@ def _read_embedder(folder: Path, keys: Keys, config: ModelConfig, pooling: Pooli
 def _generates(folder: Path, keys: Keys, pooling: Pooling | None) -> bool:
     """Whether the folder is a causal language model and says nothing of vectors.
 
-    A pooling that the operator names makes the model embed, too. Any other one than last_token reads tokens of a whole sequence in
-    one pass, and a pass with streams may have only a part of them: such a model embeds only.
+    With pooling last_token the model embeds, too. Other poolings need all tokens of a sequence in one pass, but passes with
+    streams cut sequences into chunks. With these the model only embeds.
     """
     silent = not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
     shares_passes = pooling in (None, "last_token")

@@ -23,8 +23,8 @@ class Ragged(Protocol):
 class Output:
     """The output of one forward pass, on the host. The second of the engine's two thin waists."""
 
-    # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN. For a model that generates
-    # B counts the pieces that end a sequence to embed.
+    # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN. B counts the sequences,
+    # or the pieces that end one.
     vectors: Vectors
     ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what requests ask for besides vectors
     device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured

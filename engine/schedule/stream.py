@@ -198,7 +198,9 @@ class Stream(Waiting):
         return Slice(self, 0, start, self.num_computed)
 
     def piece(self, part: Slice) -> Piece | None:
-        """As `Waiting.piece`. A grammar that allows no token ends the stream here. The mask may be computed twice for a token, as after preemption.
+        """As `Waiting.piece`. A grammar that allows no token ends the stream here.
+
+        The mask may be computed twice for a token, as after preemption.
         """
         pages, index = tuple(self.pages), part.stop - len(self.prompt)  # the number in the answer of the token to choose
         if self.pool is None or len(pages) * self.pool.page_size < part.stop:

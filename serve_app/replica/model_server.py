@@ -63,9 +63,7 @@ class EngineServer:
             max_input_length=_context(self._engine),
             max_batch_tokens=self._engine.max_batch_tokens,
         )
-        self._model: ServedModel = LocalModel(
-            info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s
-        )
+        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s)
         if settings.cache_bytes:
             self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         if (pages := self._engine.pages) is not None:
