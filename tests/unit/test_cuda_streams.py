@@ -185,6 +185,8 @@ def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Ca
                 same(mine, theirs)
             for request, vectors in zip(requests, exact, strict=True):
                 np.testing.assert_allclose(request.future.result(0).vectors, vectors, atol=1e-5)
+        replays = [graph.count for graph in ours.runner.graphs._graphs.values()]  # type: ignore[attr-defined]
+        assert bool(sum(replays)) == bool(graph_tokens)
 
 
 def _run(engine: Engine, streams: list[Stream]) -> list[Stream]:
