@@ -112,7 +112,7 @@ class Engine:
             default_prompt: the same, as a text.
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
-            cache_tokens: tokens that the cache of a model that generates holds, for all streams. None chooses by the free memory.
+            cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.

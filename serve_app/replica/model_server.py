@@ -67,7 +67,7 @@ class EngineServer:
         if settings.cache_bytes:
             self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         if (pages := self._engine.pages) is not None:
-            self._model = LocalGenerator(self._model, self._engine, self._loop)
+            self._model = LocalGenerator(info, self._engine, self._loop, self._model if info.embeds else None)
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
         self._health = Health(self._loop, canary_of(self._engine))
         self._in_flight = InFlight.of_this_replica()

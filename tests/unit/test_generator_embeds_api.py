@@ -52,7 +52,8 @@ def asked(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Engine
     async def collect(each: Request) -> None:
         loop.submit([each], polled=True)
 
-    model = LocalGenerator(LocalModel(info, engine.tokenizer, loop, collect), engine, loop)
+    embedder = LocalModel(info, engine.tokenizer, loop, collect) if info.embeds else None
+    model = LocalGenerator(info, engine, loop, embedder)
 
     async def scenario(method: str, path: str, body: Any) -> httpx.Response:
         app = Api(LocalModels(model, loop, Health(loop, canary_of(engine))), Settings(), Metrics("both")).app
