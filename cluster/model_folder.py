@@ -19,7 +19,8 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
     Ray, and not a minute later in a replica.
 
     Args:
-        generates: the caller serves models that generate, too. A plan of a cluster does not.
+        generates: the caller serves models that generate, too. A plan of a cluster does not, unless they embed, too, and the size
+            of their cache is given.
     Raises: ModelError.
     """
     folder = resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
@@ -31,11 +32,14 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )
-    if config.generation is not None and not generates:
-        raise ModelError(
-            f"{spec.model} generates text, and plans place no such models yet; `emberforge serve {spec.model}` serves it, "
-            "also beside other models; for its vectors, give `pooling`"
-        )
+    if config.generation is not None and not generates and (not config.embeds or spec.cache_tokens is None):
+        way_out = "a plan needs the size of its cache: give `cache_tokens`"
+        if not config.embeds:
+            way_out = (
+                f"plans place no such models yet; `emberforge serve {spec.model}` serves it, also beside other models; for its "
+                "vectors, give `pooling: last_token`"
+            )
+        raise ModelError(f"{spec.model} generates text, and {way_out}")
     config = shortened(config, spec.max_input_tokens)
     if weights:
         Tokenizer.load(folder, config)

@@ -59,7 +59,9 @@ class ModelOptions(BaseModel):
     max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
     max_input_tokens: int | None = Field(None, ge=1, description="Tokens of the longest input [default: the model's own limit]")
     cache_tokens: int | None = Field(
-        None, ge=1, description="Tokens of all streams that a model which generates keeps [default: by the free memory]"
+        None,
+        ge=1,
+        description="Tokens that the cache of a model which generates holds, for all of its work [default: by the free memory]",
     )
 
     @model_validator(mode="after")

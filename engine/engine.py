@@ -32,8 +32,9 @@ from engine.run.runner import CpuRunner
 from engine.run.streams import StreamPacker
 from engine.run.tune import tune, tune_streams
 from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece
 from engine.schedule.request import Request
-from engine.schedule.stream import Answer, Piece, Stream, Token
+from engine.schedule.stream import Answer, Stream, Token
 from engine.text.grammar import Compiler
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class Engine:
         self.pages = None if cache is None else Pages(cache.num_pages, PAGE_SIZE)
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
         self.prompts = parts.prompts
+        if self.pages is not None:
+            self.tokenizer.limit_to(min(config.max_input_length, self.pages.num_pages * PAGE_SIZE))
         self._grammars: Compiler | None = None
         if parts.prompts is not None and config.generation is not None:
             self._grammars = Compiler(parts.prompts.tokenizer.to_str, config.vocab_size, config.generation.eos_ids)
@@ -104,12 +107,12 @@ class Engine:
             dtype: "auto" takes bfloat16 where the device computes it natively, else float32. "float8" and "int8" are of the
                 layers' matrices and what is multiplied with them; the rest is in bfloat16.
             device: "auto" takes the first GPU if there is one.
-            pooling: for folders that do not name theirs.
+            pooling: for folders that do not name theirs. A model that generates also embeds with last_token.
             default_prompt_name: the model's prompt for texts whose request asks for none; overrides its authors' choice.
             default_prompt: the same, as a text.
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
-            cache_tokens: tokens that the cache of a model that generates holds, for all streams. None chooses by the free memory.
+            cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
@@ -160,6 +163,8 @@ class Engine:
             raise ModelError(
                 f"the model's logits are not finite in {self.dtype_name}; try --dtype float32 or check the weights"
             ) from error
+        if self.config.embeds:
+            self.embed([[0]])
 
     def embed(
         self,
@@ -178,13 +183,13 @@ class Engine:
         """
         if isinstance(inputs, str):
             raise InvalidInput("embed() takes a list of inputs; put the string into a list")
-        if self.config.generation is not None:
-            raise InvalidInput("this model generates text; load it with a `pooling` to get vectors")
+        if self.config.generation is not None and not self.config.embeds:
+            raise InvalidInput("this model generates text; load it with pooling last_token to get vectors, too")
         check_dimensions(dimensions, self.config.embedding_size)
         options = EmbedOptions(normalize=normalize, dimensions=dimensions)
         sequences = self.tokenizer.encode(inputs, EncodeOptions(truncate, truncation_direction, prompt_name))
         width = dimensions or self.config.embedding_size
-        vectors = self._embed_in_one_pass(sequences, options)
+        vectors = None if self.pages is not None else self._embed_in_one_pass(sequences, options)
         return np.ascontiguousarray((self._embed_in_passes(sequences, options) if vectors is None else vectors)[:, :width])
 
     def _embed_in_one_pass(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Vectors | None:
@@ -252,12 +257,12 @@ class Engine:
         outputs: tuple[OutputName, ...] = (),
         pieces: Sequence[Piece] = (),
     ) -> Flight:
-        """Start one forward pass over at least one sequence, whatever its size; on a CPU it has ended on return.
+        """Start one forward pass over at least one sequence or piece, whatever its size; on a CPU it has ended on return.
 
         Args:
             options: one per sequence; None asks for whole, normalised vectors.
             outputs: what any of the sequences asks for besides its vector, sorted; every sequence gets it.
-            pieces: what to compute of streams; only for a model that generates.
+            pieces: what to compute of streams and sequences; for a model that generates, which takes no `sequences`.
         Raises: OutOfMemory when the pass does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput
             for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
         """

@@ -58,7 +58,8 @@ class EngineLoop:
         self._passes = Passes(engine, max_batch_tokens, max_batch_seqs, on_batch, on_split)
         self._lock, self._changed, self._scheduler = self._passes.lock, self._passes.changed, self._passes.scheduler
         self._on_gpu = engine.passes_in_flight > 1
-        self._quick_tokens = min(engine.max_graph_tokens, max_batch_tokens, _QUICK_TOKENS)
+        # Requests that need pages of a cache go through the queue, which gives the pages out.
+        self._quick_tokens = 0 if engine.pages is not None else min(engine.max_graph_tokens, max_batch_tokens, _QUICK_TOKENS)
         self._quick_seqs = max_batch_seqs or sys.maxsize
         self._num_threads = num_threads
         self._stopping = False
@@ -264,7 +265,7 @@ class EngineLoop:
             self._end()
             while (launched := self._launched.get()) is not None:
                 if launched.take():
-                    self._passes.failed(launched.step.all_slices, EngineStopped(_STOPPED))
+                    self._passes.failed(launched.step.taken, EngineStopped(_STOPPED))
 
     def _deliver(self, launched: Launched) -> None:
         if launched is self._polled:

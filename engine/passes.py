@@ -17,9 +17,9 @@ from engine.options import EmbedOptions, TokenIds
 from engine.results import deliver
 from engine.run.flight import Flight, Output
 from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece
 from engine.schedule.request import Slice, Waiting
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.stream import Piece, keep
 from engine.step import Step
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Runner(Protocol):
 
     @property
     def pages(self) -> Pages | None:
-        """The pages of the cache if the model generates, else None. Without pages `launch` gets no pieces."""
+        """The pages of the cache if the model generates, else None. With pages `launch` gets pieces, without them sequences."""
         ...
 
     def launch(
@@ -144,12 +144,14 @@ class Passes:
         step: Step | None = None
         try:
             step = Step.of(slices)
-            if not step.num_seqs:  # streams whose callers have left since
+            if not step.num_seqs:  # the callers have left since
                 return None
             with self.lock:
                 self.scheduler.started(step.num_tokens, step.started_at)
-            pieces = [step.pieces] if step.pieces else []
-            flight = self._runner.launch(step.sequences, step.options, step.outputs, *pieces)
+            if step.pieces:
+                flight = self._runner.launch([], [], (), step.pieces)
+            else:
+                flight = self._runner.launch(step.sequences, step.options, step.outputs)
         except BaseException as error:
             if step is not None:
                 with self.lock:
@@ -195,15 +197,21 @@ class Passes:
                 self.scheduler.rates.add(step.num_tokens, output.device_s)
             return again
         except BaseException as error:
-            self.failed(step.all_slices, error)
+            self.failed(step.taken, error)
             if not isinstance(error, Exception):
                 raise
             return []
 
     def _deliver_tokens(self, step: Step, output: Output) -> None:
-        """Give each stream its scores and the token that was chosen for it. The streams that go on can be scheduled again."""
+        """Give each stream its scores and the token that was chosen for it. The streams that go on can be scheduled again.
+
+        Sequences that got a vector give their pages back.
+        """
         with self.lock:
-            keep(step.parts)
+            for part in step.parts:
+                part.request.keep(part)
+            for part in step.slices:
+                part.request.let_go(part.sequence)
         scored = [part for part, piece in zip(step.parts, step.pieces, strict=True) if piece.scored is not None]
         for part, scores in zip(scored, output.scores, strict=True):
             if scores is None:
@@ -218,6 +226,8 @@ class Passes:
                 stream.accept(token)
         with self.lock:
             self.scheduler.advance(chosen)
+            if self.scheduler.has_work:  # streams are ready again, or wait for the pages of this pass
+                self.changed.notify_all()
         for on_pass in {stream.on_pass for stream in chosen}:
             if on_pass is not None:
                 on_pass()

@@ -2,6 +2,7 @@
 
 Short sequences share a tile of the attention kernel. One that has become NaN spoils its neighbours, because a weight of 0 times
 NaN is NaN. So a sequence that is not finite and had company is computed again alone, and fails only if it is not finite then.
+Sequences whose keys are in pages share no tile, and fail at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ class Embeddings:
     `vectors` is [n, dims] float32, None where the request asks for no vectors. `ragged` has an array per input for each of the
     request's `outputs`: "tokens" [tokens, hidden_size], "colbert" [tokens - 1, colbert_size] and "chunks" [len(spans), dims],
     float32; "sparse" [entries] of `heads.ragged.SPARSE`. `queue_s` is the wait for the first pass, `inference_s` the time of
-    all passes.
+    the passes that gave results.
     """
 
     vectors: Vectors | None
@@ -60,7 +61,7 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
         if finite[first]:
             vectors = _rows(step, output, request, first, stop)
             _hand_over(request, part.sequence, vectors, arrays[first:stop], seconds)
-        elif len(step.sequences) == 1:
+        elif len(step.sequences) == 1 or step.pieces:
             request.fail(NotFinite())
         else:
             again.append(part)

@@ -5,47 +5,56 @@ from typing import NamedTuple
 
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
+from engine.schedule.piece import Piece
 from engine.schedule.request import Slice
-from engine.schedule.stream import Piece, Stream
 
 
 class Step(NamedTuple):
-    """What one pass computes. Sequences to embed that are equal, with equal options, are computed once."""
+    """What one pass computes. Sequences to embed that are equal, with equal options, are computed once.
 
-    pieces: list[Piece]  # of streams, for each of `parts`
-    parts: list[Slice]  # of streams
-    slices: list[Slice]  # of requests to embed
+    If the model generates, `pieces` are all that the pass computes. `sequences` are then those that the pieces end.
+    """
+
+    taken: list[Slice]  # what the scheduler gave
+    pieces: list[Piece]  # for each of `parts`; none if the model does not generate
+    parts: list[Slice]
+    slices: list[Slice]  # that get a vector
     sequences: list[TokenIds]
     options: list[EmbedOptions]  # of each sequence
-    rows: list[int] | None  # for each slice its row in `sequences`; None where all differ
+    rows: list[int] | None  # for each of `slices` its row in `sequences`; None where all differ
     num_tokens: int
     started_at: float
 
     @classmethod
-    def of(cls, slices: list[Slice]) -> "Step":
+    def of(cls, taken: list[Slice]) -> "Step":
         now = perf_counter()
-        for part in slices:
+        parts: list[Slice] = []
+        pieces: list[Piece] = []
+        slices: list[Slice] = []
+        for part in taken:
             if part.request.first_scheduled_at is None:
                 part.request.first_scheduled_at = now
-        parts, pieces = [], []
-        for part in slices:
-            if isinstance(part.request, Stream) and (piece := part.request.piece(part)) is not None:
+            if part.request.pool is None:
+                slices.append(part)
+            elif (piece := part.request.piece(part)) is not None:
                 parts.append(part)
                 pieces.append(piece)
-        slices = [part for part in slices if not isinstance(part.request, Stream)]
+                if piece.pooled is not None:
+                    slices.append(part)
         sequences, options, rows = _without_duplicates(
-            [part.token_ids for part in slices], [part.request.options for part in slices]
+            [part.request.sequences[part.sequence] for part in slices], [part.request.options for part in slices]
         )
-        num_tokens = sum(map(len, sequences)) + sum(len(piece.token_ids) for piece in pieces)
-        return cls(pieces, parts, slices, sequences, options, rows, num_tokens, now)
-
-    @property
-    def all_slices(self) -> list[Slice]:
-        return self.parts + self.slices
+        if rows is not None and pieces:
+            firsts = {row: part for part, row in reversed(list(zip(slices, rows, strict=True)))}
+            copies = set(slices) - set(firsts.values())
+            pieces = [piece for part, piece in zip(parts, pieces, strict=True) if part not in copies]
+            parts = [part for part in parts if part not in copies]
+        num_tokens = sum(len(piece.token_ids) for piece in pieces) if pieces else sum(map(len, sequences))
+        return cls(taken, pieces, parts, slices, sequences, options, rows, num_tokens, now)
 
     @property
     def num_seqs(self) -> int:
-        return len(self.pieces) + len(self.sequences)
+        return len(self.pieces) or len(self.sequences)
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
@@ -57,9 +66,8 @@ class Step(NamedTuple):
         return len(self.slices) - len(self.sequences)
 
     def halves(self) -> tuple[list[Slice], list[Slice]]:
-        slices = self.all_slices
-        middle = len(slices) // 2
-        return slices[:middle], slices[middle:]
+        middle = len(self.taken) // 2
+        return self.taken[:middle], self.taken[middle:]
 
 
 def _without_duplicates(

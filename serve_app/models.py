@@ -37,6 +37,7 @@ class ModelInfo:
     multi_label: bool = False  # several labels may hold at once
     outputs: tuple[OutputName, ...] = ("tokens",)  # an embedding model's results besides vectors
     vocab_size: int = 0
+    embeds_too: bool = False  # a model that generates gives vectors as well
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -54,9 +55,14 @@ class ModelInfo:
             multi_label=config.multi_label,
             outputs=config.outputs,
             vocab_size=config.vocab_size,
+            embeds_too=config.generation is not None and config.embeds,
             int8_ranges=read_ranges(folder, config),
             **known,
         )
+
+    @property
+    def embeds(self) -> bool:
+        return self.task == "embedding" or self.embeds_too
 
     def openai_entry(self) -> dict[str, Any]:
         entry = {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}
@@ -83,7 +89,7 @@ class ServedModel(Protocol):
 
 
 class GeneratingModel(ServedModel, Protocol):
-    """One model that generates text. `embed` is not called."""
+    """One model that generates text. `embed` is only called if `info.embeds`."""
 
     @property
     def prompts(self) -> Prompts: ...

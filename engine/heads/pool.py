@@ -32,6 +32,10 @@ class Pool(VectorHead):
         else:
             assert self.reads_pooled_rows, "SPLADE has a head of its own"
             pooled = hidden if pooled_only else hidden.index_select(0, batch.pooled_rows)
+        return self.finish(pooled, batch.dimensions, batch.normalize)
+
+    def finish(self, pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
+        """Vectors [B, embedding_size] of what pooling gives, [B, hidden_size]. `dimensions` and `normalize`: [B] int32."""
         for layer in self.layers:
             pooled = layer(pooled)
-        return kernels.pool_finish(pooled, batch.dimensions, batch.normalize)
+        return kernels.pool_finish(pooled, dimensions, normalize)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.draws import Row
 from engine.heads.language import LanguageHead
-from engine.schedule.stream import Piece, Token
+from engine.schedule.piece import Piece
+from engine.schedule.stream import Token
 
 # Rows of logits at a time. With a vocabulary of 151,936 tokens they take 78 MB, and their log-probabilities as much.
 _ROWS = 128

@@ -82,6 +82,7 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    embeds: bool = False  # the operator has named a pooling: the model gives vectors, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class ModelConfig:
     * Tokens of `padding_id` at the end of an input are left out, as transformers leaves them out before it takes the last
       token's logits.
     * `splade` is there with that pooling.
-    * A model with `generation` gives tokens, and no vectors.
+    * A model with `generation` gives tokens. It gives vectors, too, if `generation.embeds`.
     * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
       of ColBERT vectors.
     """
@@ -149,6 +150,10 @@ class ModelConfig:
         return "reranker" if len(self.labels) == 1 else "classifier"
 
     @property
+    def embeds(self) -> bool:
+        return not self.labels and (self.generation is None or self.generation.embeds)
+
+    @property
     def tells_segments(self) -> bool:
         """Whether the second text of a pair has a token type of its own. An embedding model never gets pairs."""
         return bool(self.labels) and self.type_vocab_size > 1
@@ -162,6 +167,8 @@ class ModelConfig:
         """
         if self.splade is not None:
             return ("sparse",)
+        if self.generation is not None:
+            return ()
         there: dict[OutputName, bool] = {
             "tokens": not self.labels,
             "sparse": self.lexical,

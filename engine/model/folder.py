@@ -43,7 +43,8 @@ def load_model_config(
 
     Args:
         folder: a model folder as the Hub has it.
-        pooling: overrides the folder's own pooling; needed where the folder names none.
+        pooling: overrides the folder's own pooling; needed where the folder names none. A folder that would generate does both
+            with last_token, and only embeds with any other pooling.
         default_prompt_name: the prompt of texts whose request names none; overrides the folder's own choice.
         default_prompt: the same, as a text.
         backend: the implementation of the network.
@@ -73,7 +74,7 @@ def load_model_config(
         elif _generates(folder, keys, pooling):
             path = folder / "generation_config.json"
             generation = read_generation(keys, Keys(path, _read_json(path) or {}))
-            config = replace(config, pooling="last_token", generation=generation)
+            config = replace(config, pooling="last_token", generation=replace(generation, embeds=pooling is not None))
         else:
             config = _read_embedder(folder, keys, config, pooling)
     else:
@@ -109,9 +110,14 @@ def _read_embedder(folder: Path, keys: Keys, config: ModelConfig, pooling: Pooli
 
 
 def _generates(folder: Path, keys: Keys, pooling: Pooling | None) -> bool:
-    """Whether the folder is a causal language model, and says nothing of vectors."""
-    silent = pooling is None and not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
-    return silent and keys.architecture.endswith("ForCausalLM") and is_causal(keys)
+    """Whether the folder is a causal language model and says nothing of vectors.
+
+    With pooling last_token the model embeds, too. Other poolings need all tokens of a sequence in one pass, but passes with
+    streams cut sequences into chunks. With these the model only embeds.
+    """
+    silent = not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
+    shares_passes = pooling in (None, "last_token")
+    return silent and shares_passes and keys.architecture.endswith("ForCausalLM") and is_causal(keys)
 
 
 def _with_head(folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig | WordHeadConfig) -> ModelConfig:

@@ -22,18 +22,18 @@ from engine.kernels.attention_decode import DecodeWorkspace, most_items
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
 from engine.run.cuda import Staging, cuda_errors
-from engine.run.flight import Output
+from engine.run.flight import NO_VECTORS, Output
 from engine.run.graphs import GraphPool, Graphs
 from engine.run.kv_cache import KVCache
 from engine.run.network import Network
 from engine.run.streams import MOST_GRAPH_ROWS, SLOT, Laid, StreamPacker, StreamShape, rows_of
-from engine.schedule.stream import Piece, Token
+from engine.schedule.piece import Piece
+from engine.schedule.stream import Token
 
 Key = tuple[StreamShape, tuple[()]]
 
 # Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
 _MOST_PAGES = 32_768
-_NONE = np.empty((0, 1), dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class StreamFlight:
     chosen: list[Row]
     extra: Extra | None
     scores: Sequence[Sequence[Token] | None]
+    vectors: Tensor | None  # [n, embedding_size], in pinned memory; None if no piece is pooled
     device: torch.device
     staging: Staging
     idle: deque[Staging]
@@ -91,8 +92,9 @@ class StreamFlight:
             tokens = tokens_of(self.sampled.numpy()[self.picks], self.chosen)
             if self.extra is not None:
                 self.extra.add_to(tokens, self.chosen)
+        vectors = NO_VECTORS if self.vectors is None else self.vectors.numpy().copy()
         self.idle.append(self.staging)
-        return Output(_NONE, device_s=device_s, tokens=tokens, scores=self.scores)
+        return Output(vectors, device_s=device_s, tokens=tokens, scores=self.scores)
 
 
 class StreamRunner:
@@ -102,7 +104,7 @@ class StreamRunner:
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"
-        self._model, self._head, self._device = network.model, network.language_head, device
+        self._network, self._model, self._head, self._device = network, network.model, network.language_head, device
         self.packer, self._cache = packer, cache
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = GraphPool(device)
@@ -123,7 +125,7 @@ class StreamRunner:
         pieces: Sequence[Piece] = (),
     ) -> StreamFlight:
         """Queue one pass over the pieces. Raises: OutOfMemory, BackendError, DeviceLost."""
-        assert not sequences, "a model that generates gives no vectors"
+        assert not sequences, "a model that generates gets pieces alone"
         laid = Laid(pieces)
         is_scored = any(piece.scored is not None for piece in pieces)
         graphed = laid.num_tokens <= self.max_graph_tokens and len(laid.pages) <= _MOST_PAGES and not is_scored
@@ -148,13 +150,14 @@ class StreamRunner:
             else:
                 buffer = filled.to(self._device, non_blocking=True)
                 hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else ())
-            picks = rows_of(shape, laid)
+            picks = rows_of(shape, laid, laid.chooses)
             extra = self._extra(hidden, shape, filled, picks, laid.chosen)
+            vectors = self._vectors(hidden, rows_of(shape, laid, laid.pools), laid.pooled, staging) if laid.pooled else None
             host = staging.take(sampled.numel(), torch.int32, "results").view(sampled.shape).copy_(sampled, non_blocking=True)
             staging.end.record(self._stream)
         if graphed and graph is None:
             self.graphs.want(key)
-        return StreamFlight(host, picks, laid.chosen, extra, scores, self._device, staging, self._idle)
+        return StreamFlight(host, picks, laid.chosen, extra, scores, vectors, self._device, staging, self._idle)
 
     def _new_workspace(self, items: int) -> DecodeWorkspace:
         tiling = self.packer.tiling
@@ -239,6 +242,14 @@ class StreamRunner:
         ]
         logprobs = log_probs.gather(1, sampled[:, :1].long()).squeeze(1)
         return Extra(indices, sampled, logprobs, (top.indices, top.values), named)
+
+    def _vectors(self, hidden: Tensor, rows: NDArray[np.int32], options: Sequence[EmbedOptions], staging: Staging) -> Tensor:
+        """Queues the vectors of these rows, and their copy to pinned memory."""
+        filled = staging.take(3 * len(rows), torch.int32, "pooled").view(3, -1)
+        filled.numpy()[0], filled.numpy()[1:] = rows, self._network.finishing(options)
+        where, *finishing = filled.to(self._device, non_blocking=True)
+        vectors = self._network.finish(hidden.index_select(0, where), finishing)
+        return staging.take(vectors.numel(), torch.float32, "vectors").view(vectors.shape).copy_(vectors, non_blocking=True)
 
 
 def _needs_more(row: Row) -> bool:

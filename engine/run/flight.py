@@ -23,7 +23,9 @@ class Ragged(Protocol):
 class Output:
     """The output of one forward pass, on the host. The second of the engine's two thin waists."""
 
-    vectors: Vectors  # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN
+    # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN. B counts the sequences,
+    # or the pieces that end one.
+    vectors: Vectors
     ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what requests ask for besides vectors
     device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured
     # The next token of each stream that got one, in the order of the pass; None where the logits are not finite.
@@ -35,6 +37,9 @@ class Output:
     def finite(self) -> NDArray[np.bool_]:
         """[B]: False where a vector's values are not finite."""
         return np.isfinite(self.vectors[:, 0])
+
+
+NO_VECTORS: Vectors = np.empty((0, 1), dtype=np.float32)
 
 
 class Flight(Protocol):

@@ -1,22 +1,36 @@
 """A loaded model and its heads: a packed batch in, vectors and other outputs out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import InvalidInput
 from engine.heads.base import OutputHead, Outputs, VectorHead
 from engine.heads.language import LanguageHead
+from engine.heads.pool import Pool
 from engine.heads.sampler import Sampling, sample, tokens_of
 from engine.heads.scores import score_prompts, with_logprobs_of
 from engine.model.base import Model
 from engine.model.config import OutputName
+from engine.options import EmbedOptions
 from engine.run.batch import BatchShape, PackedBatch
-from engine.schedule.stream import Piece, Token
+from engine.schedule.piece import Piece
+from engine.schedule.stream import Token
 
 # The vectors [B, embedding_size], and the rows of each output head, all fp32 on the model's device.
 Results = tuple[Tensor, list[Tensor]]
+
+
+class Computed(NamedTuple):
+    """What a pass gives to its pieces, in order. A token is None where the logits are not finite, and so are scores."""
+
+    tokens: list[Token | None]  # the next one of each piece that has a row
+    scores: list[list[Token] | None]  # of each piece that asks for them
+    vectors: Tensor | None  # [n, embedding_size] fp32, of each piece that is pooled; None if no piece is
 
 
 class Network:
@@ -51,13 +65,9 @@ class Network:
         vectors = self.vector_head(hidden, batch, pooled_only)
         return vectors, [head(hidden, vectors, batch) for head in heads]
 
-    def next_tokens(self, batch: PackedBatch, pieces: Sequence[Piece]) -> tuple[list[Token | None], list[list[Token] | None]]:
-        """What a pass gives to the streams of a batch, in order.
-
-        Returns: the next token of each piece that has a row, and the scored tokens of each piece that asks for them; None where
-            the logits are not finite.
-        """
-        assert self.language_head is not None, "only a model that generates has next tokens"
+    def compute(self, batch: PackedBatch, pieces: Sequence[Piece]) -> Computed:
+        """What a pass gives to the pieces of a batch."""
+        assert self.language_head is not None, "only a model that generates has pieces"
         scores: list[list[Token] | None] = []
         if any(piece.scored is not None for piece in pieces):
             whole = self.model.forward(batch)  # [T, C]
@@ -65,15 +75,31 @@ class Network:
             hidden = whole.index_select(0, batch.pooled_rows)  # [B, C]
         else:
             hidden = self.model.forward(batch, pooled_only=True)
+        pooled = [index for index, piece in enumerate(pieces) if piece.pooled is not None]
+        vectors = None
+        if pooled:
+            options = [piece.pooled for piece in pieces if piece.pooled is not None]
+            vectors = self.finish(hidden[pooled], torch.from_numpy(self.finishing(options)).to(hidden.device))
         chosen = [piece.row for piece in pieces if piece.row is not None]
         if not chosen:
-            return [], scores
+            return Computed([], scores, vectors)
         if len(chosen) < len(pieces):
             wanted = torch.tensor([index for index, piece in enumerate(pieces) if piece.row is not None], device=hidden.device)
             hidden = hidden.index_select(0, wanted)
         logits = self.language_head(hidden)
         tokens = tokens_of(sample(logits, Sampling.of(chosen, logits.shape[1], logits.device)), chosen)
-        return with_logprobs_of(tokens, logits, chosen), scores
+        return Computed(with_logprobs_of(tokens, logits, chosen), scores, vectors)
+
+    def finishing(self, options: Sequence[EmbedOptions]) -> NDArray[np.int32]:
+        """[2, n]: the dimensions that each vector keeps, and whether it is normalised."""
+        dimensions = [each.dimensions or self._embedding_size for each in options]
+        return np.array([dimensions, [each.normalize for each in options]], dtype=np.int32)
+
+    def finish(self, hidden: Tensor, finishing: Iterable[Tensor]) -> Tensor:
+        """The vectors [n, embedding_size] fp32 of the last tokens' hidden states [n, C]. `finishing`: the rows of `finishing`."""
+        assert isinstance(self.vector_head, Pool), "a model that generates pools the last token"
+        dimensions, normalize = finishing
+        return self.vector_head.finish(hidden, dimensions, normalize)
 
     def wide_values(self, shape: BatchShape, heads: Sequence[OutputHead]) -> int:
         """How many numbers a pass gives besides vectors of a usual width."""

@@ -11,11 +11,11 @@ from engine.heads.base import OutputHead
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
 from engine.run.batch import Cached, PackedBatch
-from engine.run.flight import Finished, Output, Vectors
+from engine.run.flight import NO_VECTORS, Finished, Output, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
-from engine.schedule.stream import Piece
+from engine.schedule.piece import Piece
 
 _WHOLE = EmbedOptions()
 
@@ -37,8 +37,8 @@ class CpuRunner:
         pieces: Sequence[Piece] = (),
     ) -> Finished:
         if pieces:
-            assert not sequences, "a model that generates gives no vectors"
-            return self._launch_streams(pieces)
+            assert not sequences, "a model that generates gets pieces alone"
+            return self._launch_pieces(pieces)
         start = perf_counter()
         heads = self._network.heads(outputs)
         options = options or [_WHOLE] * len(sequences)
@@ -49,18 +49,18 @@ class CpuRunner:
         arrays = [each.numpy() for each in rows]
         return Finished(output_of(vectors.numpy(), arrays, outputs, heads, sequences, options, perf_counter() - start))
 
-    def _launch_streams(self, pieces: Sequence[Piece]) -> Finished:
+    def _launch_pieces(self, pieces: Sequence[Piece]) -> Finished:
         start = perf_counter()
         assert self._cache is not None, "pieces are for a model that generates"
         packer = replace(self.packer, tiling=None)  # for the reference attention
         batch = packer.pack([piece.token_ids for piece in pieces], device=self._cache.device)
-        tokens, scores = self._network.next_tokens(with_cache(batch, pieces, self._cache), pieces)
-        vectors = np.empty((0, 1), dtype=np.float32)
-        return Finished(Output(vectors, device_s=perf_counter() - start, tokens=tokens, scores=scores))
+        tokens, scores, vectors = self._network.compute(with_cache(batch, pieces, self._cache), pieces)
+        array = NO_VECTORS if vectors is None else vectors.cpu().numpy()
+        return Finished(Output(array, device_s=perf_counter() - start, tokens=tokens, scores=scores))
 
 
 def with_cache(batch: PackedBatch, pieces: Sequence[Piece], cache: KVCache) -> PackedBatch:
-    """A packed batch of streams, with the place of each token in the cache."""
+    """A packed batch of pieces, with the place of each token in the cache."""
     lengths, starts = [len(piece.token_ids) for piece in pieces], [piece.start for piece in pieces]
     positions = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
     tables = [np.asarray(piece.pages) for piece in pieces]

@@ -21,7 +21,7 @@ from engine.model.base import Model
 from engine.run.batch import PackedBatch, Paged
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.pack import GRAPH_TOKENS, BatchPacker
-from engine.schedule.stream import Piece
+from engine.schedule.piece import Piece
 
 Ints = NDArray[np.int32]
 
@@ -110,12 +110,14 @@ def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
 class Laid:
     """The pieces of a pass in the order of their rows: numbers on the host."""
 
-    __slots__ = ("chooses", "chosen", "lengths", "num_decodes", "page_offsets", "pages", "pieces", "starts")
+    __slots__ = ("chooses", "chosen", "lengths", "num_decodes", "page_offsets", "pages", "pieces", "pooled", "pools", "starts")
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces, count = pieces, len(pieces)
         self.chosen = [piece.row for piece in pieces if piece.row is not None]
         self.chooses = np.fromiter((piece.row is not None for piece in pieces), np.bool_, count)
+        self.pooled = [piece.pooled for piece in pieces if piece.pooled is not None]
+        self.pools = np.fromiter((piece.pooled is not None for piece in pieces), np.bool_, count)
         self.lengths = np.fromiter((len(piece.token_ids) for piece in pieces), np.int64, count)
         self.starts = np.fromiter((piece.start for piece in pieces), np.int64, count)
         several = np.flatnonzero(self.lengths > 1)
@@ -223,18 +225,18 @@ class StreamPacker:
     def _fill_choices(self, choices: Ints, shape: StreamShape, laid: Laid) -> None:
         """How the rows choose their tokens. The row of a piece that chooses none stays a greedy one, and goes nowhere."""
         choices[:, SLOT] = -1
-        rows = rows_of(shape, laid)
+        rows = rows_of(shape, laid, laid.chooses)
         if not len(rows):
             return
         last = laid.page_offsets + (laid.starts + laid.lengths - 1) // PAGE_SIZE  # the page of each piece's last token
         choices[rows] = choices_of(laid.chosen, laid.pages[last[laid.chooses]])
 
 
-def rows_of(shape: StreamShape, laid: Laid) -> Ints:
-    """The row of each piece that chooses a token."""
+def rows_of(shape: StreamShape, laid: Laid, wanted: NDArray[np.bool_]) -> Ints:
+    """The rows of the pieces that are wanted."""
     at = np.arange(len(laid.pieces), dtype=np.int32)
     at[laid.num_decodes :] += shape.num_decodes - laid.num_decodes
-    return at[laid.chooses]
+    return at[wanted]
 
 
 def _next(sizes: Sequence[int], least: int) -> int | None:

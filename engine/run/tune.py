@@ -21,7 +21,7 @@ from engine.options import SamplingOptions, TokenIds
 from engine.run.cuda import CudaRunner
 from engine.run.cuda_streams import StreamRunner
 from engine.run.kv_cache import PAGE_SIZE
-from engine.schedule.stream import Piece
+from engine.schedule.piece import Piece
 
 log = logging.getLogger(__name__)
 

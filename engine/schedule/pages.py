@@ -32,6 +32,7 @@ class Pages:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
+        self.num_streams = 0  # streams that hold pages; each of them may soon need one more
         self._num_holders = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # the last one is taken next
         self._nodes: dict[int, _Node] = {}
@@ -78,6 +79,10 @@ class Pages:
             self._num_holders[page] = 1
             pages.append(page)
         return pages
+
+    def take_beside_streams(self, count: int) -> list[int] | None:
+        """As `take`, but leaves a page for each stream, so that no stream has to give its pages up for want of one."""
+        return self.take(count) if count + self.num_streams <= self.num_free else None
 
     def keep(self, pages: Sequence[int], ids: bytes | TokenIds) -> None:
         """Lets later sequences match the full pages of a sequence, whose pages the caller holds.

@@ -144,44 +144,46 @@ class _Priority:
     def schedule(self, slices: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
         """Add slices that fit into `room`, tokens and sequences; at least one to an empty list. Returns the room left.
 
-        A stream for which there are no pages keeps its place, and so do the streams behind it. Other requests go past them.
+        A request whose next sequence finds no pages keeps its place, and nobody behind it takes pages. Requests that need none go
+        past it.
         """
         held: list[Waiting] = []
         fits = True
         while fits and room[0] > 0 and room[1] > 0 and (request := self._front()) is not None:
+            if request.credit <= 0:
+                request.credit += self.quantum
+            if request.credit <= 0:  # its last sequence was longer than a share
+                self._requests.rotate(-1)
+                continue
             saved = request.prepare(may_take_pages=not held)
             if saved is None:
                 held.append(self._requests.popleft())
                 continue
             self._count(request, saved)
-            room, fits = self._take_turn(request, slices, room, now)
+            room, fits = self._take_slice(request, slices, room, now)
         self._requests.extendleft(reversed(held))
         return room
 
-    def _take_turn(
+    def _take_slice(
         self, request: Waiting, slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
-        """Add slices of the front request until its turn ends. Returns the room left, and False where the next does not fit."""
+        """Add the next slice of the front request. Returns the room left, and False where the slice does not fit."""
         tokens, seqs = room
-        if request.credit <= 0:
-            request.credit += self.quantum
-        while request.credit > 0 and seqs > 0 and request.waiting_tokens:
-            inputs = request.num_inputs
-            part = request.next_slice(tokens, alone=not slices)
-            if part is None:
-                return (tokens, seqs), False
-            slices.append(part)
-            length = part.stop - part.start
-            tokens, seqs = tokens - length, seqs - 1
-            request.credit -= length
-            self._count(request, length)
-            self.num_inputs -= inputs - request.num_inputs
-            self._scheduled_at = now
+        inputs = request.num_inputs
+        part = request.next_slice(tokens, alone=not slices)
+        if part is None:
+            return room, False
+        slices.append(part)
+        length = part.stop - part.start
+        request.credit -= length
+        self._count(request, length)
+        self.num_inputs -= inputs - request.num_inputs
+        self._scheduled_at = now
         if not request.waiting_tokens:
             self.num_requests -= 1
         elif request.credit <= 0:
             self._requests.rotate(-1)
-        return (tokens, seqs), True
+        return (tokens - length, seqs - 1), True
 
     def _count(self, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that wait no longer."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from engine.errors import InvalidInput
 from engine.options import EmbedOptions, Priority, TokenIds
+from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -26,6 +28,7 @@ class Waiting(ABC):
     future: "Future[Any]" = field(default_factory=Future)
     submitted_at: float = field(default_factory=perf_counter)
     first_scheduled_at: float | None = None
+    pool: Pages | None = None  # the pages of a model that generates; set by the scheduler
     # Progress, kept by the queue.
     waiting_tokens: int = 0  # tokens that no pass has taken; 0 outside of a queue
     credit: int = 0  # tokens that this may still take in this round of its queue
@@ -50,9 +53,9 @@ class Waiting(ABC):
 
     @abstractmethod
     def prepare(self, may_take_pages: bool) -> int | None:
-        """Take the pages of a stream before its first slice.
+        """Take the pages of the sequence that the next slice is of, if the sequence has none yet.
 
-        Returns: the number of tokens that the cache already has; None if no pages are free.
+        Returns: the number of its tokens that the cache already has; None if no pages are free.
         """
 
     @abstractmethod
@@ -63,6 +66,18 @@ class Waiting(ABC):
             alone: nothing else is in the pass, so the slice may be larger than the room.
         """
 
+    @abstractmethod
+    def piece(self, part: "Slice") -> Piece | None:
+        """What a pass computes of one slice. None where the request has ended since it was scheduled: its pages are gone."""
+
+    @abstractmethod
+    def keep(self, part: "Slice") -> None:
+        """A pass has computed this slice well: later sequences can find the pages that it has filled."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Release all pages."""
+
     def fail(self, error: Exception) -> None:
         with suppress(InvalidStateError):  # the caller has left, or another pass has failed the request
             self.future.set_exception(error)
@@ -70,12 +85,18 @@ class Waiting(ABC):
 
 @dataclass(eq=False, slots=True)
 class Request(Waiting):
-    """One caller's sequences to embed, and the options for all of them."""
+    """One caller's sequences to embed, and the options for all of them.
+
+    If the model generates, keys and values of a sequence lie in pages, like those of a stream. The sequence may then be cut into
+    several slices. It has pages from its first slice until its last one is computed.
+    """
 
     sequences: Sequence[TokenIds]
     options: EmbedOptions
     # Progress, kept by the queue.
-    num_scheduled: int = 0  # sequences that a pass has taken
+    num_scheduled: int = 0  # sequences that passes have taken as a whole
+    num_computed: int = 0  # tokens of the next sequence that passes have taken, or that the cache had
+    pages: dict[int, list[int]] = field(default_factory=dict)  # by the index of the sequence
     # Results, kept by whoever delivers them.
     num_done: int = 0
     inference_s: float = 0.0
@@ -100,20 +121,62 @@ class Request(Waiting):
         if not all(map(len, self.sequences)):
             empty = next(index for index, ids in enumerate(self.sequences) if not len(ids))
             return InvalidInput(f"input {empty} has no tokens")
-        return None
+        if self.pool is None:
+            return None
+        if self.options.outputs or not self.options.pooled:
+            return InvalidInput("this model generates text; of an input it gives one vector, and no other outputs")
+        longest, most = max(map(len, self.sequences)), self.pool.num_pages * self.pool.page_size
+        return InvalidInput(f"an input has {longest} tokens; the cache holds {most}") if longest > most else None
 
     def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
         return self.sequences[sequence][start:stop]
 
     def prepare(self, may_take_pages: bool) -> int | None:
-        return 0
+        if self.pool is None or self.num_scheduled in self.pages:
+            return 0
+        if not may_take_pages:
+            return None
+        ids = self.sequences[self.num_scheduled]
+        shared = self.pool.match(ids)
+        fresh = self.pool.take_beside_streams(-(-len(ids) // self.pool.page_size) - len(shared))
+        if fresh is None:
+            self.pool.release(shared)
+            return None
+        self.pages[self.num_scheduled] = shared + fresh
+        self.num_computed = len(shared) * self.pool.page_size
+        return self.num_computed
 
     def next_slice(self, room: int, alone: bool) -> "Slice | None":
-        length = len(self.sequences[self.num_scheduled])
-        if length > room and not alone:
+        sequence, start = self.num_scheduled, self.num_computed
+        stop = length = len(self.sequences[sequence])
+        if self.pool is not None:
+            stop = min(start + room, length)
+        elif length > room and not alone:
             return None
-        self.num_scheduled += 1
-        return Slice(self, self.num_scheduled - 1, 0, length)
+        if stop <= start:
+            return None
+        self.num_scheduled, self.num_computed = (sequence + 1, 0) if stop == length else (sequence, stop)
+        return Slice(self, sequence, start, stop)
+
+    def piece(self, part: "Slice") -> Piece | None:
+        pages = self.pages.get(part.sequence)
+        if pages is None:
+            return None
+        ends = part.stop == len(self.sequences[part.sequence])
+        return Piece(part.token_ids, part.start, tuple(pages), row=None, pooled=self.options if ends else None)
+
+    def keep(self, part: "Slice") -> None:
+        if self.pool is not None and (pages := self.pages.get(part.sequence)) is not None:
+            self.pool.keep(pages, self.sequences[part.sequence][: part.stop])
+
+    def let_go(self, sequence: int) -> None:
+        """Release the pages of a sequence that is computed."""
+        if self.pool is not None:
+            self.pool.release(self.pages.pop(sequence, ()))
+
+    def give_back(self) -> None:
+        for sequence in tuple(self.pages):
+            self.let_go(sequence)
 
     def take_all(self) -> "list[Slice]":
         """A slice for each sequence, for one pass."""
@@ -124,7 +187,7 @@ class Request(Waiting):
 class Slice(NamedTuple):
     """The tokens [start, stop) of one sequence of a request: what one pass computes of the sequence.
 
-    A sequence that is embedded is one slice. A prompt may be several, and each generated token is one.
+    A sequence to embed is one slice if the model does not generate. A prompt may be several, and each generated token is one.
     """
 
     request: Any  # a Request or a Stream

@@ -80,20 +80,22 @@ class Scheduler:
 
     def add(self, request: Waiting) -> None:
         """Queue a request or a stream. What nobody can compute, or not in time, hears so at once."""
-        if isinstance(request, Stream) and self.streams is not None:
+        if self.streams is not None:
             request.pool = self.streams.pages
         if (refusal := request.refusal()) is not None:
             request.fail(refusal)
         elif min(request.deadline, request.limit) == inf or self._is_in_reach(request):
             self.queue.add(request)
-            # The queue's own callback comes first: a stream that has left the queue gets no pages any more.
-            if isinstance(request, Stream) and self.streams is not None:
+            # The queue's own callback comes first: a request that has left the queue gets no pages any more.
+            if self.streams is not None:
                 request.future.add_done_callback(partial(self._forget, self.streams, request))
 
-    def _forget(self, streams: Streams, stream: Stream, _: object) -> None:
-        """Take the pages back from a stream that has ended, in whatever thread that is."""
+    def _forget(self, streams: Streams, request: Waiting, _: object) -> None:
+        """Take the pages back from a request that has ended, in whatever thread that is."""
         with self._lock:
-            streams.forget(stream)
+            if isinstance(request, Stream):
+                streams.forget(request)
+            request.give_back()
 
     def _is_in_reach(self, request: Waiting) -> bool:
         """Whether the request can be done in time at the measured rate; if not, the request hears so.

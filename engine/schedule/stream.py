@@ -21,36 +21,12 @@ from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput
 from engine.options import SamplingOptions, TokenIds, check_sampling
 from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece, Scored, last_token
 from engine.schedule.request import Slice, Waiting
 from engine.text.grammar import Matcher
 from engine.text.ids import checked_ids
 
 FinishReason = Literal["stop", "length"]
-
-
-class Scored(NamedTuple):
-    """The tokens of a prompt whose log-probabilities a pass computes."""
-
-    targets: TokenIds  # the token after each token of the piece; the prompt's last token has none
-    num_top: int  # how many of the likeliest tokens are wanted at each place
-
-
-class Piece(NamedTuple):
-    """What a pass computes of a stream."""
-
-    token_ids: TokenIds  # an id below 0 is foreseen: `last_token(page)` of the page of the token before it
-    start: int  # the position of the first of these tokens
-    pages: tuple[int, ...]  # where the keys and values of all tokens of the stream are, these included
-    row: Row | None  # how the token after them is chosen; None where the stream goes on in a later pass, or ends without one
-    scored: Scored | None = None
-
-
-def last_token(page: int) -> int:
-    """The id of a token that only the device knows: the one that was chosen after the last token in this page.
-
-    The page of a stream's last token is the stream's own: no other stream's last token lies there.
-    """
-    return -1 - page
 
 
 class Token(NamedTuple):
@@ -99,7 +75,6 @@ class Stream(Waiting):
     num_chosen: int = 0  # tokens of the answer that passes have chosen, those under way included
     num_foreseen: int = 0  # of them, those of passes under way
     num_cached_tokens: int = 0
-    pool: Pages | None = None  # the scheduler's
     counts: TokenCounts | None = None  # for penalties
 
     def __post_init__(self) -> None:
@@ -206,6 +181,7 @@ class Stream(Waiting):
         if fresh is None:
             self.pool.release(shared)
             return None
+        self.pool.num_streams += 1
         self.pages = shared + fresh
         self.num_computed = len(shared) * self.pool.page_size
         self.num_cached_tokens = min(self.num_computed, len(self.prompt))
@@ -222,9 +198,9 @@ class Stream(Waiting):
         return Slice(self, 0, start, self.num_computed)
 
     def piece(self, part: Slice) -> Piece | None:
-        """What a pass computes of one slice. None where the stream has ended since it was scheduled: its pages are gone.
+        """As `Waiting.piece`. A grammar that allows no token ends the stream here.
 
-        A grammar that allows no token ends the stream here. The mask may be computed twice for a token, as after preemption.
+        The mask may be computed twice for a token, as after preemption.
         """
         pages, index = tuple(self.pages), part.stop - len(self.prompt)  # the number in the answer of the token to choose
         if self.pool is None or len(pages) * self.pool.page_size < part.stop:
@@ -290,10 +266,16 @@ class Stream(Waiting):
         with suppress(InvalidStateError):  # the caller has left
             self.future.set_result(result)
 
+    def keep(self, part: Slice) -> None:
+        if self.pool is not None and self.pages and part.start // self.pool.page_size < part.stop // self.pool.page_size:
+            self.pool.keep(self.pages, self.ids[: part.stop])
+
     def give_back(self) -> None:
         """Release the pages. What was computed must be computed again."""
-        assert self.pool is not None, "a stream has pages of a pool"
+        if self.pool is None or not self.pages:
+            return
         self.pool.release(self.pages)
+        self.pool.num_streams -= 1
         self.pages, self.num_computed = [], 0
 
 
@@ -375,8 +357,6 @@ class Streams:
         """The stream has ended."""
         self._ready.pop(stream, None)
         self._leaving.pop(stream, None)
-        if stream.pages:
-            stream.give_back()
 
     def drain(self) -> list[Stream]:
         """Take out all streams, to tell the callers that nobody will continue them."""
@@ -384,14 +364,3 @@ class Streams:
         self._ready.clear()
         self._leaving.clear()
         return streams
-
-
-def keep(parts: Sequence[Slice]) -> None:
-    """The pages that these slices have filled can be found from now on: their pass has ended well."""
-    for part in parts:
-        stream: Stream = part.request
-        if not stream.pages or stream.pool is None:  # the stream has ended
-            continue
-        page_size = stream.pool.page_size
-        if part.start // page_size < part.stop // page_size:
-            stream.pool.keep(stream.pages, stream.ids[: part.stop])

@@ -77,9 +77,13 @@ class Tokenizer:
             raise ModelError(f"{folder} has no tokenizer.json (only fast tokenizers are supported)")
         try:
             tokenizer = HFTokenizer.from_file(str(path))
-            if config.generation is None:  # else the answer would begin after the end of the text
+            as_given = tokenizer.post_processor
+            if config.generation is None or config.embeds:
                 _add_end_of_text(tokenizer, folder)
-            return cls(tokenizer, config)
+            made = cls(tokenizer, config)
+            if config.generation is not None:  # else the answer to a prompt would begin after the end of the text
+                tokenizer.post_processor = as_given
+            return made
         except ModelError:
             raise
         except Exception as error:  # tokenizers raises bare Exception

@@ -230,7 +230,7 @@ def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -
 
 def _gives(config: ModelConfig) -> str:
     if config.task == "generation":
-        return "generates text"
+        return f"generates text, {config.embedding_size} dimensions" if config.embeds else "generates text"
     if config.task == "embedding":
         return f"{config.embedding_size} dimensions"
     return config.task if config.task == "reranker" else f"{config.task} of {len(config.labels)} labels"

@@ -65,7 +65,7 @@ def read_ranges(folder: Path, config: ModelConfig) -> dict[int, Vectors]:
 
     Raises: ModelError naming the file and the fault.
     """
-    if config.task != "embedding":
+    if not config.embeds:
         return {}
     path = folder / RANGES_FILE
     try:

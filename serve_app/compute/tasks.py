@@ -68,16 +68,17 @@ def can_rerank(info: ModelInfo) -> bool:
 
 def hybrid_outputs(info: ModelInfo) -> list[HybridOutput]:
     """The outputs of a model for `/embed_hybrid`. A SPLADE model has no dense one: its vector is the sparse weights."""
-    dense: list[HybridOutput] = [] if info.pooling == "splade" or info.task != "embedding" else ["dense"]
+    dense: list[HybridOutput] = ["dense"] if info.embeds and info.pooling != "splade" else []
     more: tuple[HybridOutput, ...] = ("sparse", "colbert")
     return dense + [each for each in more if each in info.outputs]
 
 
 def _check_embeds(info: ModelInfo) -> None:
+    if info.embeds:
+        return
     if info.task == "generation":
         raise WrongModel(
             f"model `{info.served_model_name}` generates text and gives no vectors: POST /v1/chat/completions or "
-            "/v1/completions; to get vectors, serve it with --pooling"
+            "/v1/completions; to get vectors, too, serve it with --pooling last_token"
         )
-    if info.task != "embedding":
-        raise WrongTask("Model is not an embedding model")
+    raise WrongTask("Model is not an embedding model")

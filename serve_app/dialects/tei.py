@@ -33,7 +33,7 @@ async def task(service: Service, body: TaskBody, _headers: Headers) -> Reply:
 def parse_by_task(service: Service, content: bytes) -> TaskBody:
     """A body of `POST /`, where huggingface_hub sends all tasks: the model's task and the body's fields decide the schema."""
     model = service.backend.get(parse_body(ModelBody, content).model if b'"model"' in content else None)
-    is_embed = model.info.task == "embedding" and b'"source_sentence"' not in content and b'"texts"' not in content
+    is_embed = model.info.embeds and b'"source_sentence"' not in content and b'"texts"' not in content
     return parse_body(schema_for(model.info, {} if is_embed else fields_of(content)), content)
 
 

@@ -107,7 +107,7 @@ class PooledModel:
             "state": next(state for state in ("ready", "starting", "asleep") if state in states),
             "parameters": self.num_parameters,
             "task": info.task,
-            "dimensions": info.embedding_size if info.task == "embedding" else None,
+            "dimensions": info.embedding_size if info.embeds else None,
             "max_input_length": info.max_input_length,
             "pools": pools,
         }
@@ -219,9 +219,6 @@ class PooledGenerator(PooledModel):
         super().show_in(metrics)
         for pool in self.pools:
             pool.show_pages_in(metrics, self.given.spec.name)
-
-    async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        raise WrongModel(f"model `{self.given.spec.name}` generates text and gives no vectors")
 
     def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
         if options.grammar is not None:

@@ -50,7 +50,7 @@ class HealthServicer:
             healthy = _HEALTH.NOT_SERVING
         info = self._service.backend.get(None).info
         able = {
-            "tei.v1.Embed": info.task == "embedding",
+            "tei.v1.Embed": info.embeds,
             "tei.v1.Predict": info.task in ("reranker", "classifier"),
             "tei.v1.Rerank": can_rerank(info),
         }

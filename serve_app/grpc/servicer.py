@@ -98,7 +98,7 @@ class TeiServicer(HealthServicer):
     async def Info(self, _request: Unread, grpc_context: Context) -> tei.InfoResponse:
         with counted_call("/tei.v1.Info/Info", grpc_context, self._service.metrics):
             info, settings = self._caller(grpc_context).model.info, self._service.settings
-            if info.task == "generation":
+            if info.task == "generation" and not info.embeds:
                 raise WrongModel(
                     f"model `{info.served_model_name}` generates text, which this protocol has no name for; use HTTP"
                 )
@@ -108,7 +108,7 @@ class TeiServicer(HealthServicer):
                 model_id=model_id,
                 model_sha=revision,
                 model_dtype=info.dtype,
-                model_type=tei.ModelType.Value(f"MODEL_TYPE_{info.task.upper()}"),
+                model_type=tei.ModelType.Value(f"MODEL_TYPE_{'EMBEDDING' if info.embeds else info.task.upper()}"),
                 max_concurrent_requests=settings.max_concurrent_requests,
                 max_input_length=info.max_input_length,
                 max_batch_tokens=info.max_batch_tokens,

@@ -99,9 +99,10 @@ def _closeness(dtype: str) -> dict[str, Any] | None:
 
 
 def _model_type(info: ModelInfo) -> dict[str, Any]:
-    if info.task == "embedding":
-        return {"embedding": {"pooling": info.pooling}}
+    does: dict[str, Any] = {"embedding": {"pooling": info.pooling}} if info.embeds else {}
     if info.task == "generation":
-        return {"generation": {}}
+        does["generation"] = {}
+    if does:
+        return does
     names = {str(index): label for index, label in enumerate(info.labels)}
     return {info.task: {"id2label": names, "label2id": {label: index for index, label in enumerate(info.labels)}}}

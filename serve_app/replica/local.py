@@ -50,15 +50,18 @@ class LocalModel:
 class LocalGenerator:
     """The model of this replica, if it generates text."""
 
-    def __init__(self, info: ModelInfo, engine: Engine, loop: EngineLoop) -> None:
+    def __init__(self, info: ModelInfo, engine: Engine, loop: EngineLoop, embedder: ServedModel | None = None) -> None:
+        """`embedder`: the same model, for vectors. None if it gives none."""
         assert engine.prompts is not None and engine.config.generation is not None, "the model generates"  # noqa: PT018
-        self.info, self.tokenizer = info, engine.tokenizer
+        self.info, self.tokenizer, self._embedder = info, engine.tokenizer, embedder
         self.prompts: Prompts = engine.prompts
         self.generation: GenerationConfig = engine.config.generation
         self._engine, self._loop = engine, loop
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        raise WrongModel(f"model `{self.info.served_model_name}` generates text and gives no vectors")
+        if self._embedder is None:
+            raise WrongModel(f"model `{self.info.served_model_name}` generates text and gives no vectors")
+        return await self._embedder.embed(sequences, options, qos)
 
     def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
         return self._engine.new_stream(prompt, options)

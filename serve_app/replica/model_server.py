@@ -63,14 +63,12 @@ class EngineServer:
             max_input_length=_context(self._engine),
             max_batch_tokens=self._engine.max_batch_tokens,
         )
-        self._model: ServedModel
+        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s)
+        if settings.cache_bytes:
+            self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         if (pages := self._engine.pages) is not None:
-            self._model = LocalGenerator(info, self._engine, self._loop)
+            self._model = LocalGenerator(info, self._engine, self._loop, self._model if info.embeds else None)
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
-        else:
-            self._model = LocalModel(info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s)
-            if settings.cache_bytes:
-                self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
         self._health = Health(self._loop, canary_of(self._engine))
         self._in_flight = InFlight.of_this_replica()
 

@@ -29,14 +29,13 @@ class WatchedModel:
         return await self._in_flight.run(mark, lambda: self._model.embed(sequences, options, qos))
 
 
-class WatchedGenerator:
+class WatchedGenerator(WatchedModel):
     """A model that generates text."""
 
     def __init__(self, model: GeneratingModel, in_flight: InFlight) -> None:
-        self.info, self.tokenizer = model.info, model.tokenizer
-        self.prompts, self.generation = model.prompts, model.generation
-        self.embed, self.new_stream = model.embed, model.new_stream
-        self._model, self._in_flight = model, in_flight
+        super().__init__(model, in_flight)
+        self.prompts, self.generation, self.new_stream = model.prompts, model.generation, model.new_stream
+        self._generator = model
 
     def submit(self, streams: Sequence[Stream]) -> None:
         """As `GeneratingModel.submit`. A stream that is refused fails with Quarantined."""
@@ -47,11 +46,11 @@ class WatchedGenerator:
             return
         for stream, mark in zip(streams, marks, strict=True):
             stream.future.add_done_callback(partial(_leave, self._in_flight.enter(mark)))
-        self._model.submit(streams)
+        self._generator.submit(streams)
 
     async def _submit_alone(self, stream: Stream, mark: int) -> None:
         async def work() -> None:
-            self._model.submit([stream])
+            self._generator.submit([stream])
             await asyncio.wait([asyncio.wrap_future(stream.future)])
             if isinstance(error := _error_of(stream.future), Exception):
                 raise error

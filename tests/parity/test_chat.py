@@ -101,7 +101,7 @@ def test_an_answer_is_held_to_a_form(smollm2: Engine) -> None:
 def test_a_model_of_vectors_does_not_chat_and_the_other_way_round(smollm2: Engine) -> None:
     with pytest.raises(ModelError, match="all-MiniLM-L6-v2 gives vectors and no text; `emberforge serve"):
         run("chat", "-m", "all-MiniLM-L6-v2", "-p", "x")
-    with pytest.raises(InvalidInput, match="load it with a `pooling` to get vectors"):
+    with pytest.raises(InvalidInput, match="load it with pooling last_token to get vectors, too"):
         smollm2.embed(["x"])
     with pytest.raises(ModelError, match="SmolLM2-135M-Instruct generates text, and plans place no such models yet"):
         read_model(ModelSpec(name="it", model=EMBEDDED_GENERATOR))

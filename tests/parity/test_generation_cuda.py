@@ -21,9 +21,10 @@ from engine import Engine
 from engine.draws import Row, TokenCounts, banned_by_ngrams
 from engine.heads.sampler import Sampling, adjust
 from engine.loop import EngineLoop
-from engine.options import SamplingOptions
-from engine.passes import Passes
+from engine.options import EmbedOptions, SamplingOptions
+from engine.passes import BatchReport, Passes
 from engine.run.kv_cache import PAGE_SIZE
+from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Token
 from engine.text import grammar
 from engine.text.grammar import Compiler
@@ -411,3 +412,35 @@ def test_answers_end_where_they_should(folder_of: Callable[[str], Path], engine_
     assert len(scored.prompt_tokens) == length
     (full,) = run(engine, [prompts([2040])[0]], [replace(GREEDY, max_tokens=100)])
     assert (len(full.tokens), full.finish_reason) == (8, "length")
+
+
+@torch.inference_mode()
+def last_states(folder: Path, given: Sequence[list[int]], dtype: torch.dtype) -> Tensor:
+    """transformers' last hidden state of each sequence, in fp32."""
+    model = network(folder, dtype).model
+    return torch.stack([model(torch.tensor([each], device=DEVICE)).last_hidden_state[0, -1].float() for each in given]).cpu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vectors_beside_streams_are_as_exact_as_those_of_transformers_in_bf16(
+    folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str, dtype: str
+) -> None:
+    """Whole and in chunks, with a cold cache and a warm one, without graphs and with. The streams' tokens stay the likeliest."""
+    folder, engine = folder_of(kind), engine_of(kind, dtype, pooling="last_token")
+    given = prompts(LENGTHS)
+    sequences = [np.array(each, dtype=np.int32) for each in given]
+    states = [last_states(folder, given, each) for each in (torch.float32, torch.bfloat16)]
+    for budget, dimensions in ((8192, None), (100, None), (8192, None), (8192, 32), (8192, None)):
+        streams = [engine.new_stream(prompt, GREEDY) for prompt in given[:4]]
+        request, reports = Request(sequences, EmbedOptions(dimensions=dimensions)), list[BatchReport]()
+        Passes(engine, budget, on_batch=reports.append).run([*streams, request])
+        assert_all_pages_are_back(engine)
+        exact, low = (torch.nn.functional.normalize(each[:, :dimensions]) for each in states)
+        ours = (torch.from_numpy(request.future.result(0).vectors) - exact).norm(dim=1)
+        theirs = (low - exact).norm(dim=1)
+        limit = 1e-4 if dtype == "float32" else 1.5 * theirs.mean()
+        assert ours.mean() <= limit, f"{budget} tokens a pass: {ours.mean():.2e} {theirs.mean():.2e}"
+        for stream, prompt in zip(streams, given, strict=False):
+            assert_likeliest(folder, prompt, stream.future.result(0).tokens)
+    assert reports[0].num_tokens < sum(map(len, given)), "the cache has the beginnings of the long sequences"

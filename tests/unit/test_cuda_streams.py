@@ -1,10 +1,11 @@
 """The GPU runner of streams without a GPU: packing, padding, graphs, tokens that stay on the device. CUDA is a stand-in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_cuda_runner import CPU, Torch
@@ -14,12 +15,13 @@ from engine import Engine
 from engine.errors import OutOfMemory
 from engine.kernels.tiles import Tiling
 from engine.loop import EngineLoop
-from engine.options import SamplingOptions
+from engine.options import EmbedOptions, SamplingOptions
 from engine.passes import Passes
 from engine.run import cuda, cuda_streams, tune
 from engine.run.cuda_streams import StreamRunner
 from engine.run.streams import StreamPacker
 from engine.schedule.pages import Pages
+from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Stream
 
 PAGE_SIZE = 128
@@ -88,9 +90,9 @@ class Streaming:
     def launch(self, *arguments: Any) -> Any:
         return self.runner.launch(*arguments)
 
-    def generate(self, streams: list[Stream]) -> list[Answer]:
+    def generate(self, streams: list[Stream], requests: Sequence[Request] = ()) -> list[Answer]:
         passes = Passes(self, self.budget)  # type: ignore[arg-type]
-        for _ in passes.steps(streams):
+        for _ in passes.steps([*streams, *requests]):
             self.pages.check_integrity()
         assert self.pages.num_free == self.pages.num_pages
         self.runner.graphs.wait()
@@ -159,6 +161,30 @@ def test_streams_get_the_tokens_that_the_cpu_gives(engines: Callable[[str], Engi
         for _ in range(3 if graph_tokens else 1):  # eager, then from graphs
             for mine, theirs in zip(ours.generate(streams_of(engine, MIXED)), expected, strict=True):
                 same(mine, theirs)
+        replays = [graph.count for graph in ours.runner.graphs._graphs.values()]  # type: ignore[attr-defined]
+        assert bool(sum(replays)) == bool(graph_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Callable[[str], Engine], kind: str) -> None:
+    """Without graphs and with, in chunks, with few pages, and in passes that score a prompt. Streams get the same tokens."""
+    engine = engines(kind)
+    expected = [stream.future.result(0) for stream in _run(engine, streams_of(engine, MIXED))]
+    sequences = [np.array(ids, dtype=np.int32) for ids in prompts((1, 300, 128, 7, 129))]
+    options = [EmbedOptions(), EmbedOptions(normalize=False, dimensions=8)]
+    requests = [Request(sequences, each) for each in options]
+    Passes(engine, engine.max_batch_tokens).run(requests)
+    exact = [each.future.result(0).vectors for each in requests]
+    for num_pages, budget, graph_tokens in ((40, 4096, 0), (7, 60, 0), (40, 4096, 4096), (7, 70, 512)):
+        ours = Streaming(engine, num_pages, budget)
+        if graph_tokens:
+            ours.with_graphs(graph_tokens)
+        for _ in range(3 if graph_tokens else 1):
+            requests = [Request(sequences, each) for each in options]
+            for mine, theirs in zip(ours.generate(streams_of(engine, MIXED), requests), expected, strict=True):
+                same(mine, theirs)
+            for request, vectors in zip(requests, exact, strict=True):
+                np.testing.assert_allclose(request.future.result(0).vectors, vectors, atol=1e-5)
         replays = [graph.count for graph in ours.runner.graphs._graphs.values()]  # type: ignore[attr-defined]
         assert bool(sum(replays)) == bool(graph_tokens)
 

@@ -20,7 +20,8 @@ from engine.options import SamplingOptions
 from engine.passes import Passes
 from engine.run.flight import Finished, Output
 from engine.schedule.pages import Pages
-from engine.schedule.stream import Answer, Piece, Stream
+from engine.schedule.piece import Piece
+from engine.schedule.stream import Answer, Stream
 from engine.text import grammar
 from engine.text.grammar import Compiler
 

@@ -10,7 +10,8 @@ from test_streams import PAGE_SIZE, Device, answer_of, ids, next_token, stream, 
 
 from engine.passes import Passes
 from engine.run.flight import Finished
-from engine.schedule.stream import Piece, Token
+from engine.schedule.piece import Piece
+from engine.schedule.stream import Token
 
 
 class ScoringDevice(Device):

@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_generators import preemptions
 
-from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput, OutOfMemory
+from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput, NotFinite, OutOfMemory
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, Priority, SamplingOptions
 from engine.passes import Launched, Passes
 from engine.run.flight import Finished, Output
 from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request
-from engine.schedule.stream import Answer, Piece, Stream, Token, last_token
+from engine.schedule.stream import Answer, Stream, Token
 
 PAGE_SIZE = 4
 BROKEN = 999  # the pass of this token fails
@@ -35,6 +37,11 @@ def next_token(ids: Sequence[int]) -> int:
     for each in ids:
         value = (value * 31 + each) % 10_007
     return value % 50
+
+
+def vector_of(ids: Sequence[int]) -> list[float]:
+    """Depends on all tokens and their order."""
+    return [float(np.float32(sum(each * 7**at for at, each in enumerate(ids)) % 65_537))]
 
 
 def answer_of(prompt: Sequence[int], most: int) -> list[int]:
@@ -61,19 +68,21 @@ class Device:
         if sum(lengths) > self.most_tokens and len(lengths) > 1:
             raise OutOfMemory("too much")
         self.passes.append(lengths)
-        tokens = [self._compute(piece) for piece in pieces]
-        vectors = np.array([[float(ids[0])] for ids in sequences], dtype=np.float32).reshape(-1, 1)
-        return Finished(Output(vectors, tokens=[token for token in tokens if token is not None]))
+        seen = [self._compute(piece) for piece in pieces]
+        vectors = [vector_of(ids) for ids, piece in zip(seen, pieces, strict=True) if piece.pooled is not None]
+        tokens = [self._choose(ids, piece) for ids, piece in zip(seen, pieces, strict=True) if piece.row is not None]
+        return Finished(Output(np.array(vectors, dtype=np.float32).reshape(-1, 1), tokens=tokens))
 
-    def _compute(self, piece: Piece) -> Token | None:
+    def _compute(self, piece: Piece) -> list[int]:
         places = [piece.pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(piece.start + len(piece.token_ids))]
         self.cache[places[piece.start :]] = [self.last[each] if each < 0 else each for each in piece.token_ids.tolist()]
         seen = self.cache[places].tolist()
         if BROKEN in seen:
             raise RuntimeError("broken")
-        if piece.row is None:
-            return None
-        token = self.last[last_token(places[-1] // PAGE_SIZE)] = next_token(seen)
+        return seen
+
+    def _choose(self, seen: list[int], piece: Piece) -> Token:
+        token = self.last[last_token(piece.pages[(len(seen) - 1) // PAGE_SIZE])] = next_token(seen)
         return Token(token)
 
 
@@ -85,6 +94,15 @@ def stream(
     return Stream(np.array(prompt, dtype=np.int32), options, 0, priority=priority, deadline=deadline)
 
 
+def request(*sequences: Sequence[int], priority: Priority = "interactive") -> Request:
+    return Request([np.array(ids, dtype=np.int32) for ids in sequences], EmbedOptions(), priority=priority)
+
+
+def vectors(embedded: Request) -> list[list[float]]:
+    found = embedded.future.result(0).vectors
+    return found.tolist()  # type: ignore[no-any-return]
+
+
 def ids(answer: Answer) -> list[int]:
     return [token.id for token in answer.tokens]
 
@@ -92,25 +110,35 @@ def ids(answer: Answer) -> list[int]:
 words = st.lists(st.integers(1, 3), min_size=1, max_size=20)  # few words: prompts share beginnings
 
 
+priorities = st.sampled_from(["interactive", "batch"])
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(
-        st.tuples(words, st.integers(1, 12), st.sampled_from(["interactive", "batch"]), st.booleans()), min_size=1, max_size=8
-    ),
+    st.lists(st.tuples(words, st.integers(1, 12), priorities, st.booleans()), min_size=1, max_size=8),
+    st.lists(st.tuples(st.lists(words, min_size=1, max_size=4), priorities), max_size=4),
     st.integers(8, 20),
     st.integers(1, 30),
     st.integers(4, 40),
     st.integers(1, 3),
 )
 def test_every_answer_is_what_its_prompt_gives(
-    asked: list[tuple[list[int], int, Priority, bool]], num_pages: int, budget: int, most_tokens: int, passes_in_flight: int
+    asked: list[tuple[list[int], int, Priority, bool]],
+    embedded: list[tuple[list[list[int]], Priority]],
+    num_pages: int,
+    budget: int,
+    most_tokens: int,
+    passes_in_flight: int,
 ) -> None:
     """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
     device = Device(num_pages, most_tokens, passes_in_flight)
     streams = [stream(prompt, most, priority, ahead=ahead) for prompt, most, priority, ahead in asked]
+    requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
     passes = Passes(device, budget)
-    for _ in passes.steps(streams):
+    for _ in passes.steps([*streams[1:], *requests, *streams[:1]]):
         device.pages.check_integrity()
+    for each, (sequences, _) in zip(requests, embedded, strict=True):
+        assert vectors(each) == [vector_of(ids) for ids in sequences]
     for each, (prompt, most, *_) in zip(streams, asked, strict=True):
         assert ids(each.future.result(0)) == answer_of(prompt, most)
     assert all(sum(lengths) <= budget for lengths in device.passes)
@@ -122,15 +150,15 @@ def test_every_answer_is_what_its_prompt_gives(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(words, min_size=2, max_size=8), st.integers(1, 3), st.data())
-def test_a_stream_that_is_left_gives_its_pages_back_at_once(
-    asked: list[list[int]], passes_in_flight: int, data: st.DataObject
-) -> None:
+def test_whoever_leaves_gives_the_pages_back_at_once(asked: list[list[int]], passes_in_flight: int, data: st.DataObject) -> None:
     device = Device(40, passes_in_flight=passes_in_flight)
     streams = [stream(prompt, 12) for prompt in asked]
-    left = [streams[index] for index in data.draw(st.sets(st.integers(0, len(streams) - 1)))]
+    requests = [request(prompt, prompt * 2, prompt[:1]) for prompt in asked]
+    everybody = [each for pair in zip(streams, requests, strict=True) for each in pair]
+    left = [everybody[index] for index in data.draw(st.sets(st.integers(0, len(everybody) - 1)))]
     when = data.draw(st.integers(0, 6))
     passes = Passes(device, 16)
-    for number, _ in enumerate(passes.steps(streams)):
+    for number, _ in enumerate(passes.steps(everybody)):
         if number == when:
             for each in left:
                 each.future.cancel()
@@ -140,6 +168,9 @@ def test_a_stream_that_is_left_gives_its_pages_back_at_once(
         if each not in left:
             assert ids(each.future.result(0)) == answer_of(prompt, 12)
         assert each.future.done()
+    for embedded, prompt in zip(requests, asked, strict=True):
+        if embedded not in left:
+            assert vectors(embedded) == [vector_of(prompt), vector_of(prompt * 2), vector_of(prompt[:1])]
     assert device.pages.num_free == 40
 
 
@@ -189,14 +220,107 @@ def test_a_beginning_that_was_computed_is_not_computed_again() -> None:
     assert again.future.result(0).num_cached_tokens == 8
 
 
-def test_sequences_to_embed_go_past_a_stream_that_waits_for_pages() -> None:
-    device = Device(4)
-    running, waiting = stream([1] * 12, 4), stream([2] * 12, 4)
-    embedded = Request([np.array([7], dtype=np.int32)], EmbedOptions(normalize=False))
-    Passes(device, 100).run([running, waiting, embedded])
-    assert embedded.future.result(0).vectors.tolist() == [[7]]
-    for each, prompt in ((running, [1] * 12), (waiting, [2] * 12)):
-        assert ids(each.future.result(0)) == answer_of(prompt, 4)
+def test_sequences_to_embed_share_the_passes_of_streams_and_are_cut_into_chunks() -> None:
+    device = Device(100)
+    running, embedded = stream([1] * 3, 8), request([2] * 20, [3] * 5, [4] * 3)
+    passes = Passes(device, 10)
+    steps = passes.steps([running])
+    next(steps)
+    with passes.lock:
+        passes.scheduler.add(embedded)
+    for _ in steps:
+        pass
+    assert device.passes[:5] == [[3], [1, 9], [1, 9], [1, 2, 5, 2], [1, 1]]
+    assert vectors(embedded) == [vector_of(each) for each in ([2] * 20, [3] * 5, [4] * 3)]
+    assert ids(running.future.result(0)) == answer_of([1] * 3, 8)
+
+
+def test_a_beginning_of_a_sequence_is_kept_for_sequences_and_prompts() -> None:
+    device = Device(100)
+    Passes(device, 100).run([request([3] * 10)])
+    again, prompt = request([3] * 10 + [2], [1]), stream([3] * 9, 2)
+    Passes(device, 100).run([again, prompt])
+    assert device.passes[1] == [11 - 8, 1, 1]
+    assert vectors(again) == [vector_of([3] * 10 + [2]), vector_of([1])]
+    assert prompt.future.result(0).num_cached_tokens == 8
+
+
+def test_equal_sequences_of_a_pass_are_computed_once() -> None:
+    device = Device(100)
+    one, other, cut = request([1] * 6, [2] * 6), request([2] * 6, [2] * 6), request([2] * 6)
+    cut.options = EmbedOptions(dimensions=1)
+    Passes(device, 100).run([one, other, cut])
+    assert device.passes == [[6, 6, 6]]
+    assert (vectors(one), vectors(other)) == ([vector_of([1] * 6), vector_of([2] * 6)], [vector_of([2] * 6)] * 2)
+    device.pages.check_integrity()
+    assert device.pages.num_free == 100
+    Passes(device, 100).run([again := request([2] * 8)])  # the page that is kept is one that was computed
+    assert device.passes[1] == [4]
+    assert vectors(again) == [vector_of([2] * 8)]
+
+
+def test_streams_under_way_keep_their_pages_beside_sequences_to_embed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams grow to 4 of 9 pages each. Sequences of 1 to 3 pages get what is left beside one page for each stream."""
+    preempted = preemptions(monkeypatch)
+    device, taken = Device(9, passes_in_flight=2), list[int]()
+    streams = [stream([first], 14) for first in (3, 4)]
+    assert [len(answer_of([first], 14)) for first in (3, 4)] == [14, 14]
+    requests = [request(*([index] * length for length in (2, 12, 5, 9))) for index in range(5, 9)]
+    passes = Passes(device, 8)
+    steps = passes.steps(streams)
+    next(steps)
+    with passes.lock:
+        for each in requests:
+            passes.scheduler.add(each)
+    for _ in steps:
+        device.pages.check_integrity()
+        taken.append(len(device.passes[-1]))
+    for each, first in zip(streams, (3, 4), strict=True):
+        assert ids(each.future.result(0)) == answer_of([first], 14)
+    for index, each in enumerate(requests, start=5):
+        assert vectors(each) == [vector_of([index] * length) for length in (2, 12, 5, 9)]
+    assert max(taken) > 2
+    assert not preempted
+
+
+def test_a_short_request_waits_for_two_passes_behind_a_long_one() -> None:
+    device = Device(1000)
+    long, short = request(*([index] * 4 for index in range(1, 60))), request([99])
+    passes = Passes(device, 16)
+    steps = passes.steps([long, short])
+    next(steps)
+    next(steps)
+    assert short.future.done()
+    assert not long.future.done()
+
+
+def test_a_sequence_to_embed_that_is_not_finite_fails_alone() -> None:
+    device = Device(20)
+    bad, good = request([1] * 9), request([2] * 9)
+    plain = device.launch
+
+    def launch(*arguments: Any) -> Finished:
+        finished = plain(*arguments)
+        finished.output.vectors[0] = np.nan
+        return finished
+
+    device.launch = launch  # type: ignore[method-assign]
+    Passes(device, 100).run([bad, good])
+    with pytest.raises(NotFinite):
+        bad.future.result(0)
+    assert vectors(good) == [vector_of([2] * 9)]
+    assert device.pages.num_free == 20
+
+
+def test_a_request_that_pages_cannot_hold_is_refused_with_the_numbers() -> None:
+    device = Device(5)
+    long, more = request([1] * 21), request([1])
+    more.options = EmbedOptions(outputs=("tokens",))
+    Passes(device, 100).run([long, more])
+    with pytest.raises(InvalidInput, match="an input has 21 tokens; the cache holds 20"):
+        long.future.result(0)
+    with pytest.raises(InvalidInput, match="no other outputs"):
+        more.future.result(0)
 
 
 def test_whoever_waits_for_a_stream_hears_the_end() -> None:
@@ -361,6 +485,33 @@ class LateFlight:
     def wait(self) -> Output:
         self.synchronize()
         return self.output
+
+
+class AwaitedFlight(LateFlight):
+    """The pass ends when the engine's thread waits for it."""
+
+    def synchronize(self) -> None:
+        while not self.ends.is_set():
+            time.sleep(0.001)
+
+
+def test_a_delivery_wakes_the_thread_that_schedules() -> None:
+    """A stream that does not run ahead is work for the next pass only when its token is delivered."""
+    device = Device(20, passes_in_flight=2)
+    loop, plain = EngineLoop(device, 16), device.launch
+    changed: Any = loop._changed
+
+    class ThreadWaits:
+        def is_set(self) -> bool:
+            return bool(changed._waiters)
+
+    device.launch = lambda *arguments: AwaitedFlight(plain(*arguments).output, ThreadWaits())  # type: ignore
+    alone = stream([3], 8, ahead=False)
+    loop.submit([alone])
+    try:
+        assert ids(alone.future.result(5)) == answer_of([3], 8)
+    finally:
+        loop.stop()
 
 
 @pytest.mark.parametrize("ahead", [True, False])
