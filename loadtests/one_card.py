@@ -257,44 +257,66 @@ def save_chat(name: str, folder: Path) -> None:
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
+def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[str, Any]]:
+    """Streams of one model, beside the engine without a server."""
+    engine, rows = engine_alone(folder), []
+    print(engine, flush=True)
+    with serving(folder) as (port, server):
+        load = Load(executor, server)
+        load.run("warm up", Asked(port, chat, STREAMS[-1]))
+        for count in STREAMS:
+            row = load.run(f"{count} streams", Asked(port, chat, count))
+            rate = engine[str(count)]
+            rows.append(row | {"the engine alone": rate, "share of it": row["streams, tokens/s"] / rate})
+    return rows
+
+
+def together(chat: str, embedding: str, folders: Sequence[Path], executor: ProcessPoolExecutor) -> list[dict[str, Any]]:
+    """Streams of one model, and embeddings of another one."""
+    with serving(*folders) as (port, server):
+        load = Load(executor, server)
+        streams, embeddings = Asked(port, chat, TOGETHER), Asked(port, embedding, CONNECTIONS)
+        at_batch = Asked(port, embedding, CONNECTIONS, "batch")
+        load.run("warm up", streams, embeddings)
+        return [
+            load.run(f"{TOGETHER} streams", streams),
+            load.run("embeddings", None, embeddings),
+            load.run("both", streams, embeddings),
+            load.run("both, embeddings at batch priority", streams, at_batch),
+        ]
+
+
+def save_embedding(name: str, folder: Path) -> None:
+    """A model that says how it pools."""
+    pooling = save_random(name, folder).pooling
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling.replace("_", "")}))
+
+
 def main(chat: str, embedding: str) -> None:
-    alone_rows: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as path, ProcessPoolExecutor(2 * CLIENTS, context) as executor:
         folders = Path(path) / chat, Path(path) / embedding
         save_chat(chat, folders[0])
-        save_random(embedding, folders[1])
-        engine = engine_alone(folders[0])
-        print(engine, flush=True)
-        with serving(folders[0]) as (port, server):
-            load = Load(executor, server)
-            load.run("warm up", Asked(port, chat, STREAMS[-1]))
-            for count in STREAMS:
-                row = load.run(f"{count} streams", Asked(port, chat, count))
-                rate = engine[str(count)]
-                row |= {"the engine alone": rate, "share of it": row["streams, tokens/s"] / rate}
-                alone_rows.append(row)
-        with serving(*folders) as (port, server):
-            load = Load(executor, server)
-            streams, embeddings = Asked(port, chat, TOGETHER), Asked(port, embedding, CONNECTIONS)
-            at_batch = Asked(port, embedding, CONNECTIONS, "batch")
-            load.run("warm up", streams, embeddings)
-            rows.append(load.run(f"{TOGETHER} streams", streams))
-            rows.append(load.run("embeddings", None, embeddings))
-            rows.append(load.run("both", streams, embeddings))
-            rows.append(load.run("both, embeddings at batch priority", streams, at_batch))
+        save_embedding(embedding, folders[1])
+        tables = {chat: alone(chat, folders[0], executor)}
+        _write(chat, embedding, tables)  # what is there, should the rest fail
+        _write(chat, embedding, tables | {f"{chat} beside {embedding}": together(chat, embedding, folders, executor)})
+
+
+def _write(chat: str, embedding: str, tables: dict[str, list[dict[str, Any]]]) -> None:
     notes = [
         f"{chat} and {embedding}, bf16, random weights; streams of {PROMPT} tokens of prompt and {ANSWER} of answer, greedy; "
         "each connection sends its next request when it has its answer",
         f"embeddings: {CONNECTIONS} requests at a time, of about {TEXTS} mixed texts, answers in base64",
         f"phases of {PHASE_S:.0f} s, behind {WARM_S:.0f} s that are not counted; {CLIENTS} client processes of each kind on the "
         "same machine",
-        "the engine alone: its loop without a server, the median step of the same number of streams, in this run",
+        "the engine alone: its loop without a server, the median step of the same number of streams behind prompts that are "
+        "computed, in this run; through the server, prompts are computed beside the streams",
         "one model: HAProxy to the replica. Two models: HAProxy, a gateway, a replica each; the replicas share the GPU in time",
     ]
     command = " ".join(["python -m loadtests.one_card", *sys.argv[1:]])
-    write("one_card", command, {chat: alone_rows, f"{chat} beside {embedding}": rows}, notes)
+    write("one_card", command, tables, notes)
 
 
 if __name__ == "__main__":
