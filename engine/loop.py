@@ -224,7 +224,9 @@ class EngineLoop:
                 with self._launching:
                     self._hand_over()  # results are delivered in the order of the passes
                     for launched in self._passes.launch(slices):
-                        if launched.flight.done and launched.take():  # a pass on the CPU: saves a change of threads
+                        # A pass on the CPU has ended: delivering it here saves a change of threads. A pass on a GPU never
+                        # takes this way, even if it has ended, because the other thread may still hold the pass before it.
+                        if not self._on_gpu and launched.flight.done and launched.take():
                             self._deliver(launched)
                         else:
                             self._launched.put(launched)

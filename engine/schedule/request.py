@@ -48,10 +48,6 @@ class Waiting(ABC):
         """The error for a request that can never be computed; None for any other."""
 
     @abstractmethod
-    def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
-        """The tokens [start, stop) of one sequence."""
-
-    @abstractmethod
     def prepare(self, may_take_pages: bool) -> int | None:
         """Take the pages of the sequence that the next slice is of, if the sequence has none yet.
 
@@ -128,9 +124,6 @@ class Request(Waiting):
         longest, most = max(map(len, self.sequences)), self.pool.num_pages * self.pool.page_size
         return InvalidInput(f"an input has {longest} tokens; the cache holds {most}") if longest > most else None
 
-    def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
-        return self.sequences[sequence][start:stop]
-
     def prepare(self, may_take_pages: bool) -> int | None:
         if self.pool is None or self.num_scheduled in self.pages:
             return 0
@@ -163,7 +156,8 @@ class Request(Waiting):
         if pages is None:
             return None
         ends = part.stop == len(self.sequences[part.sequence])
-        return Piece(part.token_ids, part.start, tuple(pages), row=None, pooled=self.options if ends else None)
+        token_ids = self.sequences[part.sequence][part.start : part.stop]
+        return Piece(token_ids, part.start, tuple(pages), row=None, pooled=self.options if ends else None)
 
     def keep(self, part: "Slice") -> None:
         if self.pool is not None and (pages := self.pages.get(part.sequence)) is not None:
@@ -194,8 +188,3 @@ class Slice(NamedTuple):
     sequence: int  # the index of the sequence in its request
     start: int
     stop: int
-
-    @property
-    def token_ids(self) -> TokenIds:
-        ids: TokenIds = self.request.token_ids(self.sequence, self.start, self.stop)
-        return ids

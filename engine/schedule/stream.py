@@ -156,7 +156,8 @@ class Stream(Waiting):
             )
         return None
 
-    def token_ids(self, sequence: int, start: int, stop: int) -> TokenIds:
+    def _token_ids(self, start: int, stop: int, pages: Sequence[int]) -> TokenIds:
+        """`pages`: the stream's own when the slice was scheduled. A caller that leaves meanwhile has given them back."""
         if stop <= len(self.prompt):
             return self.prompt[start:stop]
         if stop - start > 1:
@@ -164,9 +165,7 @@ class Stream(Waiting):
         assert self.pool is not None, "a stream is added to a scheduler first"
         index = start - len(self.prompt)
         known = index < len(self.answer)
-        return np.array(
-            [self.answer[index].id if known else last_token(self.pages[(start - 1) // self.pool.page_size])], np.int32
-        )
+        return np.array([self.answer[index].id if known else last_token(pages[(start - 1) // self.pool.page_size])], np.int32)
 
     def prepare(self, may_take_pages: bool) -> int | None:
         """Pages for all tokens, before the first of them is computed: those that the cache has, and fresh ones."""
@@ -221,7 +220,7 @@ class Stream(Waiting):
                     self._end("stop")
                     return None
             row = Row(self.options, uniform(self.seed, index), self.counts, banned, allowed)
-        return Piece(part.token_ids, part.start, pages, row, self._scored(part))
+        return Piece(self._token_ids(part.start, part.stop, pages), part.start, pages, row, self._scored(part))
 
     def _scored(self, part: Slice) -> Scored | None:
         """What a pass scores of one slice. A stream that was preempted is scored once."""

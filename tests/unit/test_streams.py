@@ -22,6 +22,7 @@ from engine.loop import EngineLoop
 from engine.options import EmbedOptions, Priority, SamplingOptions
 from engine.passes import Launched, Passes
 from engine.run.flight import Finished, Output
+from engine.schedule import stream as module
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request
@@ -195,6 +196,24 @@ def test_a_stream_that_is_left_between_schedule_and_launch_harms_nobody() -> Non
     device.pages.check_integrity()
     assert device.pages.num_free == 20
     assert passes.scheduler.is_idle
+
+
+def test_a_stream_that_is_left_while_its_piece_is_made_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are gone in the middle of `Stream.piece`."""
+    device = Device(20, passes_in_flight=2)
+    passes = Passes(device, 100)
+    left, stays = stream([1] * 6), stream([2] * 6)
+    for each in (left, stays):
+        passes.scheduler.add(each)
+    in_flight = list(passes.launch(passes.schedule()))
+    slices, draw = passes.schedule(), module.uniform  # the tokens of these slices are foreseen
+    monkeypatch.setattr(module, "uniform", lambda seed, index: (left.future.cancel() and 0.0) or draw(seed, index))
+    in_flight += passes.launch(slices)
+    for launched in in_flight:
+        passes.deliver(launched)
+    passes.run([])
+    assert ids(stays.future.result(0)) == answer_of([2] * 6, 8)
+    assert device.pages.num_free == 20
 
 
 def test_tokens_of_streams_come_before_prompts_and_prompts_are_taken_in_chunks() -> None:
@@ -507,6 +526,26 @@ def test_a_delivery_wakes_the_thread_that_schedules() -> None:
 
     device.launch = lambda *arguments: AwaitedFlight(plain(*arguments).output, ThreadWaits())  # type: ignore
     alone = stream([3], 8, ahead=False)
+    loop.submit([alone])
+    try:
+        assert ids(alone.future.result(5)) == answer_of([3], 8)
+    finally:
+        loop.stop()
+
+
+def test_passes_are_delivered_in_order_although_a_later_one_has_ended_at_its_launch() -> None:
+    """The thread that delivers is held up in the first pass, and a second pass is launched meanwhile."""
+    device, second = Device(20, passes_in_flight=2), threading.Event()
+    loop, plain, launched = EngineLoop(device, 16), device.launch, list[AwaitedFlight]()
+
+    def launch(*arguments: Any) -> AwaitedFlight:
+        launched.append(AwaitedFlight(plain(*arguments).output, second))
+        if len(launched) > 1:
+            second.set()
+        return launched[-1]
+
+    device.launch = launch  # type: ignore[assignment]
+    alone = stream([3], 8)
     loop.submit([alone])
     try:
         assert ids(alone.future.result(5)) == answer_of([3], 8)
