@@ -148,10 +148,10 @@ def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
     """`emberforge serve` of these models."""
     port = free_port()
     with tempfile.TemporaryFile("w+b") as said:
+        names = ",".join(folder.name for folder in folders)
         command = [str(Path(sys.executable).with_name("emberforge")), "serve", *map(str, folders), "--port", str(port)]
-        process = psutil.Popen(
-            [*command, "--cache-tokens", str(CACHE_TOKENS)], stdin=subprocess.DEVNULL, stdout=said, stderr=said
-        )
+        command += ["--cache-tokens", str(CACHE_TOKENS), "--served-model-name", names]
+        process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
         try:
             deadline, text = monotonic() + _READY_S, b""
             while b"curl " not in text:
