@@ -148,9 +148,9 @@ def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
     """`emberforge serve` of these models."""
     port = free_port()
     with tempfile.TemporaryFile("w+b") as said:
-        names = ",".join(folder.name for folder in folders)
+        names = [argument for folder in folders for argument in ("--served-model-name", folder.name)]
         command = [str(Path(sys.executable).with_name("emberforge")), "serve", *map(str, folders), "--port", str(port)]
-        command += ["--cache-tokens", str(CACHE_TOKENS), "--served-model-name", names]
+        command += ["--cache-tokens", str(CACHE_TOKENS), *names]
         process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
         try:
             deadline, text = monotonic() + _READY_S, b""
