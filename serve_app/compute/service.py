@@ -28,6 +28,8 @@ T = TypeVar("T")
 TOKENIZING_THREADS = 2
 # Up to this many characters are tokenised on the event loop: a thread hop costs more (docs/decisions/004).
 _INLINE_CHARS = 2_000
+# Arrays of up to this many numbers are worked on on the event loop, in about a millisecond.
+_INLINE_NUMBERS = 1 << 17
 # The most bytes of token vectors in one response, as float32.
 _MOST_ANSWER_BYTES = 1 << 30
 
@@ -105,6 +107,15 @@ class Service:
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)`, on a thread if so many characters would hold up the event loop."""
         if num_chars <= _INLINE_CHARS:
+            return function(*args)
+        return await self.in_thread(function, *args)
+
+    async def with_arrays(self, num_numbers: int, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)`, on a thread if its arrays have so many numbers that it would hold up the event loop.
+
+        numpy lets the event loop run meanwhile.
+        """
+        if num_numbers <= _INLINE_NUMBERS:
             return function(*args)
         return await self.in_thread(function, *args)
 

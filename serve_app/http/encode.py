@@ -14,24 +14,27 @@ import orjson
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.text.tokenizer import Token
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
-from serve_app.dialects.vectors import Base64
+from serve_app.dialects.vectors import Deferred
 from serve_app.http.connection import abort
 
-# Bytes of a part. To encode 1 MB takes about 6 ms.
-_PART_BYTES = 1 << 20
-_NUMBER_BYTES, _VALUE_BYTES = 12, 64  # of a float in an array, and of any value with its name, roughly
+# Bytes of a response that is encoded at once, and of a part of a larger one. To encode 1 MB takes 6 to 20 ms. A part takes a turn
+# of the event loop, and other requests need several turns.
+_WHOLE_BYTES, _PART_BYTES = 1 << 19, 1 << 17
+# Of a float in an array, of any value with its name, and of a token of `/tokenize`, roughly.
+_NUMBER_BYTES, _VALUE_BYTES, _TOKEN_BYTES = 12, 64, 80
 
 
 def to_json(content: Any) -> bytes:
-    """JSON of plain data, `Base64` and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_as_text)
+    """JSON of plain data, `Deferred` and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, Base64):
-        return value.text()
+def _plain(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.plain()
     raise TypeError(f"{type(value).__name__} has no JSON")
 
 
@@ -49,7 +52,7 @@ def json_answer(service: Service, content: Any, headers: Mapping[str, str] | Non
     """
     size = json_size(content)
     hold.add(size)
-    if size <= _PART_BYTES:
+    if size <= _WHOLE_BYTES:
         return _Whole(to_json(content), headers, hold)
     parts = json_parts(content)
     return _InParts(service, next(parts), parts, headers, hold)  # what cannot be encoded fails here, before the status is sent
@@ -59,14 +62,16 @@ def json_size(content: Any) -> int:
     """About how many bytes the JSON takes."""
     if isinstance(content, np.ndarray):
         return _NUMBER_BYTES * content.size
-    if isinstance(content, Base64):
-        return content.vector.nbytes * 4 // 3
+    if isinstance(content, Deferred):
+        return content.json_size
     if isinstance(content, str):
         return len(content) + _VALUE_BYTES
     if isinstance(content, dict):
         content = content.values()
     elif not isinstance(content, list | tuple):
         return _VALUE_BYTES
+    elif content and isinstance(content[0], Token):  # a text may have half a million
+        return _TOKEN_BYTES * len(content)
     return _VALUE_BYTES + sum(map(json_size, content))
 
 

@@ -27,7 +27,7 @@ _FAILURES: tuple[tuple[tuple[type[EmberError], ...], str], ...] = (
 )
 _TIMES = ("", "tokenization_", "queue_", "inference_")
 _METHODS = ("single", "batch")
-_MOST_PENDING = 256
+_MOST_PENDING, _MOST_PENDING_LENGTHS = 256, 4096
 
 Task = Literal["embed", "predict"]
 _TASKS: tuple[Task, ...] = ("embed", "predict")
@@ -72,6 +72,8 @@ class TeiMetrics:
     def tokenized(self, lengths: Iterable[int]) -> None:
         """Count the inputs' lengths in tokens."""
         self._pending_lengths.extend(lengths)
+        if len(self._pending_lengths) >= _MOST_PENDING_LENGTHS:
+            self._flush()
 
     def succeeded(self, method: str, num_inputs: int, seconds: Sequence[float], task: Task = "embed") -> None:
         """Count a finished request, and its inputs with the same times. `seconds`: request, tokenisation, queue, inference."""

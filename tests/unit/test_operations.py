@@ -155,6 +155,14 @@ def test_teis_counters_count_as_teis(tokenizer: Tokenizer) -> None:
     assert (series["te_embed_count"], series["te_embed_success"]) == (7, 5)
 
 
+def test_the_lengths_of_requests_that_fail_are_not_kept(tokenizer: Tokenizer) -> None:
+    client, metrics, _ = served(tokenizer)
+    for _ in range(5):
+        assert client.post("/embed", json={"inputs": [[13]] * 2000}).status_code == 424
+    assert len(metrics.tei._pending_lengths) < 5000
+    assert te_series(client)["te_request_input_length_count"] == 10_000
+
+
 def test_teis_histograms_are_in_seconds_tokens_and_its_buckets(tokenizer: Tokenizer) -> None:
     client, _, _ = served(tokenizer)
     client.post("/embed", json={"inputs": ["one", "two three"]})  # 3 and 4 tokens
