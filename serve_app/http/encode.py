@@ -6,7 +6,6 @@ A large response is encoded and sent in parts, so that no other request waits lo
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,8 @@ from serve_app.compute.service import Service
 from serve_app.dialects.vectors import Deferred
 from serve_app.http.connection import abort
 
-# Bytes of a response that is encoded at once, and of a part of a larger one. To encode 1 MB takes 6 to 20 ms. A part takes a turn
-# of the event loop, and other requests need several turns.
-_WHOLE_BYTES, _PART_BYTES = 1 << 19, 1 << 17
+# Bytes of a part. To encode 1 MB takes 6 to 20 ms. A part takes a turn of the event loop, and other requests need several turns.
+_PART_BYTES = 1 << 17
 # Of a float in an array, of any value with its name, and of a token of `/tokenize`, roughly.
 _NUMBER_BYTES, _VALUE_BYTES, _TOKEN_BYTES = 12, 64, 80
 
@@ -43,7 +41,7 @@ def json_response(content: bytes, headers: Mapping[str, str] | None = None, stat
     return Response(content, status, headers, media_type="application/json")
 
 
-def json_answer(service: Service, content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
+async def json_answer(service: Service, content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
     """A response with the JSON of `content`. `hold` gets the response's bytes, and is released when the response was sent.
 
     A client that does not read a part within `send_timeout_s` loses its connection.
@@ -51,11 +49,12 @@ def json_answer(service: Service, content: Any, headers: Mapping[str, str] | Non
     Raises: Overloaded if the bodies and answers in flight take too much memory.
     """
     size = json_size(content)
-    hold.add(size)
-    if size <= _WHOLE_BYTES:
+    hold.add_answer(size)
+    if size <= _PART_BYTES:
         return _Whole(to_json(content), headers, hold)
     parts = json_parts(content)
-    return _InParts(service, next(parts), parts, headers, hold)  # what cannot be encoded fails here, before the status is sent
+    first = await _next(service, parts)  # what cannot be encoded fails here, before the status is sent
+    return _InParts(service, first, parts, headers, hold)
 
 
 def json_size(content: Any) -> int:
@@ -122,7 +121,7 @@ class _InParts(StreamingResponse):
     def __init__(
         self, service: Service, first: bytes, rest: Iterator[bytes], headers: Mapping[str, str] | None, hold: Hold
     ) -> None:
-        super().__init__(_in_turns(chain((first,), rest)), 200, headers, media_type="application/json")
+        super().__init__(_in_turns(service, first, rest), 200, headers, media_type="application/json")
         self._service, self._hold = service, hold
         self._was_unread = False
 
@@ -146,7 +145,15 @@ class _InParts(StreamingResponse):
             await send(message)
 
 
-async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    for part in parts:
+async def _in_turns(service: Service, part: bytes, rest: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while part:
         yield part
-        await asyncio.sleep(0)  # other requests may go on
+        part = await _next(service, rest)
+
+
+async def _next(service: Service, parts: Iterator[bytes]) -> bytes:
+    """The next part; b"" after the last one. All large answers together get one part a turn of the event loop."""
+    async with service.encoding:
+        part = next(parts, b"")
+        await asyncio.sleep(0)
+    return part

@@ -115,7 +115,7 @@ def _post_streaming(
             if body.stream:
                 hold.release()
                 return await EventStream.begin(service, form_of(path), reply.content)
-            return json_answer(service, reply.content, None, hold)
+            return await json_answer(service, reply.content, None, hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
@@ -126,10 +126,10 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
     async def endpoint(service: Service, request: Request) -> Response:
         headers = request.headers.raw
         with _holding(service) as hold:
-            async with service.whole_request(headers):
+            async with service.whole_request(headers, hold):
                 body = await _parsed(partial(parse, service), await read_body(request, service, hold))
                 reply = await handler(service, body, headers)
-            return json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
+            return await json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
 
     return endpoint
 

@@ -114,8 +114,11 @@ class TeiMetrics:
                 bucket = bisect_left(_SECONDS, value)
                 request.add(bucket, value)
                 single.add(bucket, value, num_inputs)
-        for length in self._pending_lengths:
-            self._lengths.add(min((length - 1).bit_length(), len(_LENGTHS)), length)
+        if self._pending_lengths:
+            lengths = np.array(self._pending_lengths)
+            buckets = np.bincount(np.searchsorted(_LENGTHS, lengths), minlength=len(self._lengths.counts))
+            self._lengths.counts = [old + int(new) for old, new in zip(self._lengths.counts, buckets, strict=True)]
+            self._lengths.total += float(lengths.sum())
         self._pending_times.clear()
         self._pending_lengths.clear()
 

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from cluster.settings import ServerSettings
+from engine.options import EmbedOptions
 from engine.text.tokenizer import Token
 from loadtests import stalls
 from serve_app.admission.admission import Admission
@@ -131,6 +133,15 @@ def test_slow_bodies_have_half_of_the_places() -> None:
 
 def test_the_bytes_in_flight_have_a_budget() -> None:
     budget = BytesInFlight(100)
+    computed, other = Hold(budget), Hold(budget)
+    computed.expect(60)
+    with pytest.raises(Overloaded):  # before it is computed
+        other.expect(60)
+    computed.add_answer(50)
+    assert budget.now == 60
+    computed.add_answer(70)
+    assert budget.now == 70
+    computed.release()
     first, second = Hold(budget), Hold(budget)
     first.add(60)
     with pytest.raises(Overloaded, match="too much memory"):
@@ -146,11 +157,26 @@ def test_the_bytes_in_flight_have_a_budget() -> None:
         second.add(1)
 
 
+def test_a_request_whose_answer_has_no_room_is_not_even_tokenised() -> None:
+    service, model = _service(), SimpleNamespace(info=SimpleNamespace(labels=(), embedding_size=1000))
+    service.admission.hold().add(255 << 20)
+
+    async def run() -> None:
+        async with service.whole_request([], service.admission.hold()):
+            state = service.begin(["a"] * 1000)
+            await service.compute(state, model, EmbedOptions(), 1000, tokenised.append, 1)  # type: ignore[arg-type]
+
+    tokenised: list[int] = []
+    with pytest.raises(Overloaded, match="too much memory"):
+        asyncio.run(run())
+    assert not tokenised
+
+
 def test_a_body_and_its_answer_leave_the_budget() -> None:
     settings = ServerSettings()
     admission = Admission(settings, Metrics("budget"), lambda _: 0.0)
     hold = admission.hold()
-    response = encode.json_answer(_service(), np.zeros((4, 4), np.float32), None, hold)
+    response = asyncio.run(encode.json_answer(_service(), np.zeros((4, 4), np.float32), None, hold))
     assert admission._bytes.now > 0
 
     async def send(_: Any) -> None: ...
@@ -189,9 +215,8 @@ def test_an_answer_in_parts_is_the_answer(content: Any, monkeypatch: pytest.Monk
         assert max(map(len, parts)) < 32_000
 
 
-def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_requests_go_on_between_the_parts_of_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "_PART_BYTES", 2000)
-    monkeypatch.setattr(encode, "_WHOLE_BYTES", 2000)
     events: list[str] = []
 
     async def other() -> None:
@@ -207,15 +232,17 @@ def test_other_requests_go_on_between_the_parts(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         task = asyncio.create_task(other())
-        hold = Hold(BytesInFlight(1 << 30))
-        await encode.json_answer(_service(), _VECTORS, None, hold)(
-            {"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send
-        )
+        await asyncio.gather(*(answer() for _ in range(5)))
         task.cancel()
 
+    async def answer() -> None:
+        response = await encode.json_answer(service, _VECTORS, None, Hold(BytesInFlight(1 << 30)))
+        await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+
+    service = _service()
     asyncio.run(run())
     parts = [index for index, event in enumerate(events) if event == "part"]
-    assert len(parts) > 10
+    assert len(parts) > 50
     assert all("other" in events[left:right] for left, right in pairwise(parts[1:]))
 
 
