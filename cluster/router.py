@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 # A replica that fails gets no requests for one second, then two, four, ... up to the second figure. Otherwise a card that fails
 # fast would look idle, and attract requests.
 _SHUNNED_S = 1.0
@@ -261,10 +263,12 @@ def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float, batch: 
     if alone < _SPLIT_FROM_S:
         return whole
     parts: list[list[int]] = [[] for _ in ready]
-    done = [start for start, _ in ready]
+    # numpy, because this runs on the event loop: 128 replicas and 2,048 inputs would take 50 ms.
+    done, rates = np.array(ready).T
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        best = min(range(len(ready)), key=lambda part: done[part] + lengths[index] / ready[part][1])
-        done[best] += lengths[index] / ready[best][1]
+        ends = done + lengths[index] / rates
+        best = int(ends.argmin())
+        done[best] = ends[best]
         parts[best].append(index)
     slowest = max(seconds for seconds, part in zip(done, parts, strict=True) if part)
     return [sorted(part) for part in parts if part] if slowest < _SPLIT_SHARE * alone else whole

@@ -13,6 +13,10 @@ from engine.options import TokenIds
 from engine.text.chat import ChatFormat, ChatTemplate, tokenizer_settings
 from engine.text.detokenizer import Detokenizer, token_bytes_of
 
+# Tokens of a prompt. No model takes as many, and the library copies them in one call, which holds the GIL.
+_MOST_TOKENS = 1_000_000
+_SLICE = 1 << 16
+
 
 class Prompts:
     """The tokenizer of a model that generates. Safe to call from several threads."""
@@ -40,13 +44,16 @@ class Prompts:
         return ChatFormat() if self.template is None else self.template.format
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """The ids of a text to continue, with the special tokens that the tokenizer puts before a text."""
+        """The ids of a text to continue, with the special tokens that the tokenizer puts before a text.
+
+        Raises: InvalidInput for a million tokens.
+        """
         return self._ids(text, add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any) -> TokenIds:
         """The ids of a conversation that the model is to answer. `options` are those of `ChatTemplate.render`.
 
-        Raises: InvalidInput where there is no chat template, and for messages that the template cannot take.
+        Raises: as `encode`; InvalidInput where there is no chat template, and for messages that the template cannot take.
         """
         if self.template is None:
             raise InvalidInput("this model has no chat template, so it takes no messages; give it a text to continue")
@@ -71,4 +78,9 @@ class Prompts:
         return token_bytes_of(self.tokenizer)[token_id]
 
     def _ids(self, text: str, add_special_tokens: bool) -> TokenIds:
-        return np.array(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if len(encoding) > _MOST_TOKENS:
+            raise InvalidInput(f"the prompt has {len(encoding)} tokens, the limit is {_MOST_TOKENS}; shorten it")
+        ids = encoding.ids
+        # In slices: numpy holds the GIL while it reads a list.
+        return np.concatenate([np.array(ids[i : i + _SLICE], dtype=np.int32) for i in range(0, max(1, len(ids)), _SLICE)])

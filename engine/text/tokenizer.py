@@ -27,6 +27,9 @@ from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
 _CHARS_PER_TOKEN = 250
 # A request's prompt stands before each input. A longer prompt times 2,048 inputs would be far more text than a body may hold.
 _MAX_PROMPT_CHARS = 8_192
+# Tokens of one text that `Tokenizer.tokens` returns. The library copies each of an encoding's lists in one call, which holds the
+# GIL: for some 10 ms here.
+_MOST_SHOWN_TOKENS = 1 << 16
 # Characters of all pairs of one request. The template repeats the query for each document.
 _MAX_INSTRUCT_CHARS = 64_000_000
 
@@ -166,11 +169,17 @@ class Tokenizer:
         return self._config.default_prompt or ""
 
     def tokens(self, texts: Sequence[str], add_special_tokens: bool, options: EncodeOptions) -> list[list[Token]]:
-        """Returns all tokens of each text, with byte offsets into prompt + text. The default prompt is left out."""
+        """Returns all tokens of each text, with byte offsets into prompt + text. The default prompt is left out.
+
+        Raises: as `encode`; InvalidInput for a text of too many tokens.
+        """
         asked = (options.prompt, options.prompt_name, options.input_type) != (None, None, None)
         prompt = self.prompt(options) if asked else ""
         whole = [prompt + text for text in texts]
         encodings = self._encode_batch(whole, add_special_tokens, offsets=True)
+        longest = max(map(len, encodings), default=0)
+        if longest > _MOST_SHOWN_TOKENS:
+            raise InvalidInput(f"a text has {longest} tokens, the limit is {_MOST_SHOWN_TOKENS}; send it in parts")
         return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
 
     def chunk(self, index: int, text: str, size: int, overlap: int, most: int, whole: EncodeOptions | None) -> ChunkedText:
@@ -412,11 +421,13 @@ def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
 
 def _tokens_of(text: str, encoding: Encoding) -> list[Token]:
     """Returns an encoding's tokens. `tokenizers` gives offsets in characters, TEI answers with bytes."""
-    byte_at = np.cumsum([0, *(len(char.encode("utf-8", "replace")) for char in text)])
+    code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    num_bytes = 1 + sum((code_points >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
+    byte_at = np.concatenate(([0], np.cumsum(num_bytes)))
     tokens = []
-    for token_id, name, (start, stop), special in zip(
-        encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
-    ):
+    # Each list by a call of its own: the interpreter lets other threads run only between calls.
+    columns = [getattr(encoding, name) for name in ("ids", "tokens", "offsets", "special_tokens_mask")]
+    for token_id, name, (start, stop), special in zip(*columns, strict=True):
         if special:
             tokens.append(Token(token_id, name, True, None, None))
         else:

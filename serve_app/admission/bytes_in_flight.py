@@ -14,7 +14,7 @@ class Hold:
     """The bytes that one request holds."""
 
     def __init__(self, budget: BytesInFlight) -> None:
-        self._budget, self._held = budget, 0
+        self._budget, self._held, self._expected = budget, 0, 0
 
     def add(self, num_bytes: int) -> None:
         """Raises: Overloaded beyond the budget. A request alone may take as much as it needs."""
@@ -24,6 +24,15 @@ class Hold:
         budget.now += num_bytes
         self._held += num_bytes
 
+    def expect(self, num_bytes: int) -> None:
+        """Hold the bytes of an answer, or of a part of one, before it is computed. Raises: as `add`."""
+        self.add(num_bytes)
+        self._expected += num_bytes
+
+    def add_answer(self, num_bytes: int) -> None:
+        """Hold the bytes of the answer, the expected ones included. Raises: as `add`."""
+        self.add(max(0, num_bytes - self._expected))
+
     def release(self) -> None:
         self._budget.now -= self._held
-        self._held = 0
+        self._held = self._expected = 0

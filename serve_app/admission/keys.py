@@ -5,13 +5,14 @@ is slow on purpose (scrypt) would protect such keys no better, and would cost ea
 yourself for `--api-key` should be as random.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from hmac import compare_digest
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import monotonic
@@ -39,10 +40,10 @@ class Keys:
             one: the hash of one more key, from `Settings.api_key`.
         Raises: KeysError if the file is not a keys file.
         """
-        self._one = [_digest(one)] if one else []
+        self._one = frozenset([_digest(one)] if one else ())
         self._file = file
         self._seen = _signature(file)
-        self._digests = self._one + (_read_digests(file) if file else [])
+        self._digests = self._one | (_read_digests(file) if file else frozenset())
         self._looked_at = monotonic()
 
     @classmethod
@@ -60,11 +61,8 @@ class Keys:
         scheme, _, key = given.partition(b" ")
         if scheme.lower() != b"bearer":
             return False
-        digest = hashlib.sha256(key.strip()).digest()
-        found = False
-        for known in self._digests:  # always all of them, so that the time does not tell which key matches
-            found |= compare_digest(digest, known)
-        return found
+        # The time of a look-up tells something about hashes. Nobody can choose a key by its hash.
+        return hashlib.sha256(key.strip()).digest() in self._digests
 
     def _look(self, file: Path) -> None:
         """Read the file again if it has changed. The old keys stay valid while the file is not a keys file."""
@@ -74,7 +72,7 @@ class Keys:
             return
         self._seen = signature
         try:
-            self._digests = self._one + _read_digests(file)
+            self._digests = self._one | _read_digests(file)
             log.info("%s was read again", file)
         except KeysError as error:
             log.error("%s; the keys it had before stay valid", error)
@@ -101,22 +99,38 @@ def read_keys(file: Path) -> dict[str, str]:
 
 def add_key(file: Path, name: str) -> str:
     """Add a new key under `name`, and return the key. It is stored nowhere else. Raises: KeysError."""
-    keys = read_keys(file) if file.exists() else {}
     if not name or name.startswith("#") or any(char.isspace() for char in name):
         raise KeysError(f"{name!r} is no name of a key: it must not be empty, hold spaces or begin with #")
-    if name in keys:
-        raise KeysError(f"{file} has a key {name!r} already; choose another name, or remove it first")
     key = "ef-" + secrets.token_urlsafe(32)
-    _write_keys(file, keys | {name: hash_key(key)})
+    with _changing(file):
+        keys = read_keys(file) if file.exists() else {}
+        if name in keys:
+            raise KeysError(f"{file} has a key {name!r} already; choose another name, or remove it first")
+        _write_keys(file, keys | {name: hash_key(key)})
     return key
 
 
 def remove_key(file: Path, name: str) -> None:
     """Raises: KeysError if the file has no key of that name."""
-    keys = read_keys(file)
-    if name not in keys:
-        raise KeysError(f"{file} has no key {name!r}; there is {', '.join(keys) or 'none'}")
-    _write_keys(file, {other: value for other, value in keys.items() if other != name})
+    with _changing(file):
+        keys = read_keys(file)
+        if name not in keys:
+            raise KeysError(f"{file} has no key {name!r}; there is {', '.join(keys) or 'none'}")
+        _write_keys(file, {other: value for other, value in keys.items() if other != name})
+
+
+@contextmanager
+def _changing(file: Path) -> Iterator[None]:
+    """One command at a time changes the files of a folder. Raises: KeysError."""
+    try:
+        folder = os.open(file.resolve().parent, os.O_RDONLY)
+    except OSError as error:
+        raise KeysError(f"the keys file {file} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _write_keys(file: Path, keys: Mapping[str, str]) -> None:
@@ -133,8 +147,8 @@ def _write_keys(file: Path, keys: Mapping[str, str]) -> None:
         raise KeysError(f"the keys file {file} cannot be written: {error.strerror}") from error
 
 
-def _read_digests(file: Path) -> list[bytes]:
-    return [_digest(value) for value in read_keys(file).values()]
+def _read_digests(file: Path) -> frozenset[bytes]:
+    return frozenset(_digest(value) for value in read_keys(file).values())
 
 
 def _digest(value: str) -> bytes:

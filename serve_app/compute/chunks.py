@@ -64,7 +64,7 @@ async def embed_chunks(
     parts = np.split(vectors, np.cumsum([len(each.offsets) for each in cut])[:-1])
     if chunking.pooling == "mean":
         lengths = [[stop - start for start, stop in each.spans] for each in cut]
-        parts = [weighted_mean(*each, options.normalize)[None] for each in zip(parts, lengths, strict=True)]
+        parts = await service.with_arrays(vectors.size, _means, parts, lengths, options.normalize)
     return [Chunks(each.offsets, part) for each, part in zip(cut, parts, strict=True)]
 
 
@@ -90,6 +90,10 @@ async def _embed_late(
     results = await work
     service.count_results(state, results, "embed")
     return [Chunks(each.offsets, result.ragged["chunks"][0]) for each, result in zip(cut, results, strict=True)]
+
+
+def _means(parts: Sequence[Vectors], lengths: Sequence[Sequence[int]], normalize: bool) -> list[Vectors]:
+    return [weighted_mean(*each, normalize)[None] for each in zip(parts, lengths, strict=True)]
 
 
 def _cut(tokenizer: Tokenizer, texts: Sequence[str], how: Chunking, most: int, whole: EncodeOptions | None) -> list[ChunkedText]:

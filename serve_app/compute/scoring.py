@@ -89,7 +89,7 @@ async def _classify(
     except NotFinite:
         raise ScoreNotFinite from None
     assert logits is not None
-    return logits if raw_scores else probabilities(logits, model.info.multi_label)
+    return logits if raw_scores else await service.with_arrays(logits.size, probabilities, logits, model.info.multi_label)
 
 
 async def _score_hybrid(

@@ -14,6 +14,7 @@ from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
 from serve_app.admission.admission import Admission
+from serve_app.admission.bytes_in_flight import Hold
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
@@ -28,11 +29,18 @@ T = TypeVar("T")
 TOKENIZING_THREADS = 2
 # Up to this many characters are tokenised on the event loop: a thread hop costs more (docs/decisions/004).
 _INLINE_CHARS = 2_000
+# Arrays of up to this many numbers are worked on on the event loop, in about a millisecond.
+_INLINE_NUMBERS = 1 << 17
 # The most bytes of token vectors in one response, as float32.
 _MOST_ANSWER_BYTES = 1 << 30
 
+# About how many bytes a number of a vector or score takes in an answer.
+_NUMBER_BYTES = 12
+
 # The QoS of the request that runs, or the error in its headers, and the time at which it began.
 _whole: ContextVar[tuple[Qos | BadHeader, float]] = ContextVar("whole_request")
+# The bytes of the request that runs, if anybody counts them.
+_hold: ContextVar[Hold | None] = ContextVar("hold", default=None)
 
 
 class Service:
@@ -41,6 +49,7 @@ class Service:
     def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.backend, self.settings, self.metrics = backend, settings, metrics
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())))
+        self.encoding = asyncio.Lock()  # held while a part of a large answer is encoded
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     @cached_property
@@ -65,8 +74,13 @@ class Service:
         *args: Any,
         task: Task = "embed",
     ) -> Embeddings:
-        """Tokenise `num_chars` characters with `encode(*args)`, and compute. Raises: as the tokenizer and the engine."""
+        """Tokenise `num_chars` characters with `encode(*args)`, and compute.
 
+        Raises: as the tokenizer and the engine; Overloaded if the answers in flight take too much memory.
+        """
+        hold, width = _hold.get(), len(model.info.labels) or model.info.embedding_size
+        if hold is not None and options.pooled:
+            hold.expect(_NUMBER_BYTES * width * state.num_inputs)
         sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
         self.count_tokens(state, sequences)
         _check_answer_size(options, state.num_tokens, model.info.embedding_size)
@@ -75,8 +89,11 @@ class Service:
         return result
 
     @asynccontextmanager
-    async def whole_request(self, headers: Iterable[tuple[bytes, bytes]]) -> AsyncIterator[None]:
+    async def whole_request(self, headers: Iterable[tuple[bytes, bytes]], hold: Hold | None = None) -> AsyncIterator[None]:
         """The time of a request, from its head to its answer: its deadline, or the server's timeout.
+
+        Args:
+            hold: gets the bytes of the answer before it is computed.
 
         Raises: DeadlineExceeded; Overloaded for a request that cannot be done in its time.
         """
@@ -87,6 +104,7 @@ class Service:
             token = _whole.set((qos, perf_counter()))
         except BadHeader as error:  # `begin` raises it, so that the client hears of a bad body first
             token = _whole.set((error, 0.0))
+        held = _hold.set(hold)
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -94,6 +112,7 @@ class Service:
             raise self.late(error, timeout_s) from None
         finally:
             _whole.reset(token)
+            _hold.reset(held)
 
     def late(self, error: Exception, timeout_s: float) -> ApiError:
         """What a client hears whose request was not done within `timeout_s`, or cannot be."""
@@ -105,6 +124,15 @@ class Service:
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)`, on a thread if so many characters would hold up the event loop."""
         if num_chars <= _INLINE_CHARS:
+            return function(*args)
+        return await self.in_thread(function, *args)
+
+    async def with_arrays(self, num_numbers: int, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)`, on a thread if its arrays have so many numbers that it would hold up the event loop.
+
+        numpy lets the event loop run meanwhile.
+        """
+        if num_numbers <= _INLINE_NUMBERS:
             return function(*args)
         return await self.in_thread(function, *args)
 

@@ -97,7 +97,7 @@ async def embed(service: Service, body: CohereEmbedRequest, _headers: Headers, *
         state = service.begin(texts)
         options = EmbedOptions(dimensions=body.output_dimension)
         result = await compute_vectors(service, state, model, texts, body.encode_options(), options, list(dtypes.values()))
-    vectors = {name: quantized(result, dtype, model) for name, dtype in dtypes.items()}
+        vectors = {name: (await quantized(service, [result.vectors], dtype, model))[0] for name, dtype in dtypes.items()}
     by_type: dict[CohereType, Any] = {
         name: encoded_rows(each, "base64" if name == "base64" else "float") for name, each in vectors.items()
     }

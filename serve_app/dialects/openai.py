@@ -7,7 +7,7 @@ from engine.options import EmbedOptions
 from serve_app.compute.chunks import Chunks, embed_chunks, only_texts
 from serve_app.compute.embedding import embed
 from serve_app.compute.parameters import Chunking
-from serve_app.compute.quantize import OutputDtype, quantize
+from serve_app.compute.quantize import OutputDtype
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import check_embed
 from serve_app.dialects.bodies import Prompted
@@ -34,15 +34,17 @@ async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: 
         encoding, options = body.encode_options(service.settings.auto_truncate), EmbedOptions(dimensions=body.dimensions)
         if body.chunking is None:
             result = await embed(service, state, model, body.input, encoding, options, (dtype,))
-            rows = encoded_rows(quantized(result, dtype, model), body.encoding_format)
+            (vectors,) = await quantized(service, [result.vectors], dtype, model)
+            rows = encoded_rows(vectors, body.encoding_format)
             data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
         else:
             texts = only_texts(body.input)
             chunked = await embed_chunks(service, state, model, texts, body.chunking, encoding, options, (dtype,))
+            arrays = await quantized(service, [each.vectors for each in chunked], dtype, model)
             data = [
                 {"object": "embedding", "index": index} | entry
-                for index, chunks in enumerate(chunked)
-                for entry in _chunk_entries(chunks, quantize(chunks.vectors, dtype, model.info.int8_ranges), body)
+                for index, (chunks, array) in enumerate(zip(chunked, arrays, strict=True))
+                for entry in _chunk_entries(chunks, array, body)
             ]
     usage = {"prompt_tokens": state.num_tokens, "total_tokens": state.num_tokens}
     return Reply({"object": "list", "data": data, "model": model.info.served_model_name, "usage": usage}, state)

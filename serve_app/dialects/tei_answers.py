@@ -12,7 +12,6 @@ from serve_app.admission.request_state import RequestState
 from serve_app.compute.chunks import embed_chunks, only_texts
 from serve_app.compute.embedding import embed, embed_sparse, embed_tokens
 from serve_app.compute.parameters import HybridOutput
-from serve_app.compute.quantize import quantize
 from serve_app.compute.scores import best_first
 from serve_app.compute.scoring import predict, rerank
 from serve_app.compute.service import Service
@@ -36,7 +35,7 @@ from serve_app.dialects.tei_bodies import (
     SimilarityRequest,
     TaskBody,
 )
-from serve_app.dialects.vectors import quantized
+from serve_app.dialects.vectors import Deferred, quantized
 from serve_app.errors import EmptyBatch
 from serve_app.models import ModelInfo, ServedModel
 
@@ -96,7 +95,7 @@ async def answer(service: Service, state: RequestState, model: ServedModel, body
             return await embed_tokens(service, state, model, body.inputs, body.encode_options(truncate))
         case EmbedSparseRequest():
             weights = await embed_sparse(service, state, model, body.inputs, body.encode_options(truncate))
-            return [_sparse_entries(each) for each in weights]
+            return list(map(_Sparse, weights))
         case EmbedHybridRequest():
             return await _hybrid(service, state, model, body)
         case SimilarityRequest(parameters=parameters):
@@ -105,21 +104,22 @@ async def answer(service: Service, state: RequestState, model: ServedModel, body
             return vectors[1:] @ vectors[0]
         case PredictRequest():
             scores = await predict(service, state, model, body.inputs, body.encode_options(truncate), body.raw_scores)
-            predictions = [_predictions(row, model.info.labels) for row in scores]
+            predictions = [_Predictions(row, model.info.labels) for row in scores]
             return predictions[0] if state.method == "single" else predictions
         case RerankRequest():
             return await _ranks(service, state, model, body)
 
 
 async def _embed(service: Service, state: RequestState, model: ServedModel, body: EmbedRequest) -> Any:
-    dtype, ranges = body.output_dtype or "float", model.info.int8_ranges
+    dtype = body.output_dtype or "float"
     encoding = body.encode_options(service.settings.auto_truncate)
     options = EmbedOptions(normalize=body.normalize, dimensions=body.dimensions)
     if body.chunking is None:
-        return quantized(await embed(service, state, model, body.inputs, encoding, options, (dtype,)), dtype, model)
+        result = await embed(service, state, model, body.inputs, encoding, options, (dtype,))
+        return (await quantized(service, [result.vectors], dtype, model))[0]
     texts = only_texts(body.inputs)
     chunked = await embed_chunks(service, state, model, texts, body.chunking, encoding, options, (dtype,))
-    vectors = [quantize(each.vectors, dtype, ranges) for each in chunked]
+    vectors = await quantized(service, [each.vectors for each in chunked], dtype, model)
     if body.chunking.pooling == "mean":
         return [each[0] for each in vectors]
     return [
@@ -139,7 +139,7 @@ async def _hybrid(service: Service, state: RequestState, model: ServedModel, bod
     if result.vectors is not None:
         columns["dense"] = result.vectors
     if "sparse" in wanted:
-        columns["sparse"] = [_sparse_entries(each) for each in result.ragged["sparse"]]
+        columns["sparse"] = list(map(_Sparse, result.ragged["sparse"]))
     if "colbert" in wanted:
         columns["colbert"] = result.ragged["colbert"]
     return [{name: column[i] for name, column in columns.items()} for i in range(len(body.inputs))]
@@ -161,10 +161,34 @@ async def _ranks(service: Service, state: RequestState, model: ServedModel, body
     return [each | {"text": body.texts[int(each["index"])]} for each in ranks] if body.return_text else ranks
 
 
-def _sparse_entries(weights: Any) -> list[dict[str, Any]]:
-    pairs = zip(weights["index"].tolist(), weights["value"], strict=True)
-    return [{"index": index, "value": value} for index, value in pairs]
+class _Sparse(Deferred):
+    """The sparse weights of an input: an array of (index, value)."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+
+    @property
+    def json_size(self) -> int:
+        return 64 * len(self._weights)
+
+    def plain(self) -> list[dict[str, Any]]:
+        pairs = zip(self._weights["index"].tolist(), self._weights["value"], strict=True)
+        return [{"index": index, "value": value} for index, value in pairs]
 
 
-def _predictions(scores: Vectors, labels: Sequence[str]) -> list[dict[str, Any]]:
-    return [{"score": float(scores[index]), "label": labels[index]} for index in best_first(scores)]
+class _Predictions(Deferred):
+    """The classes of an input, the best first."""
+
+    __slots__ = ("_labels", "_scores")
+
+    def __init__(self, scores: Vectors, labels: Sequence[str]) -> None:
+        self._scores, self._labels = scores, labels
+
+    @property
+    def json_size(self) -> int:
+        return 64 * len(self._labels)
+
+    def plain(self) -> list[dict[str, Any]]:
+        return [{"score": float(self._scores[index]), "label": self._labels[index]} for index in best_first(self._scores)]

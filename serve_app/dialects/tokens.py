@@ -77,9 +77,14 @@ async def tokenize(service: Service, body: TokenizeRequest | PromptTokenizeReque
     model = generating(service.backend.get(body.model, check_generates))
     with service.admission.admit(1):
         num_chars = len(body.prompt or "") or len(str(body.messages)) + len(str(body.tools))
-        ids = (await service.off_loop(num_chars, body.encode, model.prompts)).tolist()
-    told = [model.prompts.token(each) for each in ids] if body.return_token_strs else None
+        ids, told = await service.off_loop(num_chars, _encoded, body, model.prompts)
     return Reply({"count": len(ids), "max_model_len": model.info.max_input_length, "tokens": ids, "token_strs": told})
+
+
+def _encoded(body: PromptTokenizeRequest, prompts: Prompts) -> tuple[TokenIds, list[str | None] | None]:
+    """The ids, and the tokens if the request wants them."""
+    ids = body.encode(prompts)
+    return ids, [prompts.token(each) for each in ids.tolist()] if body.return_token_strs else None
 
 
 async def detokenize(service: Service, body: DetokenizeRequest, _headers: Headers) -> Reply:

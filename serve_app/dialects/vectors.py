@@ -1,24 +1,28 @@
 """Vectors as the dialects' responses have them."""
 
 import binascii
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.loop import Embeddings
 from serve_app.compute.quantize import OutputDtype, quantize
+from serve_app.compute.service import Service
 from serve_app.models import ServedModel
 
 # float32, or quantised
 Vectors = NDArray[np.float32] | NDArray[np.int8] | NDArray[np.uint8]
 
 
-def quantized(result: Embeddings, dtype: OutputDtype, model: ServedModel) -> Vectors:
-    """The vectors of a result, in `dtype`."""
-    assert result.vectors is not None
-    return quantize(result.vectors, dtype, model.info.int8_ranges)
+async def quantized(service: Service, arrays: Sequence[Vectors | None], dtype: OutputDtype, model: ServedModel) -> list[Vectors]:
+    """The float32 vectors of each array, in `dtype`."""
+    given: list[Any] = [each for each in arrays if each is not None]
+    if dtype == "float":
+        return given
+    ranges, size = model.info.int8_ranges, sum(each.size for each in given)
+    return await service.with_arrays(size, lambda: [quantize(each, dtype, ranges) for each in given])
 
 
 def encoded_rows(vectors: Vectors, encoding_format: Literal["float", "base64"] | None) -> Sequence[Any]:
@@ -26,15 +30,34 @@ def encoded_rows(vectors: Vectors, encoding_format: Literal["float", "base64"] |
     return list(map(Base64, vectors)) if encoding_format == "base64" else list(vectors)
 
 
-class Base64:
-    """A vector that the response has in base64. The text is made when the response is encoded, which may be in parts."""
+class Deferred(ABC):
+    """A value that is built when the response is encoded. A large response is encoded in parts, so the value holds up nobody."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def json_size(self) -> int:
+        """About how many bytes the value's JSON takes."""
+
+    @abstractmethod
+    def plain(self) -> Any:
+        """The value as plain data."""
+
+
+class Base64(Deferred):
+    """A vector in base64."""
 
     __slots__ = ("vector",)
 
     def __init__(self, vector: NDArray[Any]) -> None:
         self.vector = vector
 
-    def text(self) -> str:
+    @property
+    def json_size(self) -> int:
+        return self.vector.nbytes * 4 // 3
+
+    def plain(self) -> str:
         """Base64 of the vector's bytes, little-endian."""
         ordered = self.vector.astype(self.vector.dtype.newbyteorder("<"), copy=False)
         return binascii.b2a_base64(ordered.data, newline=False).decode("ascii")

@@ -7,14 +7,15 @@ from starlette.requests import Request
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
 from serve_app.errors import BadBody
-from serve_app.http.json_shape import Shape, shape_of
+from serve_app.http.json_shape import num_backslashes, shape_of
 
 # A client that sends nothing for this time is given up.
 _PAUSE_S = 10.0
 # A body of up to this size is parsed quickly, whatever is in it.
-_SMALL_BYTES = 1 << 16
-# What a larger body may have at most, besides an object for each input. With more, parsing alone would take over 20 ms.
-_MOST_VALUES, _OTHER_OBJECTS = 130_000, 1024
+SMALL_BYTES = 1 << 16
+# What a larger body may have at most, besides an object for each input. With more, parsing alone would take over 20 ms. A parser
+# holds the GIL, so a thread would not help.
+_MOST_VALUES, _MOST_STRINGS, _MOST_BACKSLASHES, _OTHER_OBJECTS = 130_000, 1 << 16, 1_000_000, 1024
 
 
 async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
@@ -46,8 +47,8 @@ async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
             hold.add(len(chunk))
             body += chunk
     content = bytes(body)
-    if len(content) > _SMALL_BYTES:
-        _check(await asyncio.to_thread(shape_of, content), service.settings.max_client_batch_size)
+    if len(content) > SMALL_BYTES:
+        await asyncio.to_thread(_check, content, service.settings.max_client_batch_size)
     return content
 
 
@@ -55,10 +56,15 @@ def _too_long(limit: int) -> BadBody:
     return BadBody(f"Failed to buffer the request body: length limit exceeded ({limit} bytes; set --payload-limit)", 413)
 
 
-def _check(shape: Shape, most_inputs: int) -> None:
+def _check(content: bytes, most_inputs: int) -> None:
     """Raises: BadBody naming the count that is too high."""
-    most = Shape(most_inputs + _OTHER_OBJECTS, _MOST_VALUES)
-    names = ("objects", "values (texts, numbers, lists)")
-    for name, count, limit in zip(names, shape, most, strict=True):
-        if count > limit:
-            raise BadBody(f"the body has {count} {name}, the limit is {limit}; send it in parts", 413)
+    _refuse("escaped characters", num_backslashes(content), _MOST_BACKSLASHES)  # first: `shape_of` takes memory for each
+    shape = shape_of(content)
+    _refuse("objects", shape.objects, most_inputs + _OTHER_OBJECTS)
+    _refuse("values (texts, numbers, lists)", shape.values, _MOST_VALUES)
+    _refuse("texts and names", shape.strings, _MOST_STRINGS)
+
+
+def _refuse(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise BadBody(f"the body has {count} {name}, the limit is {limit}; send it in parts", 413)

@@ -6,7 +6,6 @@ A large response is encoded and sent in parts, so that no other request waits lo
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,26 @@ import orjson
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.text.tokenizer import Token
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
-from serve_app.dialects.vectors import Base64
+from serve_app.dialects.vectors import Deferred
 from serve_app.http.connection import abort
 
-# Bytes of a part. To encode 1 MB takes about 6 ms.
-_PART_BYTES = 1 << 20
-_NUMBER_BYTES, _VALUE_BYTES = 12, 64  # of a float in an array, and of any value with its name, roughly
+# Bytes of a part. To encode 1 MB takes 6 to 20 ms. A part takes a turn of the event loop, and other requests need several turns.
+_PART_BYTES = 1 << 17
+# Of a float in an array, of any value with its name, and of a token of `/tokenize`, roughly.
+_NUMBER_BYTES, _VALUE_BYTES, _TOKEN_BYTES = 12, 64, 80
 
 
 def to_json(content: Any) -> bytes:
-    """JSON of plain data, `Base64` and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_as_text)
+    """JSON of plain data, `Deferred` and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, Base64):
-        return value.text()
+def _plain(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.plain()
     raise TypeError(f"{type(value).__name__} has no JSON")
 
 
@@ -40,7 +41,7 @@ def json_response(content: bytes, headers: Mapping[str, str] | None = None, stat
     return Response(content, status, headers, media_type="application/json")
 
 
-def json_answer(service: Service, content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
+async def json_answer(service: Service, content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
     """A response with the JSON of `content`. `hold` gets the response's bytes, and is released when the response was sent.
 
     A client that does not read a part within `send_timeout_s` loses its connection.
@@ -48,25 +49,28 @@ def json_answer(service: Service, content: Any, headers: Mapping[str, str] | Non
     Raises: Overloaded if the bodies and answers in flight take too much memory.
     """
     size = json_size(content)
-    hold.add(size)
+    hold.add_answer(size)
     if size <= _PART_BYTES:
         return _Whole(to_json(content), headers, hold)
     parts = json_parts(content)
-    return _InParts(service, next(parts), parts, headers, hold)  # what cannot be encoded fails here, before the status is sent
+    first = await _next(service, parts)  # what cannot be encoded fails here, before the status is sent
+    return _InParts(service, first, parts, headers, hold)
 
 
 def json_size(content: Any) -> int:
     """About how many bytes the JSON takes."""
     if isinstance(content, np.ndarray):
         return _NUMBER_BYTES * content.size
-    if isinstance(content, Base64):
-        return content.vector.nbytes * 4 // 3
+    if isinstance(content, Deferred):
+        return content.json_size
     if isinstance(content, str):
         return len(content) + _VALUE_BYTES
     if isinstance(content, dict):
         content = content.values()
     elif not isinstance(content, list | tuple):
         return _VALUE_BYTES
+    elif content and isinstance(content[0], Token):  # a text may have half a million
+        return _TOKEN_BYTES * len(content)
     return _VALUE_BYTES + sum(map(json_size, content))
 
 
@@ -117,7 +121,7 @@ class _InParts(StreamingResponse):
     def __init__(
         self, service: Service, first: bytes, rest: Iterator[bytes], headers: Mapping[str, str] | None, hold: Hold
     ) -> None:
-        super().__init__(_in_turns(chain((first,), rest)), 200, headers, media_type="application/json")
+        super().__init__(_in_turns(service, first, rest), 200, headers, media_type="application/json")
         self._service, self._hold = service, hold
         self._was_unread = False
 
@@ -141,7 +145,15 @@ class _InParts(StreamingResponse):
             await send(message)
 
 
-async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    for part in parts:
+async def _in_turns(service: Service, part: bytes, rest: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while part:
         yield part
-        await asyncio.sleep(0)  # other requests may go on
+        part = await _next(service, rest)
+
+
+async def _next(service: Service, parts: Iterator[bytes]) -> bytes:
+    """The next part; b"" after the last one. All large answers together get one part a turn of the event loop."""
+    async with service.encoding:
+        part = next(parts, b"")
+        await asyncio.sleep(0)
+    return part

@@ -13,6 +13,7 @@ class Shape(NamedTuple):
 
     objects: int
     values: int  # objects, arrays, strings and numbers, without the values of an array or object that has one
+    strings: int  # values and keys
 
 
 def shape_of(text: bytes) -> Shape:
@@ -27,7 +28,12 @@ def shape_of(text: bytes) -> Shape:
         return found[is_outside]
 
     num_objects = len(places(_OPEN_BRACE))
-    return Shape(num_objects, num_objects + len(places(_OPEN_BRACKET)) + len(places(_COMMA)))
+    return Shape(num_objects, num_objects + len(places(_OPEN_BRACKET)) + len(places(_COMMA)), len(quotes) // 2)
+
+
+def num_backslashes(text: bytes) -> int:
+    """In 3 ms for 8 MB, and without the GIL."""
+    return int(np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == _BACKSLASH))
 
 
 def _unescaped_quotes(data: NDArray[np.uint8]) -> NDArray[np.intp]:

@@ -4,6 +4,7 @@
 `cluster/error_forms.py`, where HAProxy finds it too.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from serve_app.dialects.tei_bodies import (
 )
 from serve_app.dialects.tokens import DetokenizeRequest, PromptTokenizeRequest
 from serve_app.http import about, answers
-from serve_app.http.body import read_body
+from serve_app.http.body import SMALL_BYTES, read_body
 from serve_app.http.encode import json_answer
 from serve_app.http.events import EventStream
 
@@ -109,12 +110,12 @@ def _post_streaming(
 
     async def endpoint(service: Service, request: Request) -> Response:
         with _holding(service) as hold:
-            body = parse_request(schema, await read_body(request, service, hold))
+            body = await _parsed(partial(parse_request, schema), await read_body(request, service, hold))
             reply = await handler(service, body, request.headers.raw)
             if body.stream:
                 hold.release()
                 return await EventStream.begin(service, form_of(path), reply.content)
-            return json_answer(service, reply.content, None, hold)
+            return await json_answer(service, reply.content, None, hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
@@ -125,12 +126,17 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
     async def endpoint(service: Service, request: Request) -> Response:
         headers = request.headers.raw
         with _holding(service) as hold:
-            async with service.whole_request(headers):
-                body = parse(service, await read_body(request, service, hold))
+            async with service.whole_request(headers, hold):
+                body = await _parsed(partial(parse, service), await read_body(request, service, hold))
                 reply = await handler(service, body, headers)
-            return json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
+            return await json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
 
     return endpoint
+
+
+async def _parsed(parse: Callable[[bytes], T], content: bytes) -> T:
+    """The body. A large one is parsed on a thread: other requests go on between the steps of `parse`. Raises: as `parse`."""
+    return parse(content) if len(content) <= SMALL_BYTES else await asyncio.to_thread(parse, content)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _FAILURES: tuple[tuple[tuple[type[EmberError], ...], str], ...] = (
 )
 _TIMES = ("", "tokenization_", "queue_", "inference_")
 _METHODS = ("single", "batch")
-_MOST_PENDING = 256
+_MOST_PENDING, _MOST_PENDING_LENGTHS = 256, 4096
 
 Task = Literal["embed", "predict"]
 _TASKS: tuple[Task, ...] = ("embed", "predict")
@@ -72,6 +72,8 @@ class TeiMetrics:
     def tokenized(self, lengths: Iterable[int]) -> None:
         """Count the inputs' lengths in tokens."""
         self._pending_lengths.extend(lengths)
+        if len(self._pending_lengths) >= _MOST_PENDING_LENGTHS:
+            self._flush()
 
     def succeeded(self, method: str, num_inputs: int, seconds: Sequence[float], task: Task = "embed") -> None:
         """Count a finished request, and its inputs with the same times. `seconds`: request, tokenisation, queue, inference."""
@@ -112,8 +114,11 @@ class TeiMetrics:
                 bucket = bisect_left(_SECONDS, value)
                 request.add(bucket, value)
                 single.add(bucket, value, num_inputs)
-        for length in self._pending_lengths:
-            self._lengths.add(min((length - 1).bit_length(), len(_LENGTHS)), length)
+        if self._pending_lengths:
+            lengths = np.array(self._pending_lengths)
+            buckets = np.bincount(np.searchsorted(_LENGTHS, lengths), minlength=len(self._lengths.counts))
+            self._lengths.counts = [old + int(new) for old, new in zip(self._lengths.counts, buckets, strict=True)]
+            self._lengths.total += float(lengths.sum())
         self._pending_times.clear()
         self._pending_lengths.clear()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,67 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
     assert [process for process in psutil.process_iter() if str(folder) in _command(process)] == []
     assert running() is None
     assert not (folder / "ray" / "ray_current_cluster").exists()
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs the program redis-server")
+def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at once, as by a crash. An actor on the other node keeps what it has in memory."""
+    redis_port, port, dashboard_port = free_port(), free_port(), free_port()
+    monkeypatch.setenv("RAY_REDIS_PASSWORD", "secret")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of both nodes")
+
+    def start_head() -> Started:
+        monkeypatch.setenv("EMBERFORGE_HOME", str(folder / "head"))
+        return start(
+            True,
+            port=port,
+            name="first",
+            reserve_gib=1.5,
+            object_store_gib=0.1,
+            dashboard_port=dashboard_port,
+            redis=f"127.0.0.1:{redis_port}",
+            say=lambda line: None,
+        )
+
+    arguments = ["--port", str(redis_port), "--bind", "127.0.0.1", "--requirepass", "secret", "--save", "", "--dir", str(folder)]
+    redis = subprocess.Popen(["redis-server", *arguments], stdout=subprocess.DEVNULL)
+    try:
+        head = start_head()
+        monkeypatch.setenv("EMBERFORGE_HOME", str(folder / "worker"))
+        worker = start(False, head.address, name="second", reserve_gib=1.5, object_store_gib=0.1, say=lambda line: None)
+        assert _on_the_worker(head.address) == 1
+        for process in find_processes(head):
+            process.kill()
+        assert "raylet" in {process.name() for process in find_processes(worker)}
+        monkeypatch.setenv("EMBERFORGE_HOME", str(folder / "head"))
+        stop()  # on a machine of its own the head would need no such call: here Ray sees the other node's process, too
+        assert start_head().address == head.address
+        assert _on_the_worker(head.address) == 2
+    finally:
+        for home in ("worker", "head"):
+            monkeypatch.setenv("EMBERFORGE_HOME", str(folder / home))
+            stop()
+        redis.kill()
+        redis.wait()
+
+
+def _on_the_worker(address: str) -> int:
+    """How often the actor on the node `second` has been called."""
+    script = """
+import ray, sys
+ray.init(sys.argv[1], namespace="test", log_to_driver=False)
+@ray.remote(num_cpus=0.1, name="counter", lifetime="detached", get_if_exists=True, label_selector={"emberforge-node": "second"})
+class Counter:
+    calls = 0
+    def count(self):
+        self.calls += 1
+        return self.calls
+print(ray.get(Counter.remote().count.remote(), timeout=60))
+"""
+    environ = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run([sys.executable, "-c", script, address], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
 
 
 def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -> None:

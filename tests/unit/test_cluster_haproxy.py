@@ -59,7 +59,8 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes() -> None:
     without = functools.reduce(lambda rest, each: rest.replace(each, ""), ours, added).replace("mode 600 level", "mode 666 level")
     assert without == haproxy._ERROR_FILES.sub("", text)
     assert with_ours(added) == added
-    assert with_ours("global\n") == "global\n"
+    with pytest.raises(ValueError, match=r"Ray 2\.\S+ writes HAProxy's file in another way"):
+        with_ours("global\n")
 
 
 def rendered(config: dict[str, object], **backends: object) -> str:

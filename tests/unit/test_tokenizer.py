@@ -193,10 +193,17 @@ def test_empty_inputs(ours: Tokenizer, tiny: Callable[..., Path]) -> None:
 
 
 def test_byte_offsets(ours: Tokenizer) -> None:
-    text = "é 今 hello"
+    text = "é 今 😀 hello"
     for token in ours.tokens([text], False, EncodeOptions())[0]:
         assert token.start is not None
         assert text.encode()[token.start : token.stop].decode() == token.text
+
+
+def test_a_text_of_very_many_tokens_is_not_shown(ours: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.text.tokenizer._MOST_SHOWN_TOKENS", 4)
+    assert len(ours.tokens(["many words", "two more"], True, EncodeOptions())) == 2
+    with pytest.raises(InvalidInput, match="a text has 5 tokens, the limit is 4"):
+        ours.tokens(["a", "many more words"], True, EncodeOptions())
 
 
 def test_a_card_without_memory_for_the_longest_input_lowers_the_limit(ours: Tokenizer) -> None:
