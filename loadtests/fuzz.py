@@ -26,15 +26,17 @@ import psutil
 from grpc._cython.cygrpc import ExecuteBatchError
 
 from cluster.local_ray import free_port
+from loadtests.checkpoints import save_small_reranker
 from loadtests.fuzz_answers import fault_of, read_answer
 from loadtests.fuzz_cases import Case, Site, cases
 from loadtests.fuzz_schema import generated
 from loadtests.report import write
 from loadtests.usage import Key, Usage, tracebacks, usage
 
-MODELS = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]
+MODELS = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct", "reranker"]
 CONNECTIONS = 32
 _WHOLE = 1_000_000  # requests of a run whose result is kept
+_CONTEXT = 2048  # tokens: a prompt of 8,192 takes two cores half a minute
 _MOST_GENERATED = 20_000  # bodies that schemathesis makes
 _FLAT = 1.03  # memory at the end of a whole run, as a part of the memory after its first tenth
 _MOST_KEPT = 200  # requests that went wrong, in the file
@@ -138,12 +140,15 @@ async def run(all_cases: Iterable[Case], site: Site, outcome: Outcome) -> None:
 
 
 @contextmanager
-def serving(said: Path) -> Iterator[tuple[Site, psutil.Process]]:
-    """`emberforge serve` of both embedded models; `said` gets what it prints."""
-    site = Site(free_port(), free_port())
+def serving(folder: Path) -> Iterator[tuple[Site, psutil.Process]]:
+    """`emberforge serve` of `MODELS`. `folder` gets the reranker, and the file `said` with what the command prints."""
+    save_small_reranker(folder / MODELS[2])
+    site, said = Site(free_port(), free_port()), folder / "said"
     ports = ["--port", str(site.port), "--grpc-port", str(site.grpc_port)]
+    names = [f"--served-model-name={name}" for name in MODELS]
     with said.open("wb") as output:
-        command = [str(Path(sys.executable).parent / "emberforge"), "serve", *MODELS, *ports]
+        command = [str(Path(sys.executable).parent / "emberforge"), "serve", *MODELS[:2], str(folder / MODELS[2]), *ports, *names]
+        command += ["--cache-tokens", str(_CONTEXT)]
         process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             _wait_until_ready(site, process, said)
@@ -174,7 +179,7 @@ def main() -> int:
     parser.add_argument("--replay", type=Path)
     given = parser.parse_args()
     outcome, usages = Outcome(), []
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "said") as (site, server):
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (site, server):
         document = httpx.get(f"http://{site.host}:{site.port}/openapi.json").json()
         if given.replay is not None:
             all_cases = [Case.from_json(line) for line in given.replay.read_text(encoding="utf-8").splitlines()]
@@ -221,7 +226,9 @@ def _tell(
     if outcome.faults:
         file = Path("fuzz-faults.jsonl")
         file.write_text("".join(case.to_json() + "\n" for _, case in outcome.faults), encoding="utf-8")
-        for (fault, kind, route), count in Counter((fault, case.kind, case.route) for fault, case in outcome.faults).most_common(20):
+        for (fault, kind, route), count in Counter((fault, case.kind, case.route) for fault, case in outcome.faults).most_common(
+            20
+        ):
             print(f"{count} x {kind} {route}: {fault}")
         print(f"the first {len(outcome.faults)} are in {file}: python -m loadtests.fuzz --replay {file}")
     if total >= _WHOLE:

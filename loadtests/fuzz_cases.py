@@ -125,9 +125,7 @@ def _post(random: Random, site: Site, posts: Operations, models: Sequence[str], 
     data = http(site, "POST", path, [*made.headers, *headers], made.content)
     # A text may be as long as the model can write. The client does not wait for its end.
     leaves = "completions" in path
-    return Case(
-        "body", path, data, site.prefix + path, has_deadline=has_deadline, leaves=leaves, waits_s=1.0 if leaves else 30.0
-    )
+    return Case("body", path, data, site.prefix + path, has_deadline=has_deadline, leaves=leaves, waits_s=1.0 if leaves else 30.0)
 
 
 def _get(random: Random, site: Site, gets: Sequence[str]) -> Case:

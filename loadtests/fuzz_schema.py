@@ -17,7 +17,9 @@ def generated(document: dict[str, Any], number: int, start: int) -> Generated:
     posts = [each for each in operations if each.method == "post"]
     each_way = max(1, number // (2 * len(posts)))
     return {
-        post.path: [body for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) for body in _bodies(post, mode, each_way, start)]
+        post.path: [
+            body for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) for body in _bodies(post, mode, each_way, start)
+        ]
         for post in posts
     }
 

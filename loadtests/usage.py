@@ -42,7 +42,9 @@ def _anonymous_mib(pid: int) -> float:
 
 def tracebacks(descendants: Iterable[psutil.Process]) -> list[str]:
     """The lines that begin a traceback in the logs of the Ray that these processes are, with the files' names."""
-    folders = {Path(each.partition("=")[2]) for process in descendants for each in _arguments(process) if each.startswith("--log_dir=")}
+    folders = {
+        Path(each.partition("=")[2]) for process in descendants for each in _arguments(process) if each.startswith("--log_dir=")
+    }
     files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (".log", ".err", ".out")]
     return [
         f"{file.name}: {line[:200]}"

@@ -10,7 +10,7 @@ from serve_app.gateway.remote import drop
 
 
 class Response:
-    """A response of Serve's that never comes. As Serve does, it gives the task that awaits it an exception once it is cancelled."""
+    """A response that never comes. Like Serve's, it raises its own exception in the task that awaits it, once it is cancelled."""
 
     def __init__(self) -> None:
         self.cancelled = False
