@@ -25,7 +25,7 @@ clients do not retry. The 404 comes first from the proxy that replaces the appli
 proxy answers 500 to a request whose process dies.
 HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 500, which balancers do not retry.
 
-Headers: Ray obeys some headers that a client must not set. HAProxy removes them.
+Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect`.
 
 gRPC: a call that names no application goes to the application at HTTP's `/`, because TEI's clients name none. HAProxy also copies
 the call's deadline into a header for the replica, because Serve does not pass the deadline on.
@@ -109,7 +109,9 @@ _RAYS_HEADERS = (
     "serve_multiplexed_model_id",
     "serve-multiplexed-model-id",
 )
-_HEADERS = "".join(f"    http-request del-header {name}\n" for name in _RAYS_HEADERS) + (
+# HAProxy answers the Expect of a request with a body, and passes the Expect of others on. Where a process answers `100 Continue`,
+# HAProxy may stop for ever within the answer after it, if that has over 64 KiB.
+_HEADERS = "".join(f"    http-request del-header {name}\n" for name in (*_RAYS_HEADERS, "expect")) + (
     "    http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[!-~]{1,128}$ }\n"
 )
 

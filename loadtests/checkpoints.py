@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
+from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.model.config import Pooling
 
 SHARD_BYTES = 5_000_000_000  # as on the Hub
@@ -103,3 +105,19 @@ def save(published: Published, folder: Path, device: str = "cuda") -> Published:
     words = {"[UNK]": 0, "warm": 1, "up": 2, "yes": 3, "no": 4}
     Tokenizer(models.WordLevel(words, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     return published
+
+
+def save_small_reranker(folder: Path) -> None:
+    """A BERT cross-encoder of random weights, with the embedded model's tokenizer."""
+    config = transformers.BertConfig(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=128,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copyfile(resolve_model(EMBEDDED_MODEL) / name, folder / name)

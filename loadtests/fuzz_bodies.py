@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 Operations = dict[str, list[str]]  # by path of a POST route, the fields that its bodies may have
+Generated = dict[str, list[Any]]  # by path of a POST route, bodies as JSON values
 
 _MESSAGES = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What is red?"}]
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -152,10 +153,11 @@ class Body:
     headers: tuple[tuple[str, bytes], ...]
 
 
-def body(random: Random, path: str, fields: Sequence[str], models: Sequence[str]) -> Body:
-    """A valid body of the route at `path`, changed in one to three places, and sometimes broken as text."""
-    given = json.loads(json.dumps(random.choice(VALID[path])))
-    if random.random() < 0.9:
+def body(random: Random, path: str, fields: Sequence[str], models: Sequence[str], generated: Sequence[Any] = ()) -> Body:
+    """A valid or a generated body of the route at `path`, changed in up to three places, and sometimes broken as text."""
+    bases = generated if generated and random.random() < 0.3 else VALID[path]
+    given = json.loads(json.dumps(random.choice(bases)))
+    if isinstance(given, dict) and random.random() < 0.9:
         given["model"] = random.choice(models)
     for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
         given = _changed(random, given, fields)

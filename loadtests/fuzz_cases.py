@@ -8,10 +8,10 @@ from random import Random
 from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
-from loadtests.fuzz_bodies import Operations, body
+from loadtests.fuzz_bodies import Generated, Operations, body
 from serve_app.grpc import tei_pb2 as tei
 
-Kind = Literal["schema", "body", "raw", "grpc", "grpc bytes"]
+Kind = Literal["body", "raw", "grpc", "grpc bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,11 @@ class Case:
     route: str  # as counted: the path, the gRPC method, or what is wrong
     data: bytes
     path: str = ""  # decides the form of errors; "" if the server cannot know the path
+    method: str = "POST"
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     has_deadline: bool = False  # 504 is an answer to it
     ends: bool = False  # the client closes its side of the connection after the request
+    leaves: bool = False  # the client does not wait for the whole answer
     waits_s: float = 30.0  # for the answer; then the client leaves
 
     def to_json(self) -> str:
@@ -66,12 +68,18 @@ def operations(document: dict[str, Any]) -> Operations:
     return found
 
 
-def cases(seed: int, site: Site, document: dict[str, Any], models: Sequence[str]) -> Iterator[Case]:
-    """Cases without end, but for schemathesis's, which `fuzz_schema.py` makes."""
+def cases(
+    seed: int, site: Site, document: dict[str, Any], models: Sequence[str], generated: Generated | None = None
+) -> Iterator[Case]:
+    """Cases without end.
+
+    Args:
+        generated: bodies by path that are sent as they are, or changed as the valid ones are (`fuzz_schema.py`).
+    """
     random, posts = Random(seed), operations(document)
     gets = [path for path, methods in document["paths"].items() if "get" in methods] + ["/v1/models/x", "/docs", "/openapi.json"]
     makers: list[Callable[[], Case]] = [
-        lambda: _post(random, site, posts, models),
+        lambda: _post(random, site, posts, models, generated or {}),
         lambda: _get(random, site, gets),
         lambda: _raw(random, site, posts, models),
         lambda: _grpc(random, site, models),
@@ -106,17 +114,18 @@ _HEADERS: list[tuple[str, tuple[bytes, ...]]] = [
 ]
 
 
-def _post(random: Random, site: Site, posts: Operations, models: Sequence[str]) -> Case:
+def _post(random: Random, site: Site, posts: Operations, models: Sequence[str], generated: Generated) -> Case:
     """A body that is wrong in some places, in a request that is right but for its headers."""
-    path = random.choice(list(posts))
-    made, headers, has_deadline = body(random, path, posts[path], models), [], False
+    path, headers = random.choice(list(posts)), []
+    made = body(random, path, posts[path], models, generated.get(path, ()))
     if random.random() < 0.2:
         for name, values in random.sample(_HEADERS, random.randrange(1, 4)):
             headers.append((name, random.choice(values)))
     has_deadline = any(name == "x-request-deadline-ms" for name, _ in headers)
     data = http(site, "POST", path, [*made.headers, *headers], made.content)
     # A text may be as long as the model can write. The client does not wait for its end.
-    return Case("body", path, data, site.prefix + path, has_deadline=has_deadline, waits_s=3.0 if "completions" in path else 30.0)
+    leaves = "completions" in path
+    return Case("body", path, data, site.prefix + path, has_deadline=has_deadline, leaves=leaves, waits_s=1.0 if leaves else 30.0)
 
 
 def _get(random: Random, site: Site, gets: Sequence[str]) -> Case:
@@ -131,7 +140,7 @@ def _get(random: Random, site: Site, gets: Sequence[str]) -> Case:
         path = "/v1/models/" + quote(random.choice(("x", "/", "..", "\x00", "é", "a" * 2000, "%")))
     headers = [(name, random.choice(values)) for name, values in random.sample(_HEADERS, random.randrange(2))]
     data = http(site, method, path + query, headers, b"")
-    return Case("body", path if len(path) < 40 else "/v1/models/...", data, site.prefix + path)
+    return Case("body", path if len(path) < 40 else "/v1/models/...", data, site.prefix + path, method)
 
 
 def http(site: Site, method: str, target: str, headers: Sequence[tuple[str, bytes]], content: bytes) -> bytes:
@@ -156,7 +165,7 @@ def _raw(random: Random, site: Site, posts: Operations, models: Sequence[str]) -
         path = random.choice(list(posts))
         made = body(random, path, posts[path], models)
         data = _mutated(random, http(site, "POST", path, made.headers, made.content))
-    return Case("raw", name, data, ends=random.random() < 0.5, waits_s=random.choice((0.05, 0.2, 0.5)))
+    return Case("raw", name, data, ends=random.random() < 0.5, waits_s=random.choice((0.02, 0.02, 0.02, 0.1, 0.5)))
 
 
 def _head(prefix: bytes, *lines: bytes, start: bytes = b"POST %s/embed HTTP/1.1") -> bytes:
@@ -354,7 +363,7 @@ def _grpc_bytes(random: Random) -> Case:
     data = random.choice((_H2, b"", _H2)) + (
         _frames(random) if random.random() < 0.8 else random.randbytes(random.randrange(200))
     )
-    return Case("grpc bytes", "frames", data or b"x", ends=random.random() < 0.5, waits_s=random.choice((0.05, 0.2)))
+    return Case("grpc bytes", "frames", data or b"x", ends=random.random() < 0.5, waits_s=random.choice((0.02, 0.1)))
 
 
 _MESSAGES_OF: dict[str, list[Any]] = {

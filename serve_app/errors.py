@@ -43,7 +43,7 @@ class BadInstance(ApiError):
 
 
 class BadMessage(ApiError):
-    """A gRPC message fits its schema, but the method cannot use it."""
+    """A gRPC message does not parse, or the method cannot use it."""
 
     status, error_type = 422, "Validation"
 

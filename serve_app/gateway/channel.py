@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.errors import EmberError
 from engine.schedule.stream import Answer, Stream, Token
-from serve_app.gateway.remote import LOST, Lost, in_background
+from serve_app.gateway.remote import LOST, Lost, drop, in_background
 from serve_app.gateway.steps import Ended, NewStream, Steps
 
 log = logging.getLogger(__name__)
@@ -136,8 +136,9 @@ class Channel:
         finally:
             self._on_close()
             if message is not None:
-                message.cancel()
-            steps.cancel()
+                drop(steps, message)
+            else:
+                steps.cancel()
             if self._sending is not None:
                 self._sending.cancel()
             for number in list(self._streams):

@@ -20,7 +20,7 @@ from serve_app.gateway.channel import Channel
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, Answered, ReplicaCall, pack, unpack
-from serve_app.gateway.remote import LOST, Lost, ReplicaDied, has_died, in_background, remote
+from serve_app.gateway.remote import LOST, Lost, ReplicaDied, drop, has_died, in_background, remote
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ class PoolConnection:
             raise
         finally:
             if not waiting.done():
-                waiting.cancel()
-                response.cancel()
+                drop(response, waiting)
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
         """Computes a stream on the replica that should finish it first. Returns when it has its end, or its caller has left.

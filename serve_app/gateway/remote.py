@@ -63,3 +63,13 @@ def in_background(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
     _background.add(task)  # the event loop keeps only a weak reference
     task.add_done_callback(_background.discard)
     return task
+
+
+def drop(response: Any, waiting: "asyncio.Future[Any]") -> None:
+    """Cancels a call, and the task that waits for its response.
+
+    Serve gives the task of a cancelled call an exception. If nobody reads the exception, asyncio logs a traceback.
+    """
+    waiting.cancel()
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+    response.cancel()

@@ -35,4 +35,4 @@ def parsed(unread: Unread, limit: int) -> Message:
     try:
         return unread.parse(unread.content)
     except DecodeError:
-        raise BadMessage("the message is not one of this method: its bytes do not follow tei.proto") from None
+        raise BadMessage("the message's bytes do not parse as a request of this method") from None

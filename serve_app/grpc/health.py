@@ -1,14 +1,18 @@
 """gRPC's standard health service, `grpc.health.v1`. It needs no API key."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from engine.errors import EmberError
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import can_rerank
 from serve_app.errors import Unhealthy, UnknownRoute
 from serve_app.grpc.calls import Context, end_with_error
+from serve_app.grpc.guard import parsed
+from serve_app.grpc.unread import Unread
 
 _HEALTH = health_pb2.HealthCheckResponse
 _ALWAYS = ("tei.v1.Info", "tei.v1.Tokenize")  # these services need no engine
@@ -19,27 +23,36 @@ class HealthServicer:
 
     _service: Service
 
-    async def Check(self, request: health_pb2.HealthCheckRequest, grpc_context: Context) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: Unread, grpc_context: Context) -> health_pb2.HealthCheckResponse:
         """The status of one service, or of the server if the request names none."""
-        statuses = await self._statuses()
-        if request.service not in statuses:
-            end_with_error(grpc_context, UnknownRoute(f"there is no service {request.service}", 404))
+        try:
+            name = self._parsed(request).service
+            if (status := (await self._statuses()).get(name)) is None:
+                raise UnknownRoute(f"there is no service {name}", 404)
+            return _HEALTH(status=status)
+        except EmberError as error:
+            end_with_error(grpc_context, error)
             return _HEALTH()
-        return _HEALTH(status=statuses[request.service])
 
-    async def List(self, request: health_pb2.HealthListRequest, grpc_context: Context) -> health_pb2.HealthListResponse:
-        statuses = await self._statuses()
+    async def List(self, request: Unread, grpc_context: Context) -> health_pb2.HealthListResponse:
+        try:
+            self._parsed(request)  # for its errors: the message has no fields
+            statuses = await self._statuses()
+        except EmberError as error:
+            end_with_error(grpc_context, error)
+            statuses = {}
         return health_pb2.HealthListResponse(statuses={name: _HEALTH(status=each) for name, each in statuses.items()})
 
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, grpc_context: Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    async def Watch(self, request: Unread, grpc_context: Context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Not implemented, and clients take that for healthy. The load balancer watches the replicas; an endless stream would
         delay each redeploy (docs/decisions/018)."""
         grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         grpc_context.set_details("ask grpc.health.v1.Health/Check")
         return
         yield
+
+    def _parsed(self, request: Unread) -> Any:
+        return parsed(request, self._service.settings.payload_limit)
 
     async def _statuses(self) -> dict[str, int]:
         """The status of each service; the server's has an empty name. A service that the model cannot do is NOT_SERVING."""

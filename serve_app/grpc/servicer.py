@@ -19,7 +19,7 @@ from serve_app.errors import BatchTooLarge, EmptyBatch, Unauthorized, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.calls import Context, counted_call
-from serve_app.grpc.guard import opened
+from serve_app.grpc.guard import opened, parsed
 from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
 from serve_app.grpc.metadata import headers
@@ -95,9 +95,10 @@ class TeiServicer(HealthServicer):
 
     # The methods, in the order of tei.proto.
 
-    async def Info(self, _request: Unread, grpc_context: Context) -> tei.InfoResponse:
+    async def Info(self, request: Unread, grpc_context: Context) -> tei.InfoResponse:
         with counted_call("/tei.v1.Info/Info", grpc_context, self._service.metrics):
             info, settings = self._caller(grpc_context).model.info, self._service.settings
+            parsed(request, settings.payload_limit)  # for its errors: the message has no fields
             if info.task == "generation" and not info.embeds:
                 raise WrongModel(
                     f"model `{info.served_model_name}` generates text, which this protocol has no name for; use HTTP"

@@ -14,14 +14,15 @@ from serve_app.grpc.unread import UnreadMessages
 def add_services(servicer: Any, server: Any) -> None:
     """Register TEI's services and the standard health service. Serve adds reflection.
 
-    TEI's methods get their messages unread, because a message is parsed only for a caller with a key.
+    All methods get their messages unread. A message is parsed only for a caller with a key, and gRPC itself would answer
+    UNKNOWN to bytes that do not parse.
     """
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for add in (
+        health_pb2_grpc.add_HealthServicer_to_server,
         tei_pb2_grpc.add_InfoServicer_to_server,
         tei_pb2_grpc.add_EmbedServicer_to_server,
         tei_pb2_grpc.add_PredictServicer_to_server,
         tei_pb2_grpc.add_RerankServicer_to_server,
         tei_pb2_grpc.add_TokenizeServicer_to_server,
     ):
-        add(servicer, UnreadMessages(server))  # type: ignore[no-untyped-call]
+        add(servicer, UnreadMessages(server))

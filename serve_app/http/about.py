@@ -1,5 +1,6 @@
 """The GET routes: health, models, metrics and documentation."""
 
+import asyncio
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
@@ -55,6 +56,7 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, _request: Request) -> Response:
+    service.metrics.tasks.set(len(asyncio.all_tasks()))
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -33,11 +33,11 @@ def guarded(route: Route, service: Service, keys: Keys | None) -> Callable[[Requ
             if request.method == "POST":  # TEI counts no failed health check
                 metrics.tei.failed(error)
             response = error_response(error, form)
-        except (asyncio.CancelledError, ClientDisconnect) as left:
+        except (asyncio.CancelledError, ClientDisconnect) as error:
             metrics.cancelled.inc()
             metrics.tei.dropped()
-            if isinstance(left, ClientDisconnect):
-                return Response(status_code=499)  # nobody gets it. Serve would log another exception, with its traceback
+            if isinstance(error, ClientDisconnect):  # Serve would log a traceback. Nobody gets this response.
+                return Response(status_code=499)
             raise
         except Exception:
             log.exception("%s failed", path)

@@ -46,6 +46,7 @@ class Metrics:
         self.cache_misses = self._counter("cache_misses", "Inputs that were looked for in the cache and computed").labels(model)
         self.cache_bytes = self._gauge("cache_bytes", "Bytes that the cache holds").labels(model)
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
+        self.tasks = self._gauge("tasks", "Tasks of the event loop; /metrics counts them").labels(model)
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers that were generated").labels(model)

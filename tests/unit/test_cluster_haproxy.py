@@ -114,6 +114,7 @@ class _Slow(BaseHTTPRequestHandler):
     server: SlowServer
 
     def do_GET(self) -> None:
+        self.server.headers = self.headers
         self.send_response(204)
         self.end_headers()
 
@@ -271,6 +272,18 @@ def test_ray_is_led_here_only_where_the_command_is(
     assert haproxy.environment() == led
     assert haproxy.environment(9) == led | {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "9", "EMBERFORGE_ON_ONE_MACHINE": "127.0.0.1"}
     assert caplog.messages == [warning]
+
+
+def test_no_process_sees_expect(tmp_path: Path) -> None:
+    app = SlowServer()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/docs", tmp_path) as ask:
+        app.may.set()
+        ask()
+        answer = httpx.get(f"{ask_url(tmp_path)}/docs", headers={"expect": "100-continue", "x-other": "1"})
+        assert (answer.status_code, app.headers["x-other"], app.headers["expect"]) == (204, "1", None)
+        app.shutdown()
+        app.server_close()
 
 
 @pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v2/embed", "cohere")])

@@ -549,10 +549,22 @@ def test_a_message_has_the_limit_of_a_body(make: Make) -> None:
     assert server.service.admission._bytes.now == 0
 
 
-def test_a_message_of_other_bytes_is_refused(make: Make) -> None:
+@pytest.mark.parametrize(
+    "method", ["tei.v1.Embed/Embed", "tei.v1.Info/Info", "grpc.health.v1.Health/Check", "grpc.health.v1.Health/List"]
+)
+def test_a_message_of_other_bytes_is_refused(make: Make, method: str) -> None:
     async def scenario(server: Server) -> None:
-        call = server.channel.unary_unary("/tei.v1.Embed/Embed")(b"\xff\xff\xff")
+        call = server.channel.unary_unary(f"/{method}")(b"\xff\xff\xff")
         assert (await refused(call))[0] == Code.INVALID_ARGUMENT
+
+    make().run(scenario)
+
+
+def test_a_stream_with_a_message_of_other_bytes_is_refused(make: Make) -> None:
+    async def scenario(server: Server) -> None:
+        for method in ("Embed/EmbedStream", "Tokenize/DecodeStream"):
+            call = server.channel.stream_stream(f"/tei.v1.{method}")(iter([b"\xff\xff\xff"]))
+            assert (await refused(first(call)))[0] == Code.INVALID_ARGUMENT
 
     make().run(scenario)
 

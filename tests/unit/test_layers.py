@@ -1,6 +1,11 @@
 """Layers against their specification: the fused CPU paths equal plain torch, whatever the lengths and strides."""
 
 import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -24,6 +29,27 @@ from engine.run.batch import PackedBatch
 from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
 
+# A process of its own, because oneDNN reads its limits at the process's first operator.
+_PASSES = """
+import ctypes, torch
+from engine.model.layers.linear import Linear, OneDnnLinear
+
+class Allocated(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Allocated
+layer = Linear.of(torch.ones(64, 64))
+assert type(layer) is OneDnnLinear
+for num_tokens in range(1, 1201):
+    layer(torch.ones(num_tokens, 64))
+    if num_tokens in (600, 1200):
+        print(libc.mallinfo2().used)
+"""
+
+
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 RAGGED = [1, 31, 32, 33, 64, 7, 7, 100]
 
@@ -73,6 +99,17 @@ def test_only_a_weight_that_fits_float16_gets_a_copy_in_it() -> None:
     for other in (weight.float(), weight * 65536):
         assert type(Linear.of(other, decodes=True)) is OneDnnLinear
     assert type(Linear.of(weight)) is OneDnnLinear
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc how much memory is allocated")
+def test_passes_of_ever_new_sizes_take_no_more_memory() -> None:
+    if type(Linear.of(torch.ones(64, 64))) is not OneDnnLinear:
+        pytest.skip("torch has no oneDNN here")
+    limits = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    environment = {name: value for name, value in os.environ.items() if name not in limits}
+    said = subprocess.run([sys.executable, "-c", _PASSES], env=environment, cwd=ROOT, capture_output=True, check=True, text=True)
+    early, late = map(int, said.stdout.split())
+    assert late - early < 20 << 20  # without limits 110 MiB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -220,3 +220,20 @@ def test_types_are_teis(tokenizer: Tokenizer) -> None:
         "counter",
         "histogram",
     )
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(tokenizer: Tokenizer) -> None:
+    """Serve logs a traceback for each exception of the application."""
+    client, metrics, _ = served(tokenizer)
+    messages = [{"type": "http.request", "body": b'{"inp', "more_body": True}, {"type": "http.disconnect"}]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"19")]
+    scope = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", "headers": headers}
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(_message: Any) -> None:
+        pass
+
+    asyncio.run(client.app(scope, receive, send))
+    assert 'emberforge_cancelled_requests_total{model="x"} 1.0' in metrics.exposition().decode()

@@ -1,0 +1,60 @@
+"""What the processes of a server hold: memory, file descriptors, threads; and what their logs say."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from loadtests.servers import ROLES
+
+SERVING = ("gateway", "replica", "haproxy", "haproxy manager", "proxy", "controller")
+Key = tuple[str, int]  # a process: its role and its id
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """`mib` is anonymous memory, in swap too: what the process itself has written. The resident set also counts pages of files
+    (code, weights) and shared memory, which the kernel drops and reads again as it likes."""
+
+    mib: float
+    descriptors: int
+    threads: int
+
+
+def usage(descendants: Iterable[psutil.Process]) -> dict[Key, Usage]:
+    """Of each process that serves."""
+    found = {}
+    for process in descendants:
+        with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            name = " ".join(process.cmdline()[:1])
+            role = next((role for mark, role in ROLES if mark in name), None)
+            if role in SERVING:
+                found[role, process.pid] = Usage(_anonymous_mib(process.pid), process.num_fds(), process.num_threads())
+    return found
+
+
+def _anonymous_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("Anonymous:", "Swap:"))) / 1024
+
+
+def tracebacks(descendants: Iterable[psutil.Process]) -> list[str]:
+    """The lines that begin a traceback in the logs of the Ray that these processes are, with the files' names."""
+    folders = {
+        Path(each.partition("=")[2]) for process in descendants for each in _arguments(process) if each.startswith("--log_dir=")
+    }
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (".log", ".err", ".out")]
+    return [
+        f"{file.name}: {line[:200]}"
+        for file in files
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+        if "Traceback" in line
+    ]
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []

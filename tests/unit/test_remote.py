@@ -1,0 +1,43 @@
+"""Calls to replicas through Serve's handles."""
+
+import asyncio
+import gc
+from typing import Any
+
+from ray.serve.exceptions import RequestCancelledError
+
+from serve_app.gateway.remote import drop
+
+
+class Response:
+    """A response that never comes. Like Serve's, it raises its own exception in the task that awaits it, once it is cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    async def __call__(self) -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            raise (RequestCancelledError("a") if self.cancelled else asyncio.CancelledError) from None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_dropped_call_leaves_no_exception_for_the_log() -> None:
+    logged: list[Any] = []
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        response = Response()
+        waiting = asyncio.ensure_future(response())
+        await asyncio.sleep(0)
+        drop(response, waiting)
+        await asyncio.wait({waiting})
+        assert response.cancelled
+        del waiting
+        gc.collect()
+
+    asyncio.run(scenario())
+    assert logged == []
