@@ -153,7 +153,8 @@ def test_a_client_that_leaves_gives_its_pages_back(http: httpx.Client) -> None:
     asked = {"model": EMBEDDED_GENERATOR, "prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     cancelled = metric(http, "cancelled_requests_total")
     with http.stream("POST", "v1/completions", json=asked) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: httpx closes the connection once nobody has the iterator
+        next(lines)
         wait_for(lambda: metric(http, "pool_kv_pages_held") > 0)  # a replica reports once a second
     wait_for(lambda: metric(http, "pool_kv_pages_held") == 0)
     wait_for(lambda: metric(http, "requests_in_flight") == 0)
