@@ -71,7 +71,7 @@ def load_model_config(
         head = _read_head(folder, keys, pooling)
         if head is not None:
             config = _with_head(folder, keys, config, head)
-        elif _generates(folder, keys, pooling):
+        elif _generates(folder, keys, pooling) and _read_head(folder, keys, None) is None:  # a reranker does not generate
             path = folder / "generation_config.json"
             generation = read_generation(keys, Keys(path, _read_json(path) or {}))
             config = replace(config, pooling="last_token", generation=replace(generation, embeds=pooling is not None))
