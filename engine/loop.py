@@ -169,10 +169,9 @@ class EngineLoop:
     def _quick(self, requests: Sequence[Waiting]) -> list[Request] | None:
         """These requests, if one graph computes all of them. A pass that gives more than vectors may have no graph."""
         quick = [each for each in requests if isinstance(each, Request) and not each.options.outputs]
-        fits = sum(each.num_tokens for each in quick) <= self._quick_tokens
-        return (
-            quick if fits and len(quick) == len(requests) and sum(each.num_inputs for each in quick) <= self._quick_seqs else None
-        )
+        if len(quick) < len(requests) or sum(each.num_tokens for each in quick) > self._quick_tokens:
+            return None
+        return quick if sum(each.num_inputs for each in quick) <= self._quick_seqs else None
 
     async def answer(self, request: Request) -> Embeddings:
         """The result of a request that was submitted. While its pass is about to end the event loop polls, and does not sleep."""

@@ -7,7 +7,6 @@ python -m loadtests.fuzz --replay FILE     # the requests of an earlier run that
 import argparse
 import asyncio
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -16,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from urllib.request import urlopen
 
 import grpc
@@ -26,6 +25,7 @@ import psutil
 from grpc._cython.cygrpc import ExecuteBatchError
 
 from cluster.local_ray import free_port
+from loadtests import servers
 from loadtests.checkpoints import save_small_reranker
 from loadtests.fuzz_answers import fault_of, read_answer
 from loadtests.fuzz_cases import Case, Site, cases
@@ -146,30 +146,11 @@ def serving(folder: Path) -> Iterator[tuple[Site, psutil.Process]]:
     site, said = Site(free_port(), free_port()), folder / "said"
     ports = ["--port", str(site.port), "--grpc-port", str(site.grpc_port)]
     names = [f"--served-model-name={name}" for name in MODELS]
-    with said.open("wb") as output:
-        command = [str(Path(sys.executable).parent / "emberforge"), "serve", *MODELS[:2], str(folder / MODELS[2]), *ports, *names]
-        command += ["--cache-tokens", str(_CONTEXT)]
-        process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        try:
-            _wait_until_ready(site, process, said)
-            yield site, process
-        finally:
-            process.terminate()
-            try:
-                process.wait(90)
-            except psutil.TimeoutExpired:
-                for each in (*process.children(recursive=True), process):
-                    each.kill()
-
-
-def _wait_until_ready(site: Site, process: psutil.Popen, said: Path) -> None:
-    deadline = monotonic() + 180
-    while b"curl " not in said.read_bytes():
-        assert process.poll() is None, said.read_text()
-        assert monotonic() < deadline, said.read_text()
-        sleep(0.3)
-    with urlopen(f"http://{site.host}:{site.port}/health", timeout=10):
-        pass
+    arguments = [*MODELS[:2], str(folder / MODELS[2]), *ports, *names, "--cache-tokens", str(_CONTEXT)]
+    with servers.serving(said, *arguments) as process:
+        with urlopen(f"http://{site.host}:{site.port}/health", timeout=10):
+            pass
+        yield site, process
 
 
 def main() -> int:

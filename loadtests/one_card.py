@@ -15,10 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from cluster.local_ray import free_port
+from loadtests import servers
 from loadtests.checkpoints import PUBLISHED, save_random
 from loadtests.client import Connection
 from loadtests.generate import MODELS, Measured
@@ -44,7 +45,6 @@ TEXTS, CONNECTIONS = 64, 32  # of a request to embed; requests at a time
 WARM_S, PHASE_S = 2.0, 8.0  # of each phase; the first part is not counted
 CLIENTS = 4  # processes
 CACHE_TOKENS = 200_000
-_READY_S = 180
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +147,11 @@ def embed(asked: Asked) -> list[tuple[float, float, int]]:
 def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
     """`emberforge serve` of these models."""
     port = free_port()
-    with tempfile.TemporaryFile("w+b") as said:
-        names = [argument for folder in folders for argument in ("--served-model-name", folder.name)]
-        command = [str(Path(sys.executable).with_name("emberforge")), "serve", *map(str, folders), "--port", str(port)]
-        command += ["--cache-tokens", str(CACHE_TOKENS), *names]
-        process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
-        try:
-            deadline, text = monotonic() + _READY_S, b""
-            while b"curl " not in text:
-                sleep(0.3)
-                said.seek(0)
-                text = said.read()
-                assert process.poll() is None, text.decode()
-                assert monotonic() < deadline, text.decode()
+    names = [argument for folder in folders for argument in ("--served-model-name", folder.name)]
+    with tempfile.TemporaryDirectory() as path:
+        arguments = [*map(str, folders), "--port", str(port), "--cache-tokens", str(CACHE_TOKENS), *names]
+        with servers.serving(Path(path) / "said", *arguments) as process:
             yield port, process
-        finally:
-            with suppress(psutil.NoSuchProcess):
-                process.terminate()
-                try:
-                    process.wait(60)
-                except psutil.TimeoutExpired:
-                    for each in (*process.children(recursive=True), process):
-                        each.kill()
 
 
 class Load:

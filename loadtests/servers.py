@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import IO, Any
 from urllib.error import URLError
@@ -59,6 +60,29 @@ def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process
             for descendant in descendants:
                 if descendant.is_running():
                     descendant.kill()
+
+
+@contextmanager
+def serving(said: Path, *arguments: str) -> Iterator[psutil.Process]:
+    """`emberforge serve` with these arguments, once it answers. `said` gets what the command prints."""
+    with said.open("wb") as output:
+        command = [str(Path(sys.executable).with_name("emberforge")), "serve", *arguments]
+        process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        try:
+            deadline = monotonic() + 180
+            while b"curl " not in said.read_bytes():
+                assert process.poll() is None, said.read_text()
+                assert monotonic() < deadline, said.read_text()
+                sleep(0.3)
+            yield process
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+                try:
+                    process.wait(90)
+                except psutil.TimeoutExpired:
+                    for each in (*process.children(recursive=True), process):
+                        each.kill()
 
 
 def _end_of(file: IO[bytes]) -> str:
