@@ -116,6 +116,11 @@ class PoolLoad:
         """Tokens/s of one replica."""
         return replica.report.tokens_per_s or self._planned
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether a replica has measured its rate. Until then predictions rest on the plan, or on a guess if there is none."""
+        return any(each.report.tokens_per_s for each in self.replicas.values())
+
     def update(self, reports: Mapping[str, Report], now: float) -> None:
         """Takes the latest reports of all replicas that exist now."""
         for gone in set(self.replicas) - set(reports):

@@ -13,7 +13,7 @@ _AGAIN_AFTER = 4
 # A size that none of so many passes had is forgotten: traffic has changed, and the card may have.
 _FORGOTTEN_AFTER = 1_000
 # Passes below 512 tokens take as long as a launch or as reading the weights. They say little about a full pass.
-_LARGE_BITS = 10
+_LARGE_TOKENS = 512
 
 
 class Rates:
@@ -22,8 +22,10 @@ class Rates:
     `add` is on the way of every result, so averages are taken when somebody reads them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_batch_tokens: int) -> None:
+        """`max_batch_tokens`: of a full pass. Where that is few, half of it counts as large."""
         self.busy_s = 0.0  # that the device has computed, in all
+        self._large_bits = min(_LARGE_TOKENS, max_batch_tokens // 2).bit_length()
         self._num_passes = 0
         self._sizes: dict[int, _Size] = {}
 
@@ -45,8 +47,8 @@ class Rates:
 
     @property
     def large_tokens_per_s(self) -> float:
-        """Of the best size from 512 tokens on; 0 before the first such pass."""
-        return max((size.tokens_per_s for bits, size in self._known().items() if bits >= _LARGE_BITS), default=0.0)
+        """Of the best large size; 0 before the first large pass."""
+        return max((size.tokens_per_s for bits, size in self._known().items() if bits >= self._large_bits), default=0.0)
 
     @property
     def pass_s(self) -> float:

@@ -44,7 +44,7 @@ class Scheduler:
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
         self.streams = None if pages is None else Streams(pages)
-        self.rates = Rates()
+        self.rates = Rates(max_batch_tokens)
         self.free_at = 0.0  # when the device should have finished the passes under way, by `perf_counter`
         self.running_tokens = 0
         self._max_batch_seqs, self._lock = max_batch_seqs or sys.maxsize, lock
@@ -101,11 +101,12 @@ class Scheduler:
         """Whether the request can be done in time at the measured rate; if not, the request hears so.
 
         With nothing before it a request always is: rates are learnt from passes, and nothing else would correct a wrong one.
+        Without a large pass yet it is, too: the few tokens/s of a health check's pass would refuse the first flood.
         """
         now, latest = perf_counter(), min(request.deadline, request.limit)
         ahead = self.queue.tokens_ahead(request)
         under_way_s = max(0.0, self.free_at - now) if self._in_flight else 0.0
-        rate = self.rates.tokens_per_s
+        rate = self.rates.large_tokens_per_s
         if not rate or not (ahead or under_way_s):
             return True
         predicted_s = under_way_s + (ahead + request.num_tokens) / rate

@@ -173,8 +173,9 @@ class PooledModel:
 
         Raises: InvalidInput for an input that fits into no replica; Asleep if all are asleep and the operator chose `refuse`;
             DeadlineOutOfReach if even the first pool would be late: after the deadline or, without one, after the server's
-            timeout. An idle replica is tried in any case, because it may be faster than predicted. Without a deadline a sleeping
-            pool is waited for, because the time that it takes to start is a guess.
+            timeout. An idle replica is tried in any case, because it may be faster than predicted, and so is a pool whose replicas
+            have not measured their rate yet. Without a deadline a sleeping pool is waited for, because the time that it takes to
+            start is a guess.
         """
         now, name = monotonic(), self.given.spec.name
         load = choose((pool.load for pool in self.pools), ticket, now)
@@ -190,7 +191,7 @@ class PooledModel:
         limit_s = qos.deadline_s
         if limit_s is None:
             limit_s = self._timeout_s if load.replicas else inf
-        if finish_s > limit_s and (not load.replicas or load.queued_tokens(now)):
+        if finish_s > limit_s and (not load.replicas or (load.is_measured and load.queued_tokens(now))):
             raise DeadlineOutOfReach(finish_s, limit_s)
         return pool
 

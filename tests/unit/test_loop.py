@@ -549,6 +549,16 @@ def test_what_cannot_be_in_time_is_refused_at_once(gate: Gate, loop: EngineLoop)
     assert sum(gate.batches) == 2 + 2 + 2
 
 
+def test_the_rate_of_a_small_pass_refuses_nothing(gate: Gate, loop: EngineLoop) -> None:
+    loop._scheduler.rates.add(1, 100.0)
+    loop.submit([job(1, 2)])
+    assert gate.entered.wait(5)
+    waiting = job(3, within_s=50)
+    loop.submit([waiting])
+    gate.open.set()
+    assert waiting.future.result(5).vectors.tolist() == [[3, 3]]
+
+
 def test_a_pass_under_way_counts_for_deadlines_on_a_cpu(gate: Gate, loop: EngineLoop) -> None:
     loop._scheduler.rates.add(8, 100.0)
     loop.submit([job(1, 2)])

@@ -17,14 +17,14 @@ from engine.schedule.request import Request
 
 
 def test_nothing_is_known_before_the_first_pass() -> None:
-    rates = Rates()
+    rates = Rates(8192)
     assert rates.tokens_per_s == rates.large_tokens_per_s == rates.pass_s == rates.seconds(100) == 0
     rates.add(8000, 0.0)  # nobody measured
     assert rates.tokens_per_s == rates.busy_s == 0
 
 
 def test_a_rate_is_of_the_best_size_and_of_large_passes() -> None:
-    rates = Rates()
+    rates = Rates(8192)
     for _ in range(3):
         rates.add(100, 0.001)
         rates.add(8000, 0.010)
@@ -38,7 +38,7 @@ def test_a_rate_is_of_the_best_size_and_of_large_passes() -> None:
 
 @given(st.lists(st.floats(1e-6, 100), max_size=3), st.integers(0, 30))
 def test_twenty_passes_after_any_pause_the_rate_is_true(wrong: list[float], before: int) -> None:
-    rates = Rates()
+    rates = Rates(8192)
     for seconds in [0.01] * before + wrong + [0.01] * 20:
         rates.add(8192, seconds)
     assert rates.large_tokens_per_s == pytest.approx(819_200, rel=0.2)
@@ -46,14 +46,14 @@ def test_twenty_passes_after_any_pause_the_rate_is_true(wrong: list[float], befo
 
 
 def test_a_card_that_becomes_slower_is_believed() -> None:
-    rates = Rates()
+    rates = Rates(8192)
     for seconds in [0.01] * 100 + [0.03] * 20:
         rates.add(8192, seconds)
     assert rates.large_tokens_per_s == pytest.approx(8192 / 0.03, rel=0.2)
 
 
 def test_a_size_that_nobody_asks_for_any_more_is_forgotten() -> None:
-    rates = Rates()
+    rates = Rates(8192)
     rates.add(16_000, 0.001)  # ten times too fast
     for _ in range(1000):
         rates.add(6000, 0.0075)

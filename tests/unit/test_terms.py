@@ -247,7 +247,7 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once(
         await until(replica.gate.entered.is_set)
         waiting = asyncio.ensure_future(embed(client, "three four five six"))
         await until(lambda: replica.loop.queued_requests)
-        replica.loop._scheduler.rates = Rates()
+        replica.loop._scheduler.rates = Rates(8)
         replica.loop._scheduler.rates.add(8, 16.0)
         refused = await embed(client, "no", "/v1/embeddings", headers=headers)  # 6 + 3 tokens: 18 s
         replica.gate.open.set()
@@ -510,6 +510,13 @@ def test_without_a_deadline_the_servers_timeout_decides(pooled: Any) -> None:
         asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
     assert refused.value.deadline_s == 2.0
     assert not [call for handle in handles for call in handle.calls]
+
+
+def test_a_rate_that_no_replica_has_measured_refuses_nothing(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors)
+    model.pools[0].load.update({"p0": Report(2.0, 100_000, 0.0)}, monotonic())  # 1,000 s at the plan's 100 tokens/s
+    asyncio.run(model.embed(IDS, EmbedOptions(), Qos(deadline_s=2.0)))
+    assert len(handle.calls) == 1
 
 
 def test_without_a_deadline_a_sleeping_pool_is_waited_for(pooled: Any) -> None:
