@@ -173,9 +173,9 @@ class PooledModel:
 
         Raises: InvalidInput for an input that fits into no replica; Asleep if all are asleep and the operator chose `refuse`;
             DeadlineOutOfReach if even the first pool would be late: after the deadline or, without one, after the server's
-            timeout. An idle replica is tried in any case, because it may be faster than predicted. So is a pool whose replicas have
-            not measured their rate yet. Without a deadline a sleeping pool is waited for, because the time that it takes to start
-            is a guess.
+            timeout. An idle replica is tried in any case, because it may be faster than predicted. So is a pool whose replicas
+            have not measured their rate yet. Without a deadline a sleeping pool is waited for, because the time that it takes to
+            start is a guess.
         """
         now, name = monotonic(), self.given.spec.name
         load = choose((pool.load for pool in self.pools), ticket, now)
