@@ -92,6 +92,10 @@ async def _answered(case: Case, reader: asyncio.StreamReader) -> tuple[str, str]
             answer = await read_answer(case, reader)
     except TimeoutError:
         return "none", "" if case.leaves else f"no answer within {case.waits_s} s"
+    except BrokenPipeError:
+        # The server refused the request by its head and closed the connection before it had the body. The answer is there, but
+        # asyncio drops what it has received when a write fails.
+        return "closed early", ""
     except (ConnectionError, h11.RemoteProtocolError) as error:
         return "none", f"no HTTP answer: {error}"
     return ("none", "no answer") if answer is None else (str(answer.status), fault_of(case, answer))

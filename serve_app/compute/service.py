@@ -61,7 +61,7 @@ class Service:
         """The state of a request whose inputs are known now. To be called within `whole_request`. Raises: BadHeader."""
         qos, start = _whole.get()
         if isinstance(qos, BadHeader):
-            raise qos
+            raise BadHeader(*qos.args)  # a new one: to raise `qos` itself makes a cycle of it and this frame
         return RequestState(inputs, qos.after(perf_counter() - start))
 
     async def compute(

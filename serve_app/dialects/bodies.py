@@ -45,7 +45,7 @@ def parse_body(schema: type[T], content: bytes) -> T:
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         if first["type"] == "json_invalid":
             raise BadBody(f"Failed to parse the request body as JSON: {first['msg']}", 400) from None
         raise BadBody(f"Failed to deserialize the JSON body into the target type: {_fault(error, 'body')}", 422) from None
@@ -70,5 +70,5 @@ def fields_of(content: bytes) -> dict[str, Any]:
 
 def _fault(error: ValidationError, whole: str) -> str:
     """The first field at fault and what is wrong with it."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg'].removeprefix('Value error, ')}"

@@ -83,7 +83,7 @@ def parse_request(schema: type[T], content: bytes) -> T:
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")[:_MAX_ERROR_CHARS]
         if first["type"] == "json_invalid":

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 from cluster.listening import keep_private, limit_messages
 from serve_app.deployment import deployment_options
-from serve_app.garbage import collect_seldom
+from serve_app.garbage import collect_seldom, keep_little
 from serve_app.gateway.config import GatewayArgs
 from serve_app.gateway.models import PooledModels
 from serve_app.grpc.servicer import TeiServicer
@@ -20,6 +20,7 @@ class Gateway(TeiServicer):
 
     def __init__(self, args: GatewayArgs) -> None:
         collect_seldom()
+        keep_little()
         keep_private()
         limit_messages(args.settings.payload_limit)
         self._models = PooledModels(args)
