@@ -2,7 +2,7 @@
 
 import asyncio
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
@@ -31,25 +31,33 @@ async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
     length = headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_long(limit)
-    body = bytearray()
-    chunks = request.stream()
     with service.admission.reading():
-        while True:
-            try:
-                async with asyncio.timeout(_PAUSE_S):
-                    chunk = await anext(chunks, None)
-            except TimeoutError:
-                raise BadBody(f"the body paused for {_PAUSE_S:g} s; send the request again", 408) from None
-            if chunk is None:
-                break
-            if len(body) + len(chunk) > limit:
-                raise _too_long(limit)
-            hold.add(len(chunk))
-            body += chunk
-    content = bytes(body)
+        content = await _read_all(request, limit, hold)
     if len(content) > SMALL_BYTES:
         await asyncio.to_thread(_check, content, service.settings.max_client_batch_size)
     return content
+
+
+async def _read_all(request: Request, limit: int, hold: Hold) -> bytes:
+    """Without `Request.stream`, and with one timer: both take longer than all else that is done to a short body."""
+    chunks, num_bytes, clock = list[bytes](), 0, asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(_PAUSE_S) as pause:
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                num_bytes += len(chunk)
+                if num_bytes > limit:
+                    raise _too_long(limit)
+                hold.add(len(chunk))
+                chunks.append(chunk)
+                if not message.get("more_body"):
+                    return chunk if len(chunks) == 1 else b"".join(chunks)
+                pause.reschedule(clock() + _PAUSE_S)
+    except TimeoutError:
+        raise BadBody(f"the body paused for {_PAUSE_S:g} s; send the request again", 408) from None
 
 
 def _too_long(limit: int) -> BadBody:

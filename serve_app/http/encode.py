@@ -23,6 +23,7 @@ from serve_app.http.connection import abort
 _PART_BYTES = 1 << 17
 # Of a float in an array, of any value with its name, and of a token of `/tokenize`, roughly.
 _NUMBER_BYTES, _VALUE_BYTES, _TOKEN_BYTES = 12, 64, 80
+_PLAIN = frozenset({int, float, bool, type(None)})
 
 
 def to_json(content: Any) -> bytes:
@@ -59,19 +60,24 @@ async def json_answer(service: Service, content: Any, headers: Mapping[str, str]
 
 def json_size(content: Any) -> int:
     """About how many bytes the JSON takes."""
-    if isinstance(content, np.ndarray):
-        return _NUMBER_BYTES * content.size
-    if isinstance(content, Deferred):
-        return content.json_size
-    if isinstance(content, str):
-        return len(content) + _VALUE_BYTES
-    if isinstance(content, dict):
+    kind = type(content)
+    if kind is np.ndarray:
+        return int(_NUMBER_BYTES * content.size)
+    if kind is dict:
         content = content.values()
+    elif isinstance(content, Deferred):
+        return content.json_size
+    elif kind is str:
+        return len(content) + _VALUE_BYTES
     elif not isinstance(content, list | tuple):
         return _VALUE_BYTES
     elif content and isinstance(content[0], Token):  # a text may have half a million
         return _TOKEN_BYTES * len(content)
-    return _VALUE_BYTES + sum(map(json_size, content))
+    size = _VALUE_BYTES
+    for each in content:  # most are plain, and a call for each would take as long as to encode them
+        kind = type(each)
+        size += _VALUE_BYTES if kind in _PLAIN else len(each) + _VALUE_BYTES if kind is str else json_size(each)
+    return size
 
 
 def json_parts(content: Any) -> Iterator[bytes]:
