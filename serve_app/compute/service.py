@@ -55,10 +55,10 @@ class Service:
         self.settings, self.metrics = settings, metrics
         self.keys: Keys | None = None  # None if requests need no key
         self.backend = backend
+        self.usage = Usage(metrics.observe_usage, Path(settings.usage_log) if settings.usage_log else None)
         if settings.has_keys:
-            usage = Usage(metrics.observe_usage, Path(settings.usage_log) if settings.usage_log else None)
             gateways = Gateways()
-            self.keys, self.backend = Keys.of(settings, usage, lambda: gateways.count), KeyModels(backend)
+            self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())))
         self.encoding = asyncio.Lock()  # held while a part of a large answer is encoded
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")

@@ -4,7 +4,6 @@
 quickly.
 """
 
-import atexit
 import json
 import logging
 import os
@@ -55,7 +54,6 @@ class Usage:
         self._counts: dict[tuple[str, str], Counts] = {}  # since the last line
         if file is not None:
             threading.Thread(target=_write_for_ever, args=[weakref.ref(self)], name="usage", daemon=True).start()
-            atexit.register(_write_last, weakref.ref(self))
 
     def count(self, key: str, model: str, requests: int = 0, tokens: int = 0, refusals: int = 0) -> None:
         counts = Counts(requests, tokens, refusals)
@@ -89,11 +87,6 @@ def _write_for_ever(of: "weakref.ref[Usage]") -> None:
             return
         usage.write()
         del usage
-
-
-def _write_last(of: "weakref.ref[Usage]") -> None:
-    if (usage := of()) is not None:
-        usage.write()
 
 
 def total(files: Iterable[Path], since: datetime | None) -> dict[tuple[str, str], Counts]:

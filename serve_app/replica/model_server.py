@@ -113,6 +113,10 @@ class ModelServer(EngineServer, TeiServicer):
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app
 
+    async def __del__(self) -> None:
+        await super().__del__()
+        await asyncio.to_thread(self._api.service.usage.write)
+
 
 def canary_of(engine: Engine) -> Callable[[], Waiting]:
     """Makes short requests that prove that the engine computes."""
