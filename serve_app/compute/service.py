@@ -14,6 +14,7 @@ from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
+from serve_app.admission.accounts import calling
 from serve_app.admission.admission import Admission
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.admission.gateways import Gateways
@@ -130,6 +131,8 @@ class Service:
         """What a client hears whose request was not done within `timeout_s`, or cannot be."""
         if isinstance(error, DeadlineOutOfReach):
             self.metrics.rejected.inc()
+            if (account := calling()) is not None:
+                account.refused(None)
             return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")
         return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
 

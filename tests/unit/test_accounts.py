@@ -18,6 +18,7 @@ from fake_models import FakeModel
 from starlette.testclient import TestClient
 
 from cluster.settings import ServerSettings
+from engine.errors import DeadlineOutOfReach
 from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
@@ -312,6 +313,8 @@ class Embedder(FakeModel):
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         self.qos.append(qos)
+        if qos.deadline_s is not None:
+            raise DeadlineOutOfReach(10.0, qos.deadline_s)
         if self.go is not None:
             await self.go.wait()
         return await super().embed(sequences, options, qos)
@@ -342,10 +345,10 @@ class Server:
     def get(self, key: str, path: str) -> httpx.Response:
         return self.client.get(path, headers={"authorization": f"Bearer {key}"})
 
-    def usage(self, name: str) -> dict[str, float]:
-        lines = [
-            each for each in self.metrics.exposition().decode().splitlines() if each.startswith(f"emberforge_key_{name}_total")
-        ]
+    def usage(self, name: str, model: str = "small") -> dict[str, float]:
+        """By key."""
+        text = self.metrics.exposition().decode().splitlines()
+        lines = [each for each in text if each.startswith(f"emberforge_key_{name}_total") and f'served_model="{model}"' in each]
         return {each.split('key="')[1].split('"')[0]: float(each.rsplit(" ", 1)[1]) for each in lines}
 
 
@@ -401,12 +404,14 @@ def test_a_refusal_names_the_limit_in_the_form_of_the_route(tokenizer: Tokenizer
     }
     for path in ("/embed", "/v1/embed", "/v1/embeddings"):
         refused = server.embed(key, path=path)
-        assert (refused.status_code, 25 <= int(refused.headers["retry-after"]) <= 30) == (429, True)
+        assert (refused.status_code, 1 <= int(refused.headers["retry-after"]) <= 30) == (429, True)
         assert refused.json() == bodies.get(path) or refused.json()["error"]["message"] == text
     assert server.embed(other).status_code == 200
     assert server.usage("requests") == {"alice": 2, "other": 1}
     assert server.usage("tokens") == {"alice": 8, "other": 4}
     assert server.usage("refusals") == {"alice": 3, "other": 0}
+    assert server.embed(other, headers={"x-request-deadline-ms": "1"}).status_code == 429
+    assert server.usage("refusals", "") == {"other": 1}
     limit_key(file, "alice", {"tokens_per_minute": "none"})
     assert server.api.service.keys is not None
     server.api.service.keys.look()

@@ -26,7 +26,7 @@ from engine.schedule import stream as module
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request
-from engine.schedule.stream import Answer, Stream, Token
+from engine.schedule.stream import Answer, Stream, Streams, Token
 
 PAGE_SIZE = 4
 BROKEN = 999  # the pass of this token fails
@@ -324,6 +324,30 @@ def test_pages_that_are_short_are_taken_from_the_owner_with_the_most(
     assert other not in preempted
     for each, first in zip([*flood, other], (3, 4, 3, 4, 4), strict=True):
         assert ids(each.future.result(0)) == answer_of([first], 14)
+
+
+def test_a_stream_of_this_pass_gives_its_pages_up_after_it() -> None:
+    pages = Pages(5, PAGE_SIZE)
+    streams = Streams(pages)
+    first, last, other = (
+        stream([1] * 5, 20, owner="flood"),
+        stream([2] * 5, 20, owner="flood"),
+        stream([3] * 4, 20, owner="other"),
+    )
+    for each in (first, last, other):
+        each.pool = pages
+        each.prepare(may_take_pages=True)
+        each.next_slice(5, alone=True)
+        each.accept(Token(9))
+        streams.advance(each)
+    slices, preempted = streams.schedule(9)  # the third stream needs a page, and the first two have their slices already
+    streams.run_ahead(slices)
+    assert ([part.request for part in slices], preempted) == ([first, last], [])
+    last.accept(Token(9))
+    assert streams.advance(last)  # to be queued again
+    assert not last.pages
+    assert other in [part.request for part in streams.schedule(9)[0]]
+    assert len(other.pages) == 2
 
 
 def test_the_prompt_of_an_owner_waits_for_a_share_of_the_others_prompts() -> None:
