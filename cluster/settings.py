@@ -72,12 +72,29 @@ class ServerSettings(BaseModel):
     cache_bytes: int = Field(
         0, ge=0, description="Bytes of vectors a replica keeps for inputs it has seen before; 0 for no cache"
     )
+    share_cache_between_keys: bool = Field(
+        False, description="Answer an API key from the cache with vectors of other keys' inputs; times then tell what others sent"
+    )
+    usage_log: Annotated[str | None, BeforeValidator(_path)] = Field(
+        None, description="File that gets a line a minute for each API key and model, for `emberforge keys usage` [default: none]"
+    )
 
     @model_validator(mode="after")
     def _ports_differ(self) -> "ServerSettings":
         if self.grpc_port == self.port:
             raise ValueError(f"port and grpc_port are both {self.port}; HTTP and gRPC need one each")
         return self
+
+    @model_validator(mode="after")
+    def _usage_has_keys(self) -> "ServerSettings":
+        if self.usage_log is not None and not self.has_keys:
+            raise ValueError("usage_log counts by API key, and there is none; give api_keys_file or api_key, or no usage_log")
+        return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need an API key."""
+        return self.api_key is not None or self.api_keys_file is not None
 
     @property
     def grpc_options(self) -> dict[str, Any]:

@@ -5,10 +5,12 @@ The first half of this file is pure. The second half asks Ray, the nodes and the
 
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from typing import Any
 
 from rich import box
@@ -243,8 +245,9 @@ def _rounded(seconds: float | None) -> str:
 class Watcher:
     """Reads the status of the cluster that this process is connected to."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        """`api_key` is for the gateway."""
+        self._address, self._api_key = address, api_key
         self._readings = Readings()
 
     def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Status:
@@ -257,7 +260,7 @@ class Watcher:
             return Status(self._address, time.time(), nodes, source=str(error))
         if details is None:
             return Status(self._address, time.time(), nodes)
-        pools, source, problems = _pools(details)
+        pools, source, problems = _pools(details, self._api_key)
         return Status(self._address, time.time(), nodes, pools, source, problems)
 
 
@@ -280,28 +283,32 @@ def show_forever(watcher: Watcher, console: Console) -> None:
 
 
 @contextmanager
-def watching(address: str | None = None) -> Iterator[Watcher]:
+def watching(address: str | None = None, api_key: str | None = None) -> Iterator[Watcher]:
     """Raises: ClusterError if there is no cluster, or if this machine is no node of it."""
     with connected(address) as found:
-        yield Watcher(found)
+        yield Watcher(found, api_key)
 
 
-def _pools(details: Mapping[str, Any]) -> tuple[tuple[PoolState, ...], str, tuple[str, ...]]:
+def _pools(details: Mapping[str, Any], api_key: str | None = None) -> tuple[tuple[PoolState, ...], str, tuple[str, ...]]:
     """(the pools, the source, the problems of gateways that did not answer)."""
     problems = []
     for url in gateway_urls(details):
         try:
-            return gateway_pools(_ask_gateway(url), details), f"as the gateway at {url} says", ()
+            return gateway_pools(_ask_gateway(url, api_key), details), f"as the gateway at {url} says", ()
+        except urllib.error.HTTPError as error:
+            wants_key = "; give a valid key with --api-key or EMBERFORGE_API_KEY" if error.code == HTTPStatus.UNAUTHORIZED else ""
+            problems.append(f"the gateway at {url} does not answer: {error}{wants_key}")
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"the gateway at {url} does not answer: {error}")
     return serve_pools(details), "as Serve's controller says, which does not know their load", tuple(problems)
 
 
-def _ask_gateway(url: str) -> list[dict[str, Any]]:
+def _ask_gateway(url: str, api_key: str | None) -> list[dict[str, Any]]:
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({})
     )  # without HTTP_PROXY, because a company's proxy cannot reach the cluster
-    with opener.open(f"{url}/v1/models", timeout=_GATEWAY_TIMEOUT_S) as response:
+    request = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})  # noqa: S310
+    with opener.open(request, timeout=_GATEWAY_TIMEOUT_S) as response:
         entries: list[dict[str, Any]] = json.loads(response.read())["data"]
         return entries
 

@@ -72,8 +72,8 @@ class Unauthorized(ApiError):
     status, error_type = 401, "Unauthorized"
     headers = {"www-authenticate": "Bearer"}
 
-    def __init__(self) -> None:
-        super().__init__("no valid API key; send it as `Authorization: Bearer KEY`")
+    def __init__(self, message: str = "no valid API key; send it as `Authorization: Bearer KEY`") -> None:
+        super().__init__(message)
 
 
 class BadHeader(ApiError):
@@ -101,7 +101,7 @@ class ScoreNotFinite(ApiError):
 
 
 class UnknownModel(ApiError):
-    """The server has no model of this name."""
+    """The server has no model of this name, or not for this API key."""
 
     status, error_type = 404, "NotFound"
 

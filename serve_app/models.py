@@ -17,6 +17,7 @@ from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.compute.quantize import Ranges, read_ranges
+from serve_app.errors import WrongModel, WrongTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,15 @@ class GeneratingModel(ServedModel, Protocol):
 
 
 Check = Callable[[ModelInfo], None]
+
+
+def passes(check: Check, info: ModelInfo) -> bool:
+    """Whether the model can do the task that `check` is for."""
+    try:
+        check(info)
+    except (WrongTask, WrongModel):
+        return False
+    return True
 
 
 class ServedModels(Protocol):

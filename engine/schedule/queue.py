@@ -1,14 +1,17 @@
 """Requests that wait for the device, and the slices of them that fit into one pass.
 
 A pass has room for a number of tokens. Interactive requests fill it first, batch requests take what is left
-(docs/decisions/013). Between requests of one priority tokens are shared by deficit round robin: in each round a request
-takes a quarter of a pass. So a short request waits for a quarter of a pass of each request before it, whatever their size.
+(docs/decisions/013). Tokens of one priority are shared by deficit round robin, first between owners, then between the requests
+of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a quarter of
+a pass of each other owner, however much they have sent. Without API keys all requests have one owner.
+
 A sequence is never stepped over because a shorter one would fit: a long text waits for one pass, not for a quiet hour.
 """
 
 import sys
 from collections import deque
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from math import inf
 from threading import RLock
 from typing import Any
@@ -18,7 +21,7 @@ from engine.schedule.request import Slice, Waiting
 
 # Batch requests go first for one pass when nothing of them was scheduled for so long.
 BATCH_WAITS_S = 10.0
-# A request's share of each round, as a part of a pass.
+# The share of an owner, or of a request, in each round: a pass divided by this number.
 _SHARE = 4
 # Requests that are over leave the queue at the front. More of them than this, and than half of the queue, leave at once.
 _MOST_OVER = 64
@@ -67,7 +70,7 @@ class Queue:
         request.future.add_done_callback(forget)
 
     def add_first(self, request: Waiting) -> None:
-        """Put a request that was here before in front of all others of its priority."""
+        """Put a request that was here before in front of all others of its priority and owner."""
         self._of(request).add(request, first=True)
 
     def _of(self, request: Waiting) -> "_Priority":
@@ -76,11 +79,10 @@ class Queue:
     def tokens_ahead(self, request: Waiting) -> int:
         """The most tokens that passes take of other requests before the last of this one, were it added now.
 
-        Of each other request that is all of it, or what round robin gives it while this request gets all of its own.
+        Of each other request, or owner, that is all of it, or what round robin gives it while this request gets all of its own.
         """
         queue = self._of(request)
-        share = request.num_tokens + queue.quantum
-        ahead = min(queue.num_tokens, queue.num_requests * share)
+        ahead = queue.tokens_ahead(request)
         return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
 
     def schedule(self, now: float, slices: list[Slice] | None = None) -> list[Slice]:
@@ -106,35 +108,60 @@ class Queue:
         return [*self.interactive.drain(), *self.batch.drain()]
 
 
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The requests of one owner; the front one is served next."""
+
+    owner: str
+    requests: deque[Waiting] = field(default_factory=deque)
+    num_tokens: int = 0
+    num_requests: int = 0
+    credit: int = 0  # tokens that the owner may still take in this round; unused while there is one line
+
+
 class _Priority:
-    """Requests of one priority; the front one is served next."""
+    """Requests of one priority. The front line is served next."""
 
     def __init__(self, quantum: int) -> None:
         self.quantum = quantum
         self.num_tokens = self.num_requests = self.num_inputs = 0
-        self._requests: deque[Waiting] = deque()
+        self._lines: dict[str, _Line] = {}  # by owner
+        self._order: deque[_Line] = deque()
         self._scheduled_at = -inf
 
     def add(self, request: Waiting, first: bool = False) -> None:
+        line = self._lines.get(request.owner)
+        if line is None:
+            line = self._lines[request.owner] = _Line(request.owner)
+            (self._order.appendleft if first else self._order.append)(line)
         request.waiting_tokens = request.num_tokens
+        line.num_tokens += request.waiting_tokens
         self.num_tokens += request.waiting_tokens
         self.num_inputs += request.num_inputs
-        self.num_requests += 1
+        self._count_requests(line, 1)
         if first:
-            self._requests.appendleft(request)
+            line.requests.appendleft(request)
         else:
-            self._requests.append(request)
+            line.requests.append(request)
 
     def forget(self, request: Waiting) -> None:
         """Count a request no longer: all of it was scheduled, or it is over. It leaves when it comes to the front."""
         if request.waiting_tokens:
-            self.num_tokens -= request.waiting_tokens
+            line = self._lines[request.owner]
             self.num_inputs -= request.num_inputs
-            request.waiting_tokens = 0
-            self.num_requests -= 1
-            over = len(self._requests) - self.num_requests
-            if over > max(_MOST_OVER, self.num_requests):
-                self._requests = deque(each for each in self._requests if each.waiting_tokens)
+            self._count(line, request, request.waiting_tokens)
+            self._count_requests(line, -1)
+            over = len(line.requests) - line.num_requests
+            if over > max(_MOST_OVER, line.num_requests):
+                line.requests = deque(each for each in line.requests if each.waiting_tokens)
+
+    def tokens_ahead(self, request: Waiting) -> int:
+        """As `Queue.tokens_ahead`, of this priority alone."""
+        line, own = self._lines.get(request.owner), 0
+        if line is not None:
+            own = min(line.num_tokens, line.num_requests * (request.num_tokens + self.quantum))
+        share = own + request.num_tokens + self.quantum
+        return own + sum(min(each.num_tokens, share) for each in self._lines.values() if each is not line)
 
     def waits_s(self, now: float) -> float:
         """How long nothing of this priority was scheduled; 0 where nothing waits."""
@@ -147,25 +174,39 @@ class _Priority:
         A request whose next sequence finds no pages keeps its place, and nobody behind it takes pages. Requests that need none go
         past it.
         """
-        held: list[Waiting] = []
+        held: list[tuple[_Line, Waiting]] = []
         fits = True
         while fits and room[0] > 0 and room[1] > 0 and (request := self._front()) is not None:
-            if request.credit <= 0:
-                request.credit += self.quantum
-            if request.credit <= 0:  # its last sequence was longer than a share
-                self._requests.rotate(-1)
+            line = self._order[0]
+            if len(self._order) > 1 and not self._has_credit(line):  # its last sequence was longer than a share
+                self._order.rotate(-1)
+                continue
+            if not self._has_credit(request):
+                line.requests.rotate(-1)
                 continue
             saved = request.prepare(may_take_pages=not held)
             if saved is None:
-                held.append(self._requests.popleft())
+                held.append((line, line.requests.popleft()))
+                if not line.requests:
+                    self._order.popleft()
                 continue
-            self._count(request, saved)
-            room, fits = self._take_slice(request, slices, room, now)
-        self._requests.extendleft(reversed(held))
+            self._count(line, request, saved)
+            room, fits = self._take_slice(line, request, slices, room, now)
+        if held:
+            for line, request in reversed(held):
+                line.requests.appendleft(request)
+                self._lines[line.owner] = line  # `_front` forgets a line without requests
+            self._order = deque(dict.fromkeys([*(line for line, _ in held), *self._order]))
         return room
 
+    def _has_credit(self, member: _Line | Waiting) -> bool:
+        """Whether a line or a request may take tokens now. It gets the credit of its round here."""
+        if member.credit <= 0:
+            member.credit += self.quantum
+        return member.credit > 0
+
     def _take_slice(
-        self, request: Waiting, slices: list[Slice], room: tuple[int, int], now: float
+        self, line: _Line, request: Waiting, slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
         """Add the next slice of the front request. Returns the room left, and False where the slice does not fit."""
         tokens, seqs = room
@@ -176,29 +217,44 @@ class _Priority:
         slices.append(part)
         length = part.stop - part.start
         request.credit -= length
-        self._count(request, length)
+        self._count(line, request, length)
         self.num_inputs -= inputs - request.num_inputs
         self._scheduled_at = now
         if not request.waiting_tokens:
-            self.num_requests -= 1
+            self._count_requests(line, -1)
         elif request.credit <= 0:
-            self._requests.rotate(-1)
+            line.requests.rotate(-1)
+        if len(self._order) > 1:
+            line.credit -= length
+            if line.credit <= 0:
+                self._order.rotate(-1)
         return (tokens - length, seqs - 1), True
 
-    def _count(self, request: Waiting, num_tokens: int) -> None:
+    def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that wait no longer."""
         request.waiting_tokens -= num_tokens
+        line.num_tokens -= num_tokens
         self.num_tokens -= num_tokens
 
+    def _count_requests(self, line: _Line, change: int) -> None:
+        line.num_requests += change
+        self.num_requests += change
+
     def _front(self) -> Waiting | None:
-        while self._requests and not self._requests[0].waiting_tokens:
-            self._requests.popleft()
-        return self._requests[0] if self._requests else None
+        while self._order:
+            line = self._order[0]
+            while line.requests and not line.requests[0].waiting_tokens:
+                line.requests.popleft()
+            if line.requests:
+                return line.requests[0]
+            self._order.popleft()
+            del self._lines[line.owner]
+        return None
 
     def drop_late(self, now: float) -> float:
         """Tell the requests whose deadline has passed. Returns the first deadline of the others."""
         first = inf
-        for request in tuple(self._requests):
+        for request in [each for line in self._order for each in line.requests]:
             if request.waiting_tokens and request.deadline <= now:
                 request.fail(DeadlinePassed("the request's deadline passed while it waited"))
             elif request.waiting_tokens:
@@ -206,8 +262,9 @@ class _Priority:
         return first
 
     def drain(self) -> list[Waiting]:
-        requests = [each for each in self._requests if each.waiting_tokens]
+        requests = [each for line in self._order for each in line.requests if each.waiting_tokens]
         for each in requests:
             self.forget(each)
-        self._requests.clear()
+        self._lines.clear()
+        self._order.clear()
         return requests

@@ -23,6 +23,7 @@ class Waiting(ABC):
     """
 
     priority: Priority = "interactive"
+    owner: str = ""  # who asks: the queue shares tokens between owners first
     deadline: float = inf
     limit: float = inf  # for the decision at arrival alone: what would be done later than this is refused, as with `deadline`
     future: "Future[Any]" = field(default_factory=Future)

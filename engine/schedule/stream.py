@@ -2,13 +2,15 @@
 
 A stream begins in the queue, where its prompt is taken in chunks. Each later pass computes one token: the last one that was
 chosen. The keys and values of a stream's tokens lie in pages of the cache. Where no page is free, the stream that began last
-gives its pages back and waits in the queue again; its prompt and its answer are then computed anew.
+gives its pages back and waits in the queue again; its prompt and its answer are then computed anew. Of several owners' streams it
+is one of the owner that holds the most pages.
 
 Where the device keeps the chosen tokens, a stream runs ahead: its next pass is launched before the host knows the token that the
 pass computes. Such a token is foreseen. A stop id is then seen one pass late, and what that pass has chosen is dropped.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -303,7 +305,7 @@ class Streams:
                 break
             if stream not in self._ready:  # it has given up its pages for one of the streams before it
                 continue
-            if stream.num_computed < len(stream.pages) * self.pages.page_size or self._take_page(stream, preempted):
+            if stream.num_computed < len(stream.pages) * self.pages.page_size or self._take_page(stream, slices, preempted):
                 del self._ready[stream]
                 part = stream.next_slice(1, alone=False)
                 assert part is not None, "one token always fits"
@@ -314,19 +316,22 @@ class Streams:
         """The streams of these slices that can run ahead are ready for the pass after the one that is now scheduled."""
         for part in slices:
             stream = part.request
-            if isinstance(stream, Stream) and stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
+            if not isinstance(stream, Stream) or stream in self._leaving:
+                continue
+            if stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
                 self._ready[stream] = None
 
-    def _take_page(self, stream: Stream, preempted: list[Stream]) -> bool:
-        """A page for the stream's next token, if need be of the streams that began last. False: there is none now.
+    def _take_page(self, stream: Stream, slices: Sequence[Slice], preempted: list[Stream]) -> bool:
+        """A page for the stream's next token, if need be of another stream (`_to_preempt`). False: there is none now.
 
-        A stream in a pass under way gives its pages up after the pass, because its token of that pass is not known yet.
+        A stream in a pass under way, or in these slices, gives its pages up after the pass, because its token of that pass is not
+        known yet.
         """
         while (page := self.pages.take(1)) is None:
             if self._leaving:
                 return False
-            last = next(reversed(self._ready))
-            del self._ready[last]
+            last = self._to_preempt(slices)
+            self._ready.pop(last, None)
             if last.num_foreseen:
                 self._leaving[last] = None
                 return False
@@ -336,6 +341,15 @@ class Streams:
                 return False
         stream.pages += page
         return True
+
+    def _to_preempt(self, slices: Sequence[Slice]) -> Stream:
+        """The last stream of the owner whose streams hold the most pages."""
+        streams: list[Stream] = [*(part.request for part in slices), *self._ready]
+        held = Counter[str]()
+        for stream in streams:
+            held[stream.owner] += len(stream.pages)
+        owner = max(held, key=held.__getitem__)
+        return next(stream for stream in reversed(streams) if stream.owner == owner)
 
     def advance(self, stream: Stream) -> bool:
         """A pass has ended, and the token that it chose for the stream was accepted.

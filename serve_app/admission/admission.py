@@ -1,12 +1,13 @@
 """Admission: how many inputs one request may have, and how many requests and bytes may be in flight."""
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.settings import ServerSettings
+from serve_app.admission.accounts import Account, calling
 from serve_app.admission.bytes_in_flight import BytesInFlight, Hold
-from serve_app.admission.places import Places
+from serve_app.admission.places import Place, Places
+from serve_app.admission.slots import Slots
 from serve_app.errors import BatchTooLarge, Overloaded
 from serve_app.models import ServedModel
 from serve_app.observe.metrics import Metrics
@@ -16,69 +17,67 @@ _BYTES_IN_FLIGHT = 256 << 20
 
 
 class Admission:
-    """Counts the requests in flight and refuses those beyond the limit. Called on one event loop."""
+    """Counts the requests in flight and refuses those beyond the limit. Called on one event loop.
+
+    With API keys it also refuses requests beyond a key's own limits, and leaves places to the other keys.
+    """
 
     def __init__(
         self, settings: ServerSettings, metrics: Metrics, backlog_s: Callable[[str | None], float], num_models: int = 1
     ) -> None:
         """`backlog_s` gives the seconds of queued work of a model, for `retry-after`."""
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
-        self._num_reading = self._num_streams = 0
-        self._places = Places(settings.max_concurrent_requests, num_models)
+        most = settings.max_concurrent_requests
+        self._places, self._streams, self._stream_slots = Places(most, num_models), Places(most), Slots(most)
+        # Half of the places: clients that send their bodies slowly leave the others to the rest.
+        self._reading = Places(max(1, most // 2))
         self._bytes = BytesInFlight(max(_BYTES_IN_FLIGHT, 4 * settings.payload_limit))
-        self._stream_slots = asyncio.Semaphore(settings.max_concurrent_requests)
 
     def hold(self) -> Hold:
         """The bytes of a request that begins."""
-        return Hold(self._bytes)
+        return Hold(self._bytes, _owner(calling()))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold a place for a request whose body is on its way. Raises: Overloaded.
-
-        These are half of the places, so that clients that send slowly leave the others to the rest.
-        """
-        if self._num_reading >= max(1, self._settings.max_concurrent_requests // 2):
-            self._metrics.rejected.inc()
-            raise Overloaded(self._backlog_s(None))
-        self._num_reading += 1
+        """Hold a place for a request whose body is on its way. Raises: Overloaded."""
+        place = self._take(self._reading, None, calling())
         try:
             yield
         finally:
-            self._num_reading -= 1
+            self._reading.give_back(place)
 
     @contextmanager
     def admit(self, num_inputs: int, model: ServedModel | None = None) -> Iterator[None]:
-        """Hold a place for a request to `model`, or for one that no model computes. Raises: BatchTooLarge, Overloaded."""
+        """Hold a place for a request to `model`, or for one that no model computes.
+
+        Raises: BatchTooLarge; Overloaded, also for an API key over its own limits.
+        """
         limit = self._settings.max_client_batch_size
         if num_inputs > limit:
             self._metrics.tei.refused(num_inputs)
             raise BatchTooLarge(f"batch size {num_inputs} > maximum allowed batch size {limit}")
-        name = None if model is None else model.info.served_model_name
+        account, name = calling(), None if model is None else model.info.served_model_name
         try:
-            owner = self._places.take(name)
-        except LookupError:
-            self._metrics.rejected.inc()
+            place = self._enter(self._places, name, account)
+        except Overloaded:
             self._metrics.tei.refused(num_inputs)
-            raise Overloaded(self._backlog_s(name)) from None
+            raise
         self._metrics.in_flight.inc()
         try:
             yield
         finally:
-            self._places.give_back(owner)
             self._metrics.in_flight.dec()
+            self._leave(self._places, place, account)
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
         """Count a stream of messages. Raises: Overloaded for more open streams than there are places for requests."""
-        if self._num_streams >= self._settings.max_concurrent_requests:
-            self._metrics.rejected.inc()
-            raise Overloaded(self._backlog_s(None))
-        self._num_streams += 1
+        account = calling()
+        place = self._enter(self._streams, None, account)
         try:
             yield
         finally:
-            self._num_streams -= 1
+            self._leave(self._streams, place, account)
 
     async def wait_for_stream_slot(self) -> Callable[[object], None]:
         """Wait for a slot for one message of a stream. Returns a callback that frees the slot and ignores its argument.
@@ -86,11 +85,59 @@ class Admission:
         Streams have slots of their own, as many as requests have. A long stream therefore waits instead of failing, and takes no
         slot from a request.
         """
-        await self._stream_slots.acquire()
+        account = calling()
+        owner = _owner(account)
+        await self._stream_slots.acquire(owner, None if account is None else account.most_requests)
         self._metrics.in_flight.inc()
 
         def release(_: object) -> None:
-            self._stream_slots.release()
+            self._stream_slots.release(owner)
             self._metrics.in_flight.dec()
 
         return release
+
+    def spend(self, model: ServedModel, num_tokens: int) -> None:
+        """Count the tokens of a request before they are computed. Raises: Overloaded for an API key that has not as many left."""
+        account = calling()
+        if account is not None:
+            with self._counting():
+                account.spend(model.info.served_model_name, num_tokens)
+
+    def _enter(self, places: Places, model: str | None, account: Account | None) -> Place:
+        """Raises: Overloaded."""
+        if account is None:
+            return self._take(places, model, None)
+        with self._counting():
+            account.enter(model)
+        try:
+            return self._take(places, model, account)
+        except Overloaded:
+            account.leave()
+            raise
+
+    def _leave(self, places: Places, place: Place, account: Account | None) -> None:
+        places.give_back(place)
+        if account is not None:
+            account.leave()
+
+    def _take(self, places: Places, model: str | None, account: Account | None) -> Place:
+        """Raises: Overloaded."""
+        try:
+            return places.take(model, _owner(account))
+        except LookupError:
+            self._metrics.rejected.inc()
+            if account is not None:
+                account.refused(model)
+            raise Overloaded(self._backlog_s(model)) from None
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except Overloaded:
+            self._metrics.rejected.inc()
+            raise
+
+
+def _owner(account: Account | None) -> str:
+    return "" if account is None else account.name

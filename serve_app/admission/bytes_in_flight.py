@@ -1,28 +1,37 @@
 """The bytes of bodies and answers that one process holds at a time."""
 
+from collections import Counter
+
+from serve_app.admission.places import may_take
 from serve_app.errors import Overloaded
 
 
 class BytesInFlight:
-    """A budget. Called on one event loop."""
+    """A budget, shared among API keys as `may_take` says. Called on one event loop."""
 
     def __init__(self, most: int) -> None:
         self.most, self.now = most, 0
+        self.held = Counter[str]()  # by owner, with API keys
+
+    def has_space(self, owner: str, held: int, num_bytes: int) -> bool:
+        """Whether a request that holds `held` bytes may have more. A request alone may take as much as it needs."""
+        if self.now > held and self.now + num_bytes > self.most:
+            return False
+        others = self.held[owner] - held if owner else 0  # of the owner's other requests
+        return not others or may_take(others + held, self.most - self.now)
 
 
 class Hold:
     """The bytes that one request holds."""
 
-    def __init__(self, budget: BytesInFlight) -> None:
-        self._budget, self._held, self._expected = budget, 0, 0
+    def __init__(self, budget: BytesInFlight, owner: str = "") -> None:
+        self._budget, self._owner, self._held, self._expected = budget, owner, 0, 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises: Overloaded beyond the budget. A request alone may take as much as it needs."""
-        budget = self._budget
-        if budget.now > self._held and budget.now + num_bytes > budget.most:
+        """Raises: Overloaded beyond the budget, or the owner's share of it."""
+        if not self._budget.has_space(self._owner, self._held, num_bytes):
             raise Overloaded(1.0, "Model is overloaded: bodies and answers in flight take too much memory")
-        budget.now += num_bytes
-        self._held += num_bytes
+        self._count(num_bytes)
 
     def expect(self, num_bytes: int) -> None:
         """Hold the bytes of an answer, or of a part of one, before it is computed. Raises: as `add`."""
@@ -34,5 +43,11 @@ class Hold:
         self.add(max(0, num_bytes - self._expected))
 
     def release(self) -> None:
-        self._budget.now -= self._held
-        self._held = self._expected = 0
+        self._count(-self._held)
+        self._expected = 0
+
+    def _count(self, change: int) -> None:
+        self._held += change
+        self._budget.now += change
+        if self._owner:
+            self._budget.held[self._owner] += change

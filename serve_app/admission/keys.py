@@ -1,164 +1,142 @@
-"""API keys: which requests have a valid one, and the file of keys.
+"""API keys: which request is whose. A thread reads the file of keys again when it changes (`key_file.py`)."""
 
-The server stores the SHA-256 of a key. `emberforge keys add` makes keys of 256 random bits, which nobody can guess. A hash that
-is slow on purpose (scrypt) would protect such keys no better, and would cost each request milliseconds. A key that you choose
-yourself for `--api-key` should be as random.
-"""
-
-import fcntl
 import hashlib
 import logging
 import os
-import re
-import secrets
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from time import monotonic
+from time import monotonic, sleep
 
-from cluster.settings import ServerSettings, hash_key
-from engine.errors import EmberError
+from cluster.settings import ServerSettings
+from serve_app.admission.accounts import Account
+from serve_app.admission.key_file import Key, KeysError, read_keys
+from serve_app.errors import Unauthorized
+from serve_app.observe.usage import Usage
 
 log = logging.getLogger(__name__)
 
-# The shortest time between two checks of the keys file. The file is read again if it has changed.
+# The time between two looks at the keys file.
 _LOOK_EVERY_S = 1.0
-_HEAD = "# API keys of emberforge, a name and a SHA-256 a line. Made by `emberforge keys`.\n"
-_LINE = re.compile(r"(?P<name>\S+)\s+sha256:(?P<digest>[0-9a-fA-F]{64})")
-
-
-class KeysError(EmberError):
-    """A keys file cannot be read or changed. The text names the file and the line."""
+# The keys of a file that is not there at this many looks in a row are no longer valid. A program that replaces the file in two
+# steps leaves it away for a moment.
+_LOOKS_TO_BE_GONE = 2
+# A look that takes this many seconds is reported: the storage does not answer.
+_SILENT_S = 30.0
+# The name of the key in `ServerSettings.api_key`. No key of a file has a name with a space.
+ONE_KEY = "api key"
 
 
 class Keys:
-    """The valid keys. Called from one thread."""
+    """The valid keys. HTTP and gRPC of a process share one object. `account` is called on one event loop."""
 
-    def __init__(self, one: str | None, file: Path | None) -> None:
+    def __init__(
+        self, one: str | None, file: Path | None, usage: Usage | None = None, num_gateways: Callable[[], int] = lambda: 1
+    ) -> None:
         """Args:
-            one: the hash of one more key, from `Settings.api_key`.
+            one: the hash of one more key, from `ServerSettings.api_key`.
+            num_gateways: how many processes share the limits of each key.
         Raises: KeysError if the file is not a keys file.
         """
-        self._one = frozenset([_digest(one)] if one else ())
-        self._file = file
-        self._seen = _signature(file)
-        self._digests = self._one | (_read_digests(file) if file else frozenset())
+        self._one = [Key(ONE_KEY, one)] if one else []
+        self._file, self._usage, self._num_gateways = file, usage or Usage(lambda *_: None, None), num_gateways
+        self._accounts: dict[str, Account] = {}
+        self._num_misses, self._reported = 0, ""
         self._looked_at = monotonic()
+        self._seen = _signature(file) if file is not None and file.exists() else None
+        self._keys = self._by_digest(read_keys(file).values() if file is not None else ())
+        if file is not None:
+            threading.Thread(target=_look_for_ever, args=[weakref.ref(self)], name="keys", daemon=True).start()
 
     @classmethod
-    def of(cls, settings: ServerSettings) -> "Keys | None":
+    def of(
+        cls, settings: ServerSettings, usage: Usage | None = None, num_gateways: Callable[[], int] = lambda: 1
+    ) -> "Keys | None":
         """The keys of these settings. None if requests need no key."""
-        if settings.api_key is None and settings.api_keys_file is None:
+        if not settings.has_keys:
             return None
-        return cls(settings.api_key, Path(settings.api_keys_file) if settings.api_keys_file else None)
+        file = Path(settings.api_keys_file) if settings.api_keys_file else None
+        return cls(settings.api_key, file, usage, num_gateways)
 
-    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether the headers have a valid key as `Authorization: Bearer KEY`. Header names are in lower case."""
-        if self._file is not None and monotonic() - self._looked_at > _LOOK_EVERY_S:
-            self._look(self._file)
+    def account(self, headers: Iterable[tuple[bytes, bytes]]) -> Account:
+        """The account of the key that the headers have as `Authorization: Bearer KEY`. Header names are in lower case.
+
+        Raises: Unauthorized without a valid key.
+        """
+        if self._file is not None and monotonic() - self._looked_at > _SILENT_S:
+            self._report(f"{self._file} cannot be looked at: its storage does not answer; the keys it had before stay valid")
         given = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
+        scheme, _, text = given.partition(b" ")
         # The time of a look-up tells something about hashes. Nobody can choose a key by its hash.
-        return hashlib.sha256(key.strip()).digest() in self._digests
+        key = self._keys.get(hashlib.sha256(text.strip()).digest()) if scheme.lower() == b"bearer" else None
+        if key is None:
+            raise Unauthorized
+        if key.limits.expires is not None and key.limits.expires <= datetime.now(UTC):
+            raise Unauthorized(f"the API key `{key.name}` has expired; ask the server's operator for another one")
+        account = self._accounts.get(key.name)
+        if account is None:
+            account = self._accounts[key.name] = Account(key.name, self._usage, self._num_gateways)
+        account.limits = key.limits
+        return account
+
+    def look(self) -> None:
+        """Read the file again if it has changed. The old keys stay valid while the file cannot be read, or is not a keys file.
+
+        The keys of a file that is gone are not valid: whoever deletes the file does not want its keys to work.
+        """
+        assert self._file is not None, "only a file is looked at"
+        try:
+            self._look(self._file)
+        except (FileNotFoundError, NotADirectoryError):
+            self._num_misses += 1
+            if self._num_misses >= _LOOKS_TO_BE_GONE:
+                self._keys, self._seen = self._by_digest(()), None
+                self._report(f"{self._file} is gone: its keys are no longer valid")
+        except OSError as error:
+            self._report(f"{self._file} cannot be looked at ({error.strerror}); the keys it had before stay valid")
+        self._looked_at = monotonic()
 
     def _look(self, file: Path) -> None:
-        """Read the file again if it has changed. The old keys stay valid while the file is not a keys file."""
-        self._looked_at = monotonic()
+        """Raises: OSError."""
         signature = _signature(file)
+        self._num_misses = 0
         if signature == self._seen:
             return
-        self._seen = signature
         try:
-            self._digests = self._one | _read_digests(file)
+            self._keys = self._by_digest(read_keys(file).values())
+            self._reported = ""
             log.info("%s was read again", file)
         except KeysError as error:
-            log.error("%s; the keys it had before stay valid", error)
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None
+            self._report(f"{error}; the keys it had before stay valid")
+        self._seen = signature
+
+    def _by_digest(self, keys: Iterable[Key]) -> dict[bytes, Key]:
+        return {key.digest: key for key in [*keys, *self._one]}
+
+    def _report(self, problem: str) -> None:
+        """Log a problem once while it lasts."""
+        if problem != self._reported:
+            self._reported = problem
+            log.error(problem)
 
 
-def read_keys(file: Path) -> dict[str, str]:
-    """The hash (`sha256:HEX`) of each key in a file, by the key's name. Raises: KeysError naming the line at fault."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise KeysError(f"the keys file {file} cannot be read ({error}); make one with: emberforge keys add NAME") from error
-    keys: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = _LINE.fullmatch(line.strip())
-        if match is None:  # the text does not quote the line: the line may contain a key in clear
-            raise KeysError(f"{file}, line {number} is not `NAME sha256:HEX`; use `emberforge keys add` and `remove`")
-        if match["name"] in keys:
-            raise KeysError(f"{file}, line {number}: there is a key {match['name']!r} already; remove one of the lines")
-        keys[match["name"]] = "sha256:" + match["digest"].lower()
-    return keys
+def _look_for_ever(of: "weakref.ref[Keys]") -> None:
+    while True:
+        sleep(_LOOK_EVERY_S)
+        if (keys := of()) is None:
+            return
+        try:
+            keys.look()
+        except Exception:  # without this thread a removed key would stay valid
+            log.exception("the keys file could not be read")
+        del keys
 
 
-def add_key(file: Path, name: str) -> str:
-    """Add a new key under `name`, and return the key. It is stored nowhere else. Raises: KeysError."""
-    if not name or name.startswith("#") or any(char.isspace() for char in name):
-        raise KeysError(f"{name!r} is no name of a key: it must not be empty, hold spaces or begin with #")
-    key = "ef-" + secrets.token_urlsafe(32)
-    with _changing(file):
-        keys = read_keys(file) if file.exists() else {}
-        if name in keys:
-            raise KeysError(f"{file} has a key {name!r} already; choose another name, or remove it first")
-        _write_keys(file, keys | {name: hash_key(key)})
-    return key
-
-
-def remove_key(file: Path, name: str) -> None:
-    """Raises: KeysError if the file has no key of that name."""
-    with _changing(file):
-        keys = read_keys(file)
-        if name not in keys:
-            raise KeysError(f"{file} has no key {name!r}; there is {', '.join(keys) or 'none'}")
-        _write_keys(file, {other: value for other, value in keys.items() if other != name})
-
-
-@contextmanager
-def _changing(file: Path) -> Iterator[None]:
-    """One command at a time changes the files of a folder. Raises: KeysError."""
-    try:
-        folder = os.open(file.resolve().parent, os.O_RDONLY)
-    except OSError as error:
-        raise KeysError(f"the keys file {file} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
-
-
-def _write_keys(file: Path, keys: Mapping[str, str]) -> None:
-    """Replace the file in one step: a server that reads it meanwhile gets the old content or the new one."""
-    file = file.resolve()  # a symbolic link stays a link
-    try:
-        with NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
-            new.write(_HEAD + "".join(f"{name} {value}\n" for name, value in keys.items()))
-        if file.exists():
-            old = file.stat()
-            os.chmod(new.name, old.st_mode & 0o777)
-        os.replace(new.name, file)
-    except OSError as error:
-        raise KeysError(f"the keys file {file} cannot be written: {error.strerror}") from error
-
-
-def _read_digests(file: Path) -> frozenset[bytes]:
-    return frozenset(_digest(value) for value in read_keys(file).values())
-
-
-def _digest(value: str) -> bytes:
-    return bytes.fromhex(value.removeprefix("sha256:"))
-
-
-def _signature(file: Path | None) -> tuple[int, int, int] | None:
-    """Values that change when the file's content changes. None if there is no file."""
-    try:
-        stat = os.stat(file) if file is not None else None
-    except OSError:
-        return None
-    return (stat.st_ino, stat.st_size, stat.st_mtime_ns) if stat else None
+def _signature(file: Path) -> tuple[int, int, int]:
+    """Values that change when the file's content changes. Raises: OSError."""
+    stat = os.stat(file)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

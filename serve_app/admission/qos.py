@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, cast, get_args
 
 from engine.options import Priority
+from serve_app.admission.accounts import calling
 from serve_app.errors import BadHeader
 
 _PRIORITY, _DEADLINE, _CACHE = b"x-priority", b"x-request-deadline-ms", b"cache-control"
@@ -20,6 +21,7 @@ class Qos:
     priority: Priority = "interactive"
     deadline_s: float | None = None  # from the time of the call that gets this object; None: the server's timeout alone
     store: bool = True  # False keeps the request out of the vector cache
+    owner: str = ""  # the name of the API key; empty without keys
 
     def after(self, seconds: float) -> "Qos":
         """The QoS `seconds` later: the deadline is nearer by as much."""
@@ -31,7 +33,7 @@ DEFAULT_QOS: Final = Qos()
 
 def read_qos(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Qos:
     """The QoS in a request's headers. Header names are in lower case. No deadline is later than `timeout_s`; the soonest of
-    several counts.
+    several counts. No priority is higher than that of the API key whose request runs.
 
     Raises: BadHeader naming the header and its value.
     """
@@ -44,7 +46,10 @@ def read_qos(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Qos:
             qos = replace(qos, deadline_s=min(_seconds(value), qos.deadline_s or timeout_s))
         elif "no-store" in (directive.strip().lower() for directive in value.split(",")):
             qos = replace(qos, store=False)
-    return qos
+    if (account := calling()) is None:
+        return qos
+    most = account.limits.priority
+    return replace(qos, owner=account.name, priority=qos.priority if most == "interactive" else most)
 
 
 def _priority(value: str) -> Priority:

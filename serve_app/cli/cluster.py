@@ -104,6 +104,9 @@ def cluster_status(
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 s, until Ctrl-C")] = False,
     address: Annotated[str | None, typer.Option(metavar="HEAD[:PORT]", help="Of the cluster, if not this node's")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EMBERFORGE_API_KEY", help="A key of the gateway, which shows that key's models")
+    ] = None,
 ) -> None:
     """Show the cluster's nodes with their cards, and its pools with their load."""
     if as_json and watch:
@@ -111,7 +114,7 @@ def cluster_status(
     from cluster import status
 
     output = Console(width=None if sys.stdout.isatty() else 160)
-    with status.watching(address) as watcher:
+    with status.watching(address, api_key) as watcher:
         if watch:
             status.show_forever(watcher, output)
         elif as_json:

@@ -17,7 +17,7 @@ from serve_app.cli import tei
 from serve_app.cli.cluster import cluster_status, plan, start_node, stop_node
 from serve_app.cli.console import console
 from serve_app.cli.generate import chat, check_refused, generate, with_options
-from serve_app.cli.keys import add_key, list_keys, remove_key
+from serve_app.cli.keys import add_key, key_usage, limit_key, list_keys, remove_key
 from serve_app.cli.machine import doctor, kernels
 from serve_app.cli.options import with_settings
 from serve_app.cli.serve import config, serve
@@ -66,8 +66,10 @@ cluster_commands = typer.Typer(help="Look at the running cluster.", no_args_is_h
 cluster_commands.command("status")(cluster_status)
 cli.add_typer(cluster_commands, name="cluster")
 
-keys_commands = typer.Typer(help="Make and take back the API keys of a keys file.", no_args_is_help=True)
+keys_commands = typer.Typer(help="Make, limit and take back the API keys of a keys file.", no_args_is_help=True)
 keys_commands.command("add")(add_key)
 keys_commands.command("list")(list_keys)
+keys_commands.command("limit")(limit_key)
 keys_commands.command("remove")(remove_key)
+keys_commands.command("usage")(key_usage)
 cli.add_typer(keys_commands, name="keys")

@@ -19,7 +19,7 @@ from rich.markup import escape
 from cluster.model_spec import IDLE_PROMPTS
 from engine.errors import EmberError, ModelError
 from engine.model.config import ModelConfig
-from serve_app.admission import keys
+from serve_app.admission.key_file import read_keys
 from serve_app.cli.console import console
 from serve_app.settings import Settings, SettingsError
 
@@ -40,7 +40,8 @@ def serve(settings: Settings) -> None:
     _check_port(settings.host, settings.port, "--port")
     if settings.grpc_port is not None:
         _check_port(settings.host, settings.grpc_port, "--grpc-port")
-    keys.Keys.of(settings)  # a bad keys file stops the start here, not in a replica
+    if settings.api_keys_file is not None:
+        read_keys(Path(settings.api_keys_file))  # a bad keys file stops the start here, not in a replica
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes must not inherit it
     configs = []
@@ -113,7 +114,7 @@ def _check_environment() -> None:
 
 def _for_this_machine(settings: Settings) -> Settings:
     """The settings with the address 127.0.0.1, if neither an address nor a key is given. A container is closed anyway."""
-    told = "host" in settings.model_fields_set or settings.api_key or settings.api_keys_file
+    told = "host" in settings.model_fields_set or settings.has_keys
     if told or os.environ.get("EMBERFORGE_IMAGE"):
         return settings
     console.print("listening on 127.0.0.1 alone, because requests need no key; --host 0.0.0.0 opens the server to the network")
@@ -258,7 +259,7 @@ def _announce(settings: Settings, config: ModelConfig) -> None:
         console.print(f"      `model` in a request chooses: {', '.join(settings.names)}")
     if settings.grpc_port is not None:
         console.print(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
-    key = "-H 'Authorization: Bearer KEY' " if settings.api_key or settings.api_keys_file else ""
+    key = "-H 'Authorization: Bearer KEY' " if settings.has_keys else ""
     path, body = _example(config, settings.names[0])
     console.print(f"\ncurl {address}{path} -H 'Content-Type: application/json' {key}-d '{body}'\n")
 

@@ -14,6 +14,7 @@ from engine.options import SamplingOptions, TokenIds
 from engine.schedule.stream import Answer, FinishReason, Stream, Token
 from engine.text.detokenizer import Detokenizer
 from engine.text.prompts import Prompts
+from serve_app.admission.accounts import calling
 from serve_app.admission.qos import Qos
 from serve_app.compute.service import Service
 from serve_app.errors import BadRequest, BatchTooLarge
@@ -91,6 +92,7 @@ class Generation:
         self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
+        self._account, self._num_charged = calling(), 0
 
     @property
     def usage(self) -> Usage:
@@ -130,6 +132,7 @@ class Generation:
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
                 self._answers = await service.off_loop(work, self._prepare, start)
                 service.metrics.tokenize_seconds.observe(perf_counter() - start)
+                service.admission.spend(self._model, self.usage.prompt_tokens)
                 self._model.submit([answer.stream for answer in self._answers])
                 self._num_open, is_first = len(self._answers), True
                 while self._num_open:
@@ -138,6 +141,7 @@ class Generation:
                         await self._has_events
                     events, self._events = self._events, []
                     deltas, error = self._take(events)
+                    self._charge()
                     if deltas and is_first:
                         is_first = False
                         service.metrics.first_token_seconds.observe(perf_counter() - start)
@@ -157,6 +161,13 @@ class Generation:
                 answer.stream.future.cancel()  # does nothing to a stream that has ended
             service.metrics.generated_tokens.inc(self.usage.completion_tokens)
 
+    def _charge(self) -> None:
+        """Count the tokens that the answers have got since the last call for the API key."""
+        if self._account is not None:
+            num_tokens = self.usage.completion_tokens
+            self._account.add(self._model.info.served_model_name, num_tokens - self._num_charged)
+            self._num_charged = num_tokens
+
     def _prepare(self, start: float) -> list[_Answer]:
         """The answers, not yet submitted. Runs on a thread if the prompts are long."""
         deadline = inf if self._qos.deadline_s is None else start + self._qos.deadline_s
@@ -168,7 +179,7 @@ class Generation:
             for choice in range(self._wanted.n):
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
-                stream.priority, stream.deadline = self._qos.priority, deadline
+                stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.limit = start + self._service.settings.request_timeout_s
                 stream.on_token = partial(self._delivery.add, partial(self._put, len(answers)))
                 stream.on_pass = self._delivery.wake

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -13,9 +14,13 @@ from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
+from serve_app.admission.accounts import calling
 from serve_app.admission.admission import Admission
 from serve_app.admission.bytes_in_flight import Hold
+from serve_app.admission.gateways import Gateways
 from serve_app.admission.inputs import TextOrPair
+from serve_app.admission.key_models import KeyModels
+from serve_app.admission.keys import Keys
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.delivery import Delivery
@@ -23,6 +28,7 @@ from serve_app.errors import ApiError, BadHeader, DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.tei_metrics import Task
+from serve_app.observe.usage import Usage
 
 T = TypeVar("T")
 
@@ -44,10 +50,16 @@ _hold: ContextVar[Hold | None] = ContextVar("hold", default=None)
 
 
 class Service:
-    """The models of one backend, with admission, timeouts and metrics. Called on one event loop."""
+    """The models of one backend, with API keys, admission, timeouts and metrics. Called on one event loop."""
 
     def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
-        self.backend, self.settings, self.metrics = backend, settings, metrics
+        self.settings, self.metrics = settings, metrics
+        self.keys: Keys | None = None  # None if requests need no key
+        self.backend = backend
+        self.usage = Usage(metrics.observe_usage, Path(settings.usage_log) if settings.usage_log else None)
+        if settings.has_keys:
+            gateways = Gateways()
+            self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())))
         self.encoding = asyncio.Lock()  # held while a part of a large answer is encoded
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
@@ -76,13 +88,14 @@ class Service:
     ) -> Embeddings:
         """Tokenise `num_chars` characters with `encode(*args)`, and compute.
 
-        Raises: as the tokenizer and the engine; Overloaded if the answers in flight take too much memory.
+        Raises: as the tokenizer and the engine; Overloaded if the answers in flight take too much memory, or for an API key
+            without enough tokens left.
         """
         hold, width = _hold.get(), len(model.info.labels) or model.info.embedding_size
         if hold is not None and options.pooled:
             hold.expect(_NUMBER_BYTES * width * state.num_inputs)
         sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
-        self.count_tokens(state, sequences)
+        self.count_tokens(state, sequences, model)
         _check_answer_size(options, state.num_tokens, model.info.embedding_size)
         result = await model.embed(sequences, options, state.qos.after(state.tokenization_s))
         self.count_results(state, [result], task)
@@ -118,6 +131,8 @@ class Service:
         """What a client hears whose request was not done within `timeout_s`, or cannot be."""
         if isinstance(error, DeadlineOutOfReach):
             self.metrics.rejected.inc()
+            if (account := calling()) is not None:
+                account.refused(None)
             return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")
         return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
 
@@ -140,9 +155,10 @@ class Service:
         """`function(*args)` on a tokenising thread."""
         return asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
-    def count_tokens(self, state: RequestState, sequences: Sequence[TokenIds]) -> None:
-        """Count a request that has been tokenised now."""
+    def count_tokens(self, state: RequestState, sequences: Sequence[TokenIds], model: ServedModel) -> None:
+        """Count a request that has been tokenised now. Raises: Overloaded for an API key without enough tokens left."""
         state.tokenized(sequences)
+        self.admission.spend(model, state.num_tokens)
         self.metrics.tokenize_seconds.observe(state.tokenization_s)
         self.metrics.tei.tokenized(map(len, sequences))
 

@@ -1,5 +1,6 @@
 """The gateway: the same API as a replica's over all pools of the cluster. It needs no GPU."""
 
+import asyncio
 from typing import Any
 
 from ray import serve
@@ -38,6 +39,9 @@ class Gateway(TeiServicer):
         It never raises: a new gateway would find no more pools than this one. `/health` tells whether there are any.
         """
         await self._models.connect()
+
+    async def __del__(self) -> None:
+        await asyncio.to_thread(self._api.service.usage.write)
 
 
 def build(args: GatewayArgs) -> serve.Application:

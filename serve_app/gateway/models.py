@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -26,13 +27,13 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
 from serve_app.errors import Asleep as ModelAsleep
-from serve_app.errors import Quarantined, Unhealthy, UnknownModel, WrongModel, WrongTask
+from serve_app.errors import Quarantined, Unhealthy, UnknownModel
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
 from serve_app.gateway.remote import LOST, ReplicaDied, in_background
 from serve_app.gather import gather
-from serve_app.models import Check, ModelInfo
+from serve_app.models import Check, ModelInfo, passes
 from serve_app.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class PooledModel:
         self.tokenizer = Tokenizer.load(folder, config)
         self.pools = [PoolClient(ref) for ref in given.pools]
         self.suspects, self._untold = Suspects(), list[Death]()
+        self._open_tokens = Counter[str]()  # of the requests that are not answered, by owner
         for pool in self.pools:
             pool.load.on_deaths = self.suspects.learn
         self.num_parameters = num_parameters(config)
@@ -129,14 +131,20 @@ class PooledModel:
             return await self._choose(ticket, left).embed(sequences, options, left, ticket, alone=mark in self.suspects)
 
         num_losses = 0
-        for number in (1, 2, 3):  # a third time for a request that was sent to a replica already known to be dead
-            try:
-                return await self.suspects.run(mark, attempt)
-            except LOST as error:
-                num_losses += self.lost(mark, number, error, sent_at)
-            if num_losses == 2:
-                break
-        raise self.given_up(mark)
+        self._open_tokens[qos.owner] += sum(lengths)
+        try:
+            for number in (1, 2, 3):  # a third time for a request that was sent to a replica already known to be dead
+                try:
+                    return await self.suspects.run(mark, attempt)
+                except LOST as error:
+                    num_losses += self.lost(mark, number, error, sent_at)
+                if num_losses == 2:
+                    break
+            raise self.given_up(mark)
+        finally:
+            self._open_tokens[qos.owner] -= sum(lengths)
+            if not self._open_tokens[qos.owner]:
+                del self._open_tokens[qos.owner]
 
     def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> bool:
         """A replica was lost with this request. If the replica died with the request, the request is a suspect from now on.
@@ -175,7 +183,8 @@ class PooledModel:
             DeadlineOutOfReach if even the first pool would be late: after the deadline or, without one, after the server's
             timeout. An idle replica is tried in any case, because it may be faster than predicted. So is a pool whose replicas
             have not measured their rate yet. Without a deadline a sleeping pool is waited for, because the time that it takes to
-            start is a guess.
+            start is a guess. Of several API keys only those with an equal share of the work or more are refused here: the
+            queue of a replica knows when it computes a request of another key.
         """
         now, name = monotonic(), self.given.spec.name
         load = choose((pool.load for pool in self.pools), ticket, now)
@@ -191,9 +200,14 @@ class PooledModel:
         limit_s = qos.deadline_s
         if limit_s is None:
             limit_s = self._timeout_s if load.replicas else inf
-        if finish_s > limit_s and (not load.replicas or (load.is_measured and load.queued_tokens(now))):
+        is_known = not load.replicas or (load.is_measured and load.queued_tokens(now))
+        if finish_s > limit_s and is_known and self._has_share(qos.owner):
             raise DeadlineOutOfReach(finish_s, limit_s)
         return pool
+
+    def _has_share(self, owner: str) -> bool:
+        """Whether an owner has an equal share of this gateway's open work, or more."""
+        return self._open_tokens[owner] * len(self._open_tokens) >= self._open_tokens.total()
 
 
 class PooledGenerator(PooledModel):
@@ -289,7 +303,7 @@ class PooledModels:
     def get(self, name: str | None, check: Check | None = None) -> PooledModel:
         if name is None:
             able = [] if check is None else [self._default, *self._models]
-            return next((model for model in able if _passes(check, model.info)), self._default)
+            return next((model for model in able if check and passes(check, model.info)), self._default)
         if name not in self._by_name:
             raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
         return self._by_name[name]
@@ -305,15 +319,6 @@ class PooledModels:
 
     def backlog_s(self, name: str | None = None) -> float:
         return self._by_name.get(name or "", self._default).finish_s(0)
-
-
-def _passes(check: Check | None, info: ModelInfo) -> bool:
-    try:
-        if check is not None:
-            check(info)
-    except (WrongTask, WrongModel):
-        return False
-    return True
 
 
 def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:

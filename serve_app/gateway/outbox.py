@@ -3,12 +3,16 @@
 Requests that arrive in one turn of the event loop leave as one call. While every replica has a call, requests wait for the next
 call to return and leave together then (Nagle's algorithm, RFC 896).
 
+All requests of a call have one owner: they are answered when the last of them is done, and the queue of a replica makes a request
+wait for others of its owner.
+
 A call through Serve costs each side a millisecond or more, however small it is. With one short text in each call, a replica would
 spend more time on calls than on computing (docs/decisions/024).
 """
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -37,6 +41,9 @@ def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:
     return next_ticket(sum(each.num_tokens for each in tickets), max(each.longest for each in tickets), tickets[0].batch)
 
 
+_Kind = tuple[bool, str]  # whether the priority is batch, and the owner
+
+
 @dataclass(eq=False, slots=True)
 class _Waiting:
     call: ReplicaCall
@@ -46,9 +53,9 @@ class _Waiting:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Requests of one priority that leave as one call."""
+    """Requests of one priority and one owner that leave as one call."""
 
-    batch: bool
+    kind: _Kind
     due: float  # on the event loop's clock; the group leaves then at the latest
     leaving: asyncio.Handle  # the next check whether the group leaves
     members: list[_Waiting] = field(default_factory=list)
@@ -73,15 +80,16 @@ class Outbox:
             has_room: whether a small call may leave while the given number of calls is under way.
         """
         self._send, self._most_tokens, self._has_room = send, most_tokens, has_room
-        self._groups: dict[bool, _Group] = {}  # the groups that have not left; True is batch priority
-        self._under_way = {False: 0, True: 0}  # the number of calls without an answer, by the same key
+        self._groups: dict[_Kind, _Group] = {}  # the groups that have not left
+        self._under_way = Counter[_Kind]()  # the number of calls without an answer
 
     async def put(self, call: ReplicaCall, ticket: Ticket) -> Embeddings:
         """Sends one request and waits for its result. The call is cancelled when all callers in it have cancelled.
 
         Raises: the request's own error, or an error that `send` raises.
         """
-        group = self._group_for(ticket)
+        _, _, qos = call
+        group = self._group_for((ticket.batch, qos.owner), ticket.num_tokens)
         waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())
         group.members.append(waiting)
         group.num_tokens += ticket.num_tokens
@@ -95,45 +103,45 @@ class Outbox:
             if group.sending is not None and not group.num_waiting:
                 group.sending.cancel()  # does nothing once the call has ended
 
-    def _group_for(self, ticket: Ticket) -> _Group:
-        loop, group = asyncio.get_running_loop(), self._groups.get(ticket.batch)
-        if group is not None and (
-            group.num_tokens + ticket.num_tokens > self._most_tokens() or len(group.members) == _MOST_CALLS
-        ):
+    def _group_for(self, kind: _Kind, num_tokens: int) -> _Group:
+        loop, group = asyncio.get_running_loop(), self._groups.get(kind)
+        if group is not None and (group.num_tokens + num_tokens > self._most_tokens() or len(group.members) == _MOST_CALLS):
             self._leave(group)
             group = None
         if group is None:
-            group = _Group(ticket.batch, loop.time() + _MOST_WAIT_S, loop.call_soon(self._check, ticket.batch))
-            self._groups[ticket.batch] = group
+            group = _Group(kind, loop.time() + _MOST_WAIT_S, loop.call_soon(self._check, kind))
+            self._groups[kind] = group
         return group
 
     def _check_soon(self, group: _Group) -> None:
         """Checks at the end of this turn of the event loop instead of at the time set before."""
         group.leaving.cancel()
-        group.leaving = asyncio.get_running_loop().call_soon(self._check, group.batch)
+        group.leaving = asyncio.get_running_loop().call_soon(self._check, group.kind)
 
-    def _check(self, batch: bool) -> None:
+    def _check(self, kind: _Kind) -> None:
         """Lets the group leave if it is large, if a replica is without a call, or later when it is due."""
-        group = self._groups[batch]
+        group = self._groups[kind]
         is_much = len(group.members) >= _WORTH_A_CALL or group.num_tokens >= self._most_tokens()
-        if is_much or self._has_room(self._under_way[batch]):
+        if is_much or self._has_room(self._under_way[kind]):
             self._leave(group)
         else:
             group.leaving = asyncio.get_running_loop().call_at(group.due, self._leave, group)
 
     def _leave(self, group: _Group) -> None:
         group.leaving.cancel()
-        del self._groups[group.batch]
+        del self._groups[group.kind]
         group.members = [each for each in group.members if not each.answer.done()]
         if group.members:
-            self._under_way[group.batch] += 1
+            self._under_way[group.kind] += 1
             # A context of its own, so that no request's id travels with the other requests.
             group.sending = asyncio.get_running_loop().create_task(self._deliver(group), context=Context())
-            group.sending.add_done_callback(lambda _: self._returned(group.batch))
+            group.sending.add_done_callback(lambda _: self._returned(group.kind))
 
-    def _returned(self, batch: bool) -> None:
-        self._under_way[batch] -= 1
-        if (group := self._groups.get(batch)) is not None:
+    def _returned(self, kind: _Kind) -> None:
+        self._under_way[kind] -= 1
+        if not self._under_way[kind]:
+            del self._under_way[kind]
+        if (group := self._groups.get(kind)) is not None:
             self._check_soon(group)
 
     async def _deliver(self, group: _Group) -> None:

@@ -23,6 +23,7 @@ class NewStream(NamedTuple):
     priority: Priority
     deadline_s: float  # seconds that are left for the whole answer; inf for no deadline
     answered: NDArray[np.int32]  # [n] the tokens of the answer that another replica has computed
+    owner: str = ""  # as `Qos.owner`
 
 
 class End(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from engine.hub import split_revision
-from serve_app.admission.keys import Keys
+from serve_app.admission.accounts import called_by
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.service import TOKENIZING_THREADS, Service
-from serve_app.errors import BatchTooLarge, EmptyBatch, Unauthorized, WrongModel
+from serve_app.errors import BatchTooLarge, EmptyBatch, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.calls import Context, counted_call
@@ -91,7 +91,6 @@ class TeiServicer(HealthServicer):
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._keys = Keys.of(service.settings)
 
     # The methods, in the order of tei.proto.
 
@@ -164,7 +163,7 @@ class TeiServicer(HealthServicer):
     def _caller(self, context: Context) -> Caller:
         """Raises: Unauthorized, UnknownModel."""
         given = list(headers(context.invocation_metadata()))
-        if self._keys is not None and not self._keys.admit(given):
-            raise Unauthorized
+        if self._service.keys is not None:
+            called_by(self._service.keys.account(given))
         name = next((value.decode() for name, value in given if name == b"x-model"), None)
         return Caller(given, self._service.backend.get(name))

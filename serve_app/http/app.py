@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from cluster.settings import ServerSettings
-from serve_app.admission.keys import Keys
 from serve_app.compute.service import Service
 from serve_app.http.cors import cors
 from serve_app.http.errors import no_such_route
@@ -25,8 +24,7 @@ class Api:
 
     def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.service = Service(backend, settings, metrics)
-        keys = Keys.of(settings)
-        routes = [routing.Route(route.path, guarded(route, self.service, keys), methods=[route.method]) for route in ROUTES]
+        routes = [routing.Route(route.path, guarded(route, self.service), methods=[route.method]) for route in ROUTES]
         app = Starlette(
             routes=routes, middleware=[cors(settings.cors_allow_origin)], exception_handlers={HTTPException: no_such_route}
         )

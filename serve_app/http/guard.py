@@ -9,25 +9,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine.errors import EmberError
-from serve_app.admission.keys import Keys
+from serve_app.admission.accounts import called_by
 from serve_app.compute.service import Service
-from serve_app.errors import Unauthorized
 from serve_app.http.errors import error_response
 from serve_app.http.routes import Route
 
 log = logging.getLogger(__name__)
 
 
-def guarded(route: Route, service: Service, keys: Keys | None) -> Callable[[Request], Awaitable[Response]]:
+def guarded(route: Route, service: Service) -> Callable[[Request], Awaitable[Response]]:
     """The route's endpoint for Starlette. It always responds, unless the client disconnects."""
-    keys = None if route.public else keys
+    keys = None if route.public else service.keys
     endpoint, path, form, metrics = route.endpoint, route.path, route.form, service.metrics
 
     async def respond(request: Request) -> Response:
         start = perf_counter()
         try:
-            if keys is not None and not keys.admit(request.scope["headers"]):
-                raise Unauthorized
+            if keys is not None:
+                called_by(keys.account(request.scope["headers"]))
             response = await endpoint(service, request)
         except EmberError as error:
             if request.method == "POST":  # TEI counts no failed health check

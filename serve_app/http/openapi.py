@@ -34,12 +34,12 @@ _ERRORS: dict[Form, dict[str, Any]] = {
 _STATUSES = {
     400: "The JSON is broken, or an input is empty",
     401: "The server wants an API key, and the request has no valid one. TEI's routes answer without a body",
-    404: "Unknown model",
+    404: "Unknown model, or a model that the API key may not use",
     413: "The body is too large",
     415: "The content type is not application/json",
     422: "The model cannot take an input or a field",
     424: "The forward pass failed",
-    429: "Too many requests are in flight, or the deadline is out of reach. Retry-After says when to try again",
+    429: "Too many requests are in flight, the deadline is out of reach, or the key is over a limit. Retry-After has the time",
     503: "The engine does not answer",
     504: "The request took longer than request_timeout_s or than its deadline",
 }

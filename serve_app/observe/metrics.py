@@ -12,11 +12,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from engine.loop import BatchReport
 from serve_app.observe import tei_metrics
 from serve_app.observe.tei_metrics import TeiMetrics
+from serve_app.observe.usage import Counts
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # The buckets of TEI's te_batch_next_tokens and te_batch_next_size, which are made from our series.
 _TOKENS = tuple(float(2**k) for k in range(21))
 _SEQUENCES = tuple(float(2**k) for k in range(13))
+# API keys with series of their own.
+_MOST_KEYS = 1000
 
 
 class Metrics:
@@ -57,6 +60,11 @@ class Metrics:
         self._queued_inputs: Callable[[], int] | None = None
         self._model = model
         self._of_route = cache(self._series_of_route)  # `labels` looks series up under a lock, which costs 10 us a request
+        self._key_requests = self._counter("key_requests", "Requests of an API key that were computed", "key", "served_model")
+        self._key_tokens = self._counter("key_tokens", "Tokens of an API key: inputs, prompts and answers", "key", "served_model")
+        self._key_refusals = self._counter("key_refusals", "Requests of an API key answered 429", "key", "served_model")
+        self._of_key = cache(self._series_of_key)
+        self._keys: set[str] = set()
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
         self._pool_pages = self._gauge("pool_kv_pages_held", "Pages of a pool's KV caches that streams hold", "pool")
@@ -93,6 +101,21 @@ class Metrics:
 
     def _series_of_route(self, route: str, status: int | str) -> tuple[Counter, Histogram]:
         return self.requests.labels(self._model, route, str(status)), self.request_seconds.labels(self._model, route)
+
+    def observe_usage(self, key: str, served_model: str, counts: Counts) -> None:
+        """Count the usage of an API key. Keys beyond the first thousand are counted together."""
+        if key not in self._keys:
+            key = key if len(self._keys) < _MOST_KEYS else "others"
+            self._keys.add(key)
+        requests, tokens, refusals = self._of_key(key, served_model)
+        requests.inc(counts.requests)
+        tokens.inc(counts.tokens)
+        refusals.inc(counts.refusals)
+
+    def _series_of_key(self, *labels: str) -> tuple[Counter, Counter, Counter]:
+        series = self._key_requests, self._key_tokens, self._key_refusals
+        requests, tokens, refusals = (each.labels(self._model, *labels) for each in series)
+        return requests, tokens, refusals
 
     def observe_batch(self, report: BatchReport) -> None:
         self.batch_seconds.observe(report.seconds)

@@ -17,20 +17,21 @@ from serve_app.observe.metrics import Metrics
 # Bytes of an entry besides the numbers of the vector: the key, the array object, and the cache's own records.
 ENTRY_BYTES = 500
 
-_Key = tuple[bytes, EmbedOptions]
+_Key = tuple[bytes, EmbedOptions, str]
 
 
 class CachedModel:
     """A model with a cache of its vectors. New vectors replace the least recently used ones.
 
-    The key is the token ids and the options, which is enough because a replica has one model. Only the event loop calls the
-    cache, so nothing is locked. A cached vector is bit for bit a vector that a pass has given. Computed again in another batch,
-    it may differ by rounding.
+    An entry is found by the token ids, the options and the API key's name. The time of an answer would otherwise tell a key what
+    other keys have sent. A replica has one model. Only the event loop calls the cache, so nothing is locked. A cached vector is
+    bit for bit a vector that a pass has given. Computed again in another batch, it may differ by rounding.
     """
 
-    def __init__(self, model: ServedModel, max_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, model: ServedModel, max_bytes: int, metrics: Metrics, shared: bool = False) -> None:
+        """`shared`: an entry answers all API keys."""
         self.info, self.tokenizer = model.info, model.tokenizer
-        self._model = model
+        self._model, self._shared = model, shared
         self._vectors: LRUCache[_Key, Vectors] = LRUCache(max_bytes, getsizeof=lambda vector: vector.nbytes + ENTRY_BYTES)
         self._hits, self._misses = metrics.cache_hits, metrics.cache_misses
         metrics.cache_bytes.set_function(lambda: self._vectors.currsize)
@@ -39,7 +40,8 @@ class CachedModel:
         """As `ServedModel.embed`. Only vectors are cached: other results are as large as hundreds of vectors."""
         if options.outputs or not options.pooled or not qos.store:
             return await self._model.embed(sequences, options, qos)
-        keys = [(blake2b(ids.tobytes(), digest_size=32).digest(), options) for ids in sequences]
+        owner = "" if self._shared else qos.owner
+        keys = [(blake2b(ids.tobytes(), digest_size=32).digest(), options, owner) for ids in sequences]
         found = [self._vectors.get(key) for key in keys]
         missing = [index for index, vector in enumerate(found) if vector is None]
         self._hits.inc(len(found) - len(missing))

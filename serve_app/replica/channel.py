@@ -93,7 +93,7 @@ class Channel:
             except Exception as error:
                 self._end(new.number, error)
                 continue
-            stream.priority, stream.deadline = new.priority, perf_counter() + new.deadline_s
+            stream.priority, stream.owner, stream.deadline = new.priority, new.owner, perf_counter() + new.deadline_s
             stream.on_token = partial(self._got, new.number)
             stream.on_pass = self._delivery.wake
             stream.future.add_done_callback(partial(self._ended, new.number))

@@ -39,7 +39,9 @@ class LocalModel:
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         now = perf_counter()
         deadline = inf if qos.deadline_s is None else now + qos.deadline_s
-        request = Request(sequences, options, priority=qos.priority, deadline=deadline, limit=now + self._timeout_s)
+        request = Request(
+            sequences, options, priority=qos.priority, owner=qos.owner, deadline=deadline, limit=now + self._timeout_s
+        )
         try:
             await self._collect(request)
             return await self._loop.answer(request)

@@ -65,7 +65,7 @@ class EngineServer:
         )
         self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s)
         if settings.cache_bytes:
-            self._model = CachedModel(self._model, settings.cache_bytes, self._metrics)
+            self._model = CachedModel(self._model, settings.cache_bytes, self._metrics, settings.share_cache_between_keys)
         if (pages := self._engine.pages) is not None:
             self._model = LocalGenerator(info, self._engine, self._loop, self._model if info.embeds else None)
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
@@ -112,6 +112,10 @@ class ModelServer(EngineServer, TeiServicer):
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app
+
+    async def __del__(self) -> None:
+        await super().__del__()
+        await asyncio.to_thread(self._api.service.usage.write)
 
 
 def canary_of(engine: Engine) -> Callable[[], Waiting]:

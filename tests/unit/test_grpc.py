@@ -23,6 +23,7 @@ from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import Qos
 from serve_app.app import deploy_config, machine_share
 from serve_app.compute import embedding, scoring
@@ -372,6 +373,38 @@ def test_keys_are_wanted_everywhere_but_for_health(make: Make) -> None:
         assert (await server.health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
 
     make(api_key="right").run(scenario)
+
+
+def test_a_key_over_a_limit_is_refused_by_name(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    tokens = add_key(file, "tokens", {"tokens_per_minute": "6"})
+    streams = add_key(file, "streams", {"requests_in_flight": "2"})
+
+    async def scenario(server: Server) -> None:
+        request, key = tei.EmbedRequest(inputs="a"), [("authorization", f"Bearer {tokens}")]  # three tokens
+        assert [each async for each in server.embed.EmbedStream(iter([request]), metadata=key)]
+        assert (await server.embed.Embed(request, metadata=key)).embeddings
+        text = "the API key `tokens` has used up its tokens per minute; its limit is 6"
+        assert await refused(server.embed.Embed(request, metadata=key)) == (Code.RESOURCE_EXHAUSTED, text)
+        assert await refused(server.embed.EmbedStream(iter([request]), metadata=key).read()) == (Code.RESOURCE_EXHAUSTED, text)
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await server.embed.Embed(request, metadata=key)
+        assert dict(told.value.trailing_metadata())["retry-after"]
+
+        server.model.hold = {3: asyncio.Event()}
+        key, calls = [("authorization", f"Bearer {streams}")], []
+        for _ in range(2):
+            calls.append(server.embed.EmbedStream(iter([request] * 4), metadata=key))
+        while server.model.running < 2:
+            await asyncio.sleep(0.001)
+        over = server.embed.EmbedStream(iter([request]), metadata=key)
+        text = "the API key `streams` has 2 requests in flight; its limit is 2"
+        assert await refused(over.read()) == (Code.RESOURCE_EXHAUSTED, text)
+        server.model.hold[3].set()
+        assert [len([each async for each in call]) for call in calls] == [4, 4]
+        assert server.model.most == 2
+
+    make(api_keys_file=str(file)).run(scenario)
 
 
 async def first(stream: Any) -> Any:

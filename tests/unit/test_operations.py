@@ -15,7 +15,7 @@ from engine.errors import BackendError
 from engine.loop import BatchReport, Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.text.tokenizer import Tokenizer
-from serve_app.admission.keys import add_key
+from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import Qos
 from serve_app.errors import Unhealthy
 from serve_app.http.app import Api

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from serve_app.gateway.parcel import Answer, ReplicaCall
 MOST_TOKENS = 512
 
 
-def call(name: int, num_tokens: int = 8, batch: bool = False) -> tuple[ReplicaCall, Ticket]:
+def call(name: int, num_tokens: int = 8, batch: bool = False, owner: str = "") -> tuple[ReplicaCall, Ticket]:
     ids = np.full(num_tokens, name, dtype=np.int32)
-    return ([ids], EmbedOptions(), DEFAULT_QOS), next_ticket(num_tokens, num_tokens, batch)
+    return ([ids], EmbedOptions(), replace(DEFAULT_QOS, owner=owner)), next_ticket(num_tokens, num_tokens, batch)
 
 
 def answer_of(given: ReplicaCall) -> Embeddings:
@@ -268,5 +269,22 @@ def test_who_leaves_before_the_call_is_not_sent() -> None:
         assert tasks[0].cancelled()
         assert tasks[1].result().vectors[0, 0] == 1  # type: ignore[index]
         assert [count for count, _ in replica.sent] == [1]
+
+    run(test)
+
+
+def test_requests_of_two_owners_never_share_a_call_and_none_waits_for_the_others() -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = outbox_to(replica.send, most_calls=1)
+        flood = [asyncio.ensure_future(outbox.put(*call(number, owner="flood"))) for number in range(3)]
+        await asyncio.sleep(0.001)
+        other = asyncio.ensure_future(outbox.put(*call(9, owner="other")))  # the flood has the only call on its way
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert [num_calls for num_calls, _ in replica.sent] == [3, 1]
+        replica.go.set()
+        await asyncio.gather(*flood, other)
+        assert not outbox._under_way
 
     run(test)

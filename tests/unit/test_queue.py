@@ -22,10 +22,11 @@ lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 arrivals = st.lists(lengths, max_size=12)
 
 
-def request(sizes: Sequence[int], priority: Priority = "interactive", at: float = 0.0, deadline: float = inf) -> Request:
-    return Request(
-        [np.zeros(size, dtype=np.int32) for size in sizes], EmbedOptions(), priority=priority, deadline=deadline, submitted_at=at
-    )
+def request(
+    sizes: Sequence[int], priority: Priority = "interactive", at: float = 0.0, deadline: float = inf, owner: str = ""
+) -> Request:
+    sequences = [np.zeros(size, dtype=np.int32) for size in sizes]
+    return Request(sequences, EmbedOptions(), priority=priority, owner=owner, deadline=deadline, submitted_at=at)
 
 
 def filled(requests: Sequence[Request], budget: int, most: int | None = None) -> Queue:
@@ -102,7 +103,7 @@ def test_many_cancelled_requests_leave_the_queue_at_once() -> None:
     queue = filled([live, *gone], 8)
     for each in gone:
         each.future.cancel()
-    assert len(queue.interactive._requests) < 200
+    assert len(queue.interactive._lines[""].requests) < 200
     assert [part.request for part in queue.schedule(0.0)] == [live]
 
 
@@ -144,8 +145,99 @@ def test_a_long_sequence_waits_for_one_pass_at_most(budget: int, later: list[int
     assert long in [part.request for part in first] or [part.request for part in queue.schedule(0.0)] == [long]
 
 
+# Owners.
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=2, max_size=5),
+    st.integers(8, 200),
+)
+def test_owners_share_the_tokens_however_many_requests_they_have(owners: list[tuple[int, int]], budget: int) -> None:
+    """Of owners that wait throughout, none has had more than a round's share and one sequence more than another."""
+    requests = [
+        request([size] * -(-2000 // number), owner=str(owner))
+        for owner, (number, size) in enumerate(owners)
+        for _ in range(number)
+    ]
+    queue, served = filled(requests, budget), dict.fromkeys((str(owner) for owner in range(len(owners))), 0)
+    while True:
+        for part in queue.schedule(0.0):
+            served[part.request.owner] += part.stop - part.start
+        if len({each.owner for each in requests if not each.is_scheduled}) < len(owners):
+            return
+        longest = max(size for _, size in owners)
+        assert max(served.values()) - min(served.values()) <= queue.interactive.quantum + 2 * longest
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=2, max_size=6),
+    st.integers(8, 200),
+)
+def test_an_owners_requests_share_its_tokens(sizes: list[int], budget: int) -> None:
+    flood = [request([10] * 500, owner="other") for _ in range(3)]
+    requests = [request([size] * 100, owner="own") for size in sizes]
+    queue, served = filled([*flood, *requests], budget), dict.fromkeys(map(id, requests), 0)
+    while True:
+        for part in queue.schedule(0.0):
+            if part.request.owner == "own":
+                served[id(part.request)] += part.stop - part.start
+        if any(each.is_scheduled for each in [*flood, *requests]):
+            return
+        assert max(served.values()) - min(served.values()) <= queue.interactive.quantum + 2 * max(sizes)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), lengths), min_size=1, max_size=40), st.integers(1, 20))
+def test_a_short_request_waits_for_a_share_of_each_other_owner(flood: list[tuple[str, list[int]]], size: int) -> None:
+    queue = filled([request(sizes * 20, owner=owner) for owner, sizes in flood], 64)
+    short = request([size], owner="own")
+    most = len({owner for owner, _ in flood}) * (queue.interactive.quantum + 60 + size)
+    assert queue.tokens_ahead(short) <= min(queue.num_tokens, most)
+    queue.add(short)
+    before = 0
+    while not short.is_scheduled:
+        before += tokens(queue.schedule(0.0))
+    assert before <= most + size + 64  # the rest of the short request's pass may be of others
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), lengths), max_size=12), st.sampled_from("abc"), lengths)
+def test_what_is_ahead_of_a_request_is_never_more_than_foreseen(
+    waiting: list[tuple[str, list[int]]], owner: str, sizes: list[int]
+) -> None:
+    """But for the sequences with which others exceed their share, and the rest of the last pass."""
+    queue = filled([request(each, owner=name) for name, each in waiting], 64)
+    new = request(sizes, owner=owner)
+    foreseen = queue.tokens_ahead(new)
+    queue.add(new)
+    ahead = 0
+    while not new.is_scheduled:
+        ahead += sum(part.stop - part.start for part in queue.schedule(0.0) if part.request is not new)
+    assert ahead <= foreseen + 60 * (len(waiting) + 1) + 64
+
+
+def test_an_owner_that_was_alone_owes_nothing() -> None:
+    alone = [request([8] * 100, owner="alone") for _ in range(3)]
+    queue = filled(alone, 64)
+    for _ in range(30):
+        queue.schedule(0.0)
+    queue.add(request([8] * 100, owner="new"))
+    taken = [part.request.owner for _ in range(4) for part in queue.schedule(0.0)]
+    assert taken.count("alone") == taken.count("new") == 16
+
+
+def test_a_line_is_forgotten_with_its_last_request() -> None:
+    queue = Queue(64)
+    for owner in range(100):
+        queue.add(request([8], owner=str(owner)))
+    drained(queue)
+    assert not queue.interactive._lines
+    assert not queue.interactive._order
+
+
 class Traffic(RuleBasedStateMachine):
-    """Requests of both priorities come, are cancelled and run out of time between passes; each pass keeps every promise."""
+    """Requests of both priorities and several owners come, are cancelled and run out of time between passes.
+
+    Each pass keeps every promise.
+    """
 
     @initialize(budget=st.integers(1, 100))
     def start(self, budget: int) -> None:
@@ -153,9 +245,14 @@ class Traffic(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.batch_waits_since = 0.0
 
-    @rule(sizes=lengths, priority=st.sampled_from(["interactive", "batch"]), left_s=st.just(inf) | st.floats(0.1, 30))
-    def arrive(self, sizes: list[int], priority: Priority, left_s: float) -> None:
-        self.requests.append(request(sizes, priority, self.now, self.now + left_s))
+    @rule(
+        sizes=lengths,
+        priority=st.sampled_from(["interactive", "batch"]),
+        left_s=st.just(inf) | st.floats(0.1, 30),
+        owner=st.sampled_from(["", "a", "b"]),
+    )
+    def arrive(self, sizes: list[int], priority: Priority, left_s: float, owner: str) -> None:
+        self.requests.append(request(sizes, priority, self.now, self.now + left_s, owner))
         self.queue.add(self.requests[-1])
 
     @rule(data=st.data())

@@ -151,7 +151,8 @@ def port() -> Iterator[int]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/v1/models" else 404)
+            is_open = self.headers["Authorization"] in (None, "Bearer right")
+            self.send_response((200 if is_open else 401) if self.path == "/v1/models" else 404)
             self.end_headers()
             self.wfile.write(json.dumps({"data": [ENTRY]}).encode())
 
@@ -173,6 +174,14 @@ def test_the_load_is_the_gateways_where_it_answers(port: int, monkeypatch: pytes
     pools, source, problems = status_module._pools(said)
     assert (pools, problems) == (gateway_pools([ENTRY], said), ())
     assert source == f"as the gateway at http://127.0.0.1:{port} says"
+
+
+def test_a_gateway_gets_the_key(port: int) -> None:
+    said = details("127.0.0.1", gateway=GATEWAY, pool=POOL_APPLICATION)
+    said["http_options"]["port"] = port
+    assert status_module._pools(said, "right")[0] == gateway_pools([ENTRY], said)
+    _, _, problems = status_module._pools(said, "wrong")
+    assert problems[0].endswith("HTTP Error 401: Unauthorized; give a valid key with --api-key or EMBERFORGE_API_KEY")
 
 
 def test_a_gateway_that_does_not_answer_is_named_and_serve_asked(port: int) -> None:

@@ -26,7 +26,7 @@ from engine.schedule import stream as module
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request
-from engine.schedule.stream import Answer, Stream, Token
+from engine.schedule.stream import Answer, Stream, Streams, Token
 
 PAGE_SIZE = 4
 BROKEN = 999  # the pass of this token fails
@@ -88,11 +88,16 @@ class Device:
 
 
 def stream(
-    prompt: Sequence[int], most: int = 8, priority: Priority = "interactive", deadline: float = inf, ahead: bool = True
+    prompt: Sequence[int],
+    most: int = 8,
+    priority: Priority = "interactive",
+    deadline: float = inf,
+    ahead: bool = True,
+    owner: str = "",
 ) -> Stream:
     """`ahead`: each token can be chosen before the host knows the last one."""
     options = SamplingOptions(max_tokens=most, stop_ids=(0,), presence_penalty=0.0 if ahead else 1.0)
-    return Stream(np.array(prompt, dtype=np.int32), options, 0, priority=priority, deadline=deadline)
+    return Stream(np.array(prompt, dtype=np.int32), options, 0, priority=priority, deadline=deadline, owner=owner)
 
 
 def request(*sequences: Sequence[int], priority: Priority = "interactive") -> Request:
@@ -116,7 +121,7 @@ priorities = st.sampled_from(["interactive", "batch"])
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(words, st.integers(1, 12), priorities, st.booleans()), min_size=1, max_size=8),
+    st.lists(st.tuples(words, st.integers(1, 12), priorities, st.booleans(), st.sampled_from("ab")), min_size=1, max_size=8),
     st.lists(st.tuples(st.lists(words, min_size=1, max_size=4), priorities), max_size=4),
     st.integers(8, 20),
     st.integers(1, 30),
@@ -124,7 +129,7 @@ priorities = st.sampled_from(["interactive", "batch"])
     st.integers(1, 3),
 )
 def test_every_answer_is_what_its_prompt_gives(
-    asked: list[tuple[list[int], int, Priority, bool]],
+    asked: list[tuple[list[int], int, Priority, bool, str]],
     embedded: list[tuple[list[list[int]], Priority]],
     num_pages: int,
     budget: int,
@@ -133,7 +138,7 @@ def test_every_answer_is_what_its_prompt_gives(
 ) -> None:
     """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
     device = Device(num_pages, most_tokens, passes_in_flight)
-    streams = [stream(prompt, most, priority, ahead=ahead) for prompt, most, priority, ahead in asked]
+    streams = [stream(prompt, most, priority, ahead=ahead, owner=owner) for prompt, most, priority, ahead, owner in asked]
     requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
     passes = Passes(device, budget)
     for _ in passes.steps([*streams[1:], *requests, *streams[:1]]):
@@ -300,6 +305,59 @@ def test_streams_under_way_keep_their_pages_beside_sequences_to_embed(monkeypatc
         assert vectors(each) == [vector_of([index] * length) for length in (2, 12, 5, 9)]
     assert max(taken) > 2
     assert not preempted
+
+
+@pytest.mark.parametrize("passes_in_flight", [1, 2])
+def test_pages_that_are_short_are_taken_from_the_owner_with_the_most(
+    passes_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four streams of one owner want 16 of the 12 pages. The stream of another owner begins last, and keeps its pages."""
+    preempted = preemptions(monkeypatch)
+    device = Device(12, passes_in_flight=passes_in_flight)
+    assert all(len(answer_of([first], 14)) == 14 for first in (3, 4))
+    flood = [stream([first], 14, owner="flood") for first in (3, 4, 3, 4)]
+    other = stream([4], 14, owner="other")
+    passes = Passes(device, 16)
+    for _ in passes.steps([*flood, other]):
+        device.pages.check_integrity()
+    assert preempted
+    assert other not in preempted
+    for each, first in zip([*flood, other], (3, 4, 3, 4, 4), strict=True):
+        assert ids(each.future.result(0)) == answer_of([first], 14)
+
+
+def test_a_stream_of_this_pass_gives_its_pages_up_after_it() -> None:
+    pages = Pages(5, PAGE_SIZE)
+    streams = Streams(pages)
+    first, last, other = (
+        stream([1] * 5, 20, owner="flood"),
+        stream([2] * 5, 20, owner="flood"),
+        stream([3] * 4, 20, owner="other"),
+    )
+    for each in (first, last, other):
+        each.pool = pages
+        each.prepare(may_take_pages=True)
+        each.next_slice(5, alone=True)
+        each.accept(Token(9))
+        streams.advance(each)
+    slices, preempted = streams.schedule(9)  # the third stream needs a page, and the first two have their slices already
+    streams.run_ahead(slices)
+    assert ([part.request for part in slices], preempted) == ([first, last], [])
+    last.accept(Token(9))
+    assert streams.advance(last)  # to be queued again
+    assert not last.pages
+    assert other in [part.request for part in streams.schedule(9)[0]]
+    assert len(other.pages) == 2
+
+
+def test_the_prompt_of_an_owner_waits_for_a_share_of_the_others_prompts() -> None:
+    device, order = Device(1000), list[str]()
+    flood = [stream([1] * 8, 1, owner="flood") for _ in range(40)]
+    other = stream([2] * 4, 1, owner="other")
+    for each in [*flood, other]:
+        each.future.add_done_callback(lambda _, each=each: order.append(each.owner))
+    Passes(device, 32).run([*flood, other])
+    assert order.index("other") <= 4
 
 
 def test_a_short_request_waits_for_two_passes_behind_a_long_one() -> None:

@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
 ) -> None:
     model, left, clock = PooledModel.__new__(PooledModel), list(losses), Clock()
     model.given, model.pools, model._untold = SimpleNamespace(spec=SimpleNamespace(name="m")), [], []  # type: ignore[assignment]
-    model.suspects = Suspects(clock)
+    model.suspects, model._open_tokens = Suspects(clock), Counter()
     model.suspects.died(99, "known")
 
     async def embed(*_: Any, **__: Any) -> str:

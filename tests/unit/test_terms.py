@@ -467,6 +467,26 @@ def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every
     assert [ticket.num_tokens for _, ticket in handle.calls] == tokens_of_calls
 
 
+def test_a_key_is_not_refused_for_the_work_of_another_one(pooled: Any) -> None:
+    """The work of one key takes longer than a request may. A request of the same key is refused, one of another key is not."""
+    model, (handle,) = pooled(vectors, timeout_s=40.0)
+
+    async def scenario() -> None:
+        handle.may_answer = asyncio.Event()
+        flood = asyncio.ensure_future(model.embed([np.arange(5000, dtype=np.int32)], EmbedOptions(), Qos(owner="flood")))
+        await until(lambda: handle.calls)
+        with pytest.raises(DeadlineOutOfReach):
+            await model.embed(IDS, EmbedOptions(), Qos(owner="flood"))
+        other = asyncio.ensure_future(model.embed(IDS, EmbedOptions(), Qos(owner="other")))
+        await until(lambda: len(handle.calls) == 2)
+        handle.may_answer.set()
+        await asyncio.gather(flood, other)
+
+    asyncio.run(scenario())
+    assert [qos.owner for qos, _ in handle.calls] == ["flood", "other"]
+    assert not model._open_tokens
+
+
 def test_a_second_attempt_has_less_time(pooled: Any) -> None:
     def lost_once(qos: Qos) -> Embeddings:
         if len(handle.calls) == 1:

@@ -1,0 +1,49 @@
+"""The models that an API key may use. For its requests the server has no others."""
+
+from typing import Any
+
+from serve_app.admission.accounts import calling
+from serve_app.errors import UnknownModel
+from serve_app.models import Check, ServedModel, ServedModels, passes
+
+
+class KeyModels:
+    """The models of a backend, for the account whose request runs. As `ServedModels`."""
+
+    def __init__(self, backend: ServedModels) -> None:
+        self._backend = backend
+        self._names = {entry["id"]: {entry["id"], *entry.get("aliases", ())} for entry in backend.models()}
+        self.check_health, self.backlog_s = backend.check_health, backend.backlog_s
+
+    def get(self, name: str | None, check: Check | None = None) -> ServedModel:
+        """As `ServedModels.get`, among the models of the key."""
+        account = calling()
+        if account is None or not account.limits.models:
+            return self._backend.get(name, check)
+        ids = self._ids(account.limits.models)
+        if name is None:
+            models = [self._backend.get(each) for each in ids]
+            able = (each for each in models if check is not None and passes(check, each.info))
+            if (model := next(able, models[0] if models else None)) is not None:
+                return model
+        else:
+            try:
+                model = self._backend.get(name, check)
+                if model.info.served_model_name in ids:
+                    return model
+            except UnknownModel:
+                pass  # its text names the models of other keys
+        asked = "" if name is None else f"model `{name}` is not open to it; "
+        raise UnknownModel(f"the API key `{account.name}`: {asked}it may use {', '.join(ids) or 'no model of this server'}")
+
+    def models(self) -> list[dict[str, Any]]:
+        """As `ServedModels.models`, of the models of the key."""
+        account, entries = calling(), self._backend.models()
+        if account is None or not account.limits.models:
+            return entries
+        ids = self._ids(account.limits.models)
+        return [entry for entry in entries if entry["id"] in ids]
+
+    def _ids(self, named: tuple[str, ...]) -> list[str]:
+        """The models of the server that a key names, by name or alias."""
+        return [each for each, names in self._names.items() if names.intersection(named)]

@@ -1,0 +1,51 @@
+"""The slots for messages of streams. Whoever finds none waits for one."""
+
+import asyncio
+from collections import Counter, deque
+
+
+class Slots:
+    """Free slots go to the owners that wait in turn, and to the messages of one owner in order. Called on one event loop.
+
+    Without API keys there is one owner.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._held = Counter[str]()  # by owner
+        self._most = dict[str, int | None]()  # slots of one owner, by owner
+        self._waiting = dict[str, deque[asyncio.Future[None]]]()  # by owner; the first owner is next
+
+    async def acquire(self, owner: str, most: int | None = None) -> None:
+        """Waits until a slot is free and the owner holds fewer than `most`."""
+        self._most[owner] = most
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(waiting)
+        self._hand_out()
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if not waiting.cancelled():  # it had got its slot
+                self.release(owner)
+            raise
+
+    def release(self, owner: str) -> None:
+        self._free += 1
+        self._held[owner] -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        for owner in list(self._waiting):
+            if self._free <= 0:
+                return
+            if (most := self._most[owner]) is not None and self._held[owner] >= most:
+                continue
+            line = self._waiting.pop(owner)
+            while line and line[0].done():  # its caller has left
+                line.popleft()
+            if line:
+                line.popleft().set_result(None)
+                self._free -= 1
+                self._held[owner] += 1
+            if line:
+                self._waiting[owner] = line  # behind the other owners

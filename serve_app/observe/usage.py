@@ -1,0 +1,113 @@
+"""The usage of each API key: counters for Prometheus, and a file with a line a minute for each key and model.
+
+`emberforge keys usage` reads the file. This module imports neither the engine nor prometheus_client, so that the command begins
+quickly.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from time import sleep
+
+from engine.errors import EmberError
+
+log = logging.getLogger(__name__)
+
+_WRITE_EVERY_S = 60.0
+
+
+class UsageError(EmberError):
+    """A usage log cannot be read. The text names the file and the line."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a key has used."""
+
+    requests: int = 0  # that were tokenised to be computed
+    tokens: int = 0  # of inputs, prompts and answers
+    refusals: int = 0  # requests answered 429
+
+    def add(self, other: "Counts") -> None:
+        self.requests += other.requests
+        self.tokens += other.tokens
+        self.refusals += other.refusals
+
+
+class Usage:
+    """Counts by key and model. `count` is called on the event loop; a thread writes the file."""
+
+    def __init__(self, observe: Callable[[str, str, Counts], None], file: Path | None) -> None:
+        """Args:
+        observe: counts for Prometheus.
+        file: None writes no file.
+        """
+        self._observe, self._file = observe, file
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], Counts] = {}  # since the last line
+        if file is not None:
+            threading.Thread(target=_write_for_ever, args=[weakref.ref(self)], name="usage", daemon=True).start()
+
+    def count(self, key: str, model: str, requests: int = 0, tokens: int = 0, refusals: int = 0) -> None:
+        counts = Counts(requests, tokens, refusals)
+        self._observe(key, model, counts)
+        if self._file is not None:
+            with self._lock:
+                self._counts.setdefault((key, model), Counts()).add(counts)
+
+    def write(self) -> None:
+        """Append a line for each key and model with usage since the last call. If that fails, the next call tries again."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        if self._file is None or not counts:
+            return
+        about = {"at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "host": socket.gethostname(), "pid": os.getpid()}
+        lines = [json.dumps(about | {"key": key, "model": model} | asdict(each)) for (key, model), each in counts.items()]
+        try:
+            with self._file.open("ab", buffering=0) as file:  # one call, so that lines of several processes stay whole
+                file.write("\n".join([*lines, ""]).encode())
+        except OSError as error:
+            log.error("the usage log %s cannot be written (%s); the counts go into the next minute's lines", self._file, error)
+            with self._lock:
+                for place, each in counts.items():
+                    self._counts.setdefault(place, Counts()).add(each)
+
+
+def _write_for_ever(of: "weakref.ref[Usage]") -> None:
+    while True:
+        sleep(_WRITE_EVERY_S)
+        if (usage := of()) is None:
+            return
+        usage.write()
+        del usage
+
+
+def total(files: Iterable[Path], since: datetime | None) -> dict[tuple[str, str], Counts]:
+    """The usage by key and model in these files, from `since` on. Raises: UsageError."""
+    sums: dict[tuple[str, str], Counts] = {}
+    for file in files:
+        for number, line in _lines(file):
+            try:
+                entry = json.loads(line)
+                at = datetime.fromisoformat(entry["at"])
+                counts = Counts(entry["requests"], entry["tokens"], entry["refusals"])
+                if since is None or at >= since:
+                    sums.setdefault((entry["key"], entry["model"]), Counts()).add(counts)
+            except (ValueError, KeyError, TypeError) as error:
+                raise UsageError(f"{file}, line {number} is no line of a usage log: {error!r}") from None
+    return sums
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with file.open(encoding="utf-8") as opened:
+            yield from ((number, line) for number, line in enumerate(opened, 1) if line.endswith("\n"))  # a last one may be half
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the usage log {file} cannot be read: {error}") from error
