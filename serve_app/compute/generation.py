@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, TokenizerError
 from engine.options import SamplingOptions, TokenIds
+from engine.request_tag import request_tags
 from engine.schedule.stream import Answer, FinishReason, Stream, Token
 from engine.text.detokenizer import Detokenizer
 from engine.text.prompts import Prompts
@@ -18,6 +19,7 @@ from serve_app.admission.qos import Qos
 from serve_app.compute.service import Service
 from serve_app.errors import BadRequest, BatchTooLarge
 from serve_app.models import GeneratingModel
+from serve_app.observe.requests import record, step
 
 # To make a stream takes as long as to tokenise so many characters.
 _CHARS_OF_AN_ANSWER = 50
@@ -86,6 +88,7 @@ class Generation:
 
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
+        self._tags, self._record = request_tags.get(), record.get()
         self._loop, self._delivery = asyncio.get_running_loop(), service.delivery
         self._events: list[_Event] = []
         self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
@@ -128,7 +131,8 @@ class Generation:
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
-                self._answers = await service.off_loop(work, self._prepare, start)
+                with step("tokenise"):
+                    self._answers = await service.off_loop(work, self._prepare, start)
                 service.metrics.tokenize_seconds.observe(perf_counter() - start)
                 self._model.submit([answer.stream for answer in self._answers])
                 self._num_open, is_first = len(self._answers), True
@@ -156,6 +160,9 @@ class Generation:
             for answer in self._answers:
                 answer.stream.future.cancel()  # does nothing to a stream that has ended
             service.metrics.generated_tokens.inc(self.usage.completion_tokens)
+            if self._record is not None:
+                self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
+                self._record.tokens_out += self.usage.completion_tokens
 
     def _prepare(self, start: float) -> list[_Answer]:
         """The answers, not yet submitted. Runs on a thread if the prompts are long."""
@@ -168,7 +175,7 @@ class Generation:
             for choice in range(self._wanted.n):
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
-                stream.priority, stream.deadline = self._qos.priority, deadline
+                stream.priority, stream.deadline, stream.tags = self._qos.priority, deadline, self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
                 stream.on_token = partial(self._delivery.add, partial(self._put, len(answers)))
                 stream.on_pass = self._delivery.wake
@@ -226,9 +233,12 @@ class Generation:
                 deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
             else:
                 try:
-                    deltas.append(_last_delta(index, answer.writer, event.result()))
+                    result = event.result()
+                    deltas.append(_last_delta(index, answer.writer, result))
                 except Exception as error:
                     return deltas, error
+                if self._record is not None:
+                    self._record.queue_s = max(self._record.queue_s, result.queue_s)
             answer.has_ended = True
             self._num_open -= 1
         return deltas, None

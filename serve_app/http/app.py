@@ -12,6 +12,7 @@ from cluster.settings import ServerSettings
 from serve_app.admission.keys import Keys
 from serve_app.compute.service import Service
 from serve_app.http.cors import cors
+from serve_app.http.edge import Edge
 from serve_app.http.errors import no_such_route
 from serve_app.http.guard import guarded
 from serve_app.http.openapi import document
@@ -23,7 +24,8 @@ from serve_app.observe.metrics import Metrics
 class Api:
     """The HTTP API over one backend. `app` is the ASGI application, `service` is shared with gRPC's methods."""
 
-    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics, *, in_serve: bool = False) -> None:
+        """`in_serve`: Ray Serve calls the application, and adds the request's id to the answer."""
         self.service = Service(backend, settings, metrics)
         keys = Keys.of(settings)
         routes = [routing.Route(route.path, guarded(route, self.service, keys), methods=[route.method]) for route in ROUTES]
@@ -31,4 +33,4 @@ class Api:
             routes=routes, middleware=[cors(settings.cors_allow_origin)], exception_handlers={HTTPException: no_such_route}
         )
         app.state.document = document
-        self.app: ASGIApp = app
+        self.app: ASGIApp = Edge(app, access_log=settings.access_log, adds_id=not in_serve)

@@ -14,6 +14,7 @@ from serve_app.compute.service import Service
 from serve_app.errors import Unauthorized
 from serve_app.http.errors import error_response
 from serve_app.http.routes import Route
+from serve_app.observe import requests
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ def guarded(route: Route, service: Service, keys: Keys | None) -> Callable[[Requ
 
     async def respond(request: Request) -> Response:
         start = perf_counter()
+        if (record := requests.record.get()) is not None:
+            record.route = path
         try:
             if keys is not None and not keys.admit(request.scope["headers"]):
                 raise Unauthorized
