@@ -9,6 +9,7 @@ could pass stderr on (`RAY_LOG_TO_STDERR`), but its own processes then print a p
 import logging
 import os
 import threading
+import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -107,14 +108,20 @@ class _Stderr(logging.Handler):
             os.write(self.stderr, self.format(record).encode(errors="backslashreplace") + b"\n")
 
 
-class _Plain(logging.Formatter):
+class _Formatter(logging.Formatter):
+    def formatException(self, ei: Any) -> str:
+        """The traceback. logging's own method prints into a buffer, and Ray Serve's `print` in replicas garbles what it gets."""
+        return "".join(traceback.format_exception(*ei)).rstrip()
+
+
+class _Plain(_Formatter):
     """A sentence for a terminal."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
 
 
-class _Json(logging.Formatter):
+class _Json(_Formatter):
     """One JSON object. `extra={"fields": {...}}` of a log call adds fields."""
 
     def __init__(self, process: str) -> None:

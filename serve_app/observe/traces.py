@@ -10,7 +10,7 @@ from time import perf_counter, perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EmberError
-from engine.schedule.request import Waiting
+from engine.schedule.request import Request, Waiting
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -122,7 +122,8 @@ def computed(waiting: Waiting) -> None:
             _tracer.start_span("queue", context, start_time=_ns(waiting.submitted_at)).end(_ns(started or now))
             if started is not None:
                 span = _tracer.start_span("pass", context, start_time=_ns(started))
-                span.set_attribute("emberforge.passes", getattr(waiting, "num_passes", 1))
+                if isinstance(waiting, Request):
+                    span.set_attribute("emberforge.passes", waiting.num_passes)
                 span.end(_ns(now))
 
 
