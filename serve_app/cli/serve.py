@@ -82,7 +82,11 @@ def config(settings: Settings, output: Path | None) -> None:
     from serve_app import app
 
     share = app.machine_share(len(settings.models), available_cpus(), torch.cuda.device_count())
-    traced = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+    traced = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("OTEL_") and not name.endswith("_HEADERS")  # these hold secrets
+    }
     exports = "".join(f"#   export {name}={value}\n" for name, value in (SERVE_ENV | traced).items())
     text = (
         "# Deploy with: serve deploy FILE\n"
