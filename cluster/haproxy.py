@@ -27,6 +27,9 @@ HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 
 
 Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect`.
 
+Request id: HAProxy takes a request's id from `x-request-id` or `traceparent`, or makes one, and returns it with each answer, its
+own refusals included.
+
 gRPC: a call that names no application goes to the application at HTTP's `/`, because TEI's clients name none. HAProxy also copies
 the call's deadline into a header for the replica, because Serve does not pass the deadline on.
 """
@@ -102,7 +105,7 @@ _AS_503 = (
 )
 # The body must fill the buffer, or be complete, before a process sees the request. A longer body may come slower than this.
 _WHOLE_BODY = "    http-request wait-for-body time 10s if { method POST PUT PATCH DELETE }\n"
-# Ray's own: a time limit, work that goes on for a client that has left, and a choice of replicas. And ids that Ray cannot decode.
+# Ray's own: a time limit, work that goes on for a client that has left, and a choice of replicas.
 _RAYS_HEADERS = (
     "x-request-timeout-seconds",
     "x-request-disconnect-disabled",
@@ -111,9 +114,16 @@ _RAYS_HEADERS = (
 )
 # HAProxy answers the Expect of a request with a body, and passes the Expect of others on. Where a process answers `100 Continue`,
 # HAProxy may stop for ever within the answer after it, if that has over 64 KiB.
-_HEADERS = "".join(f"    http-request del-header {name}\n" for name in (*_RAYS_HEADERS, "expect")) + (
-    "    http-request del-header x-request-id unless { req.hdr(x-request-id) -m reg ^[!-~]{1,128}$ }\n"
+_HEADERS = "".join(f"    http-request del-header {name}\n" for name in (*_RAYS_HEADERS, "expect"))
+# Ray could not decode an id of other characters. `serve_app/observe/requests.py` takes ids by the same rules.
+_ID = (
+    "    http-request set-var(txn.id) req.fhdr(x-request-id,1) if { req.fhdr(x-request-id,1) -m reg ^[!-~]{1,128}$ }\n"
+    "    http-request set-var(txn.id) req.fhdr(traceparent,1),field(2,-) if !{ var(txn.id) -m found }"
+    " { req.fhdr(traceparent,1) -m reg ^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2} }\n"
+    "    http-request set-var(txn.id) uuid() unless { var(txn.id) -m found }\n"
+    "    http-request set-header x-request-id %[var(txn.id)]\n"
 )
+_ID_IN_ANSWER = "    http-after-response set-header x-request-id %[var(txn.id)] if { var(txn.id) -m found }\n"
 
 # HAProxy's socket for commands is for this user. Its statistics are for this machine, if the server runs on one machine alone: on
 # the nodes of a cluster Prometheus reads them.
@@ -127,6 +137,8 @@ _SOCKET_OF_ALL = " mode 666 level admin"
 
 _GRPC = "frontend grpc_frontend\n"
 _GRPC_TIMEOUT = "    timeout client 60s\n"  # a stream of calls may pause
+# Ray takes a call's id from this header, and returns it in the trailing metadata.
+_GRPC_ID = _ID + "    http-request set-header request_id %[var(txn.id)]\n"
 _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }\n"
 _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
@@ -177,7 +189,7 @@ def with_ours(text: str) -> str:
     if _AFTER not in text:
         raise ValueError(f"Ray {version('ray')} writes HAProxy's file in another way than emberforge knows: install another Ray")
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
-    text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _DEADLINE + _default_application(text), 1).replace(
+    text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _GRPC_ID + _DEADLINE + _default_application(text), 1).replace(
         _SOCKET_OF_ALL, " mode 600 level admin"
     )
     if ALONE_VARIABLE in os.environ:
@@ -216,7 +228,7 @@ def _edge(connections: int) -> str:
         for form, condition in [("tei", ""), *reversed(_forms())]:
             text = json.dumps(error_body(form, *error), separators=(",", ":"))
             own_errors += f"    http-request set-var-fmt(txn.{name}) '{text}'" + (f" if {condition}\n" if condition else "\n")
-    return of_an_address + own_errors + _AS_503 + _WHOLE_BODY + _HEADERS
+    return of_an_address + _ID + _ID_IN_ANSWER + own_errors + _AS_503 + _WHOLE_BODY + _HEADERS
 
 
 def _forms() -> list[tuple[Form, str]]:

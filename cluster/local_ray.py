@@ -14,7 +14,7 @@ from time import monotonic
 
 import psutil
 
-from cluster import haproxy
+from cluster import haproxy, logs
 from cluster.driver_path import job_config
 
 # Variables that every node must have before Ray is imported and before a node starts, because Ray reads them then.
@@ -47,6 +47,8 @@ SERVE_ENV = {
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     # The largest gRPC message in each direction. Ray's default is 2 GiB.
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(256 << 20),
+    # Serve's own log files are written at once. Otherwise the last thousand lines of a killed replica would be lost.
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
     # Ray runs workers at nice 15. The engine is a worker, and would yield to all other processes.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -172,12 +174,14 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
         host: where HAProxy listens for clients. All else listens on 127.0.0.1.
     """
     with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
-        set_environment(serve_environment(Path(state)) | ports | _ALONE_ENV | haproxy.environment(max_concurrent_requests, host))
+        ours = _ALONE_ENV | logs.share_stderr() | haproxy.environment(max_concurrent_requests, host)
+        set_environment(serve_environment(Path(state)) | ports | ours)
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
         import ray.serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing ray.serve sets it to INFO
+        logs.set_up_ray()
         try:
             ray.init(
                 job_config=job_config(),

@@ -5,7 +5,9 @@ processes, and no other.
 """
 
 import os
+import select
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -13,11 +15,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 
-from cluster import machine_limits
+from cluster import logs, machine_limits
 from cluster.files import ClusterError
 from cluster.inventory import capability, read_machine, this_node
 from cluster.node_address import checked_ip, head_ip, host_port
@@ -45,6 +49,7 @@ def start(
     ip: str | None = None,
     redis: str | None = None,
     replace_cluster: bool = False,
+    shares_stderr: bool = False,
     say: Callable[[str], None] = print,
 ) -> Started:
     """Starts Ray on this machine, as the head of a new cluster or as a node of the cluster at `address`. Waits until it is alive.
@@ -55,6 +60,7 @@ def start(
         ip: the address at which the other nodes reach this machine; None chooses it.
         redis: HOST:PORT of the Redis that keeps a head's state. A head that dies comes back into its cluster then.
         replace_cluster: starts a head although nodes of an older cluster wait for one, and thereby ends these nodes.
+        shares_stderr: replicas and gateways write their logs to this command's stderr, for `hold`. Else Ray's files get them.
         say: takes each line for the operator.
     Raises: ClusterError naming the obstacle. No process is left running then.
     """
@@ -71,7 +77,7 @@ def start(
         say(line)
 
     token = head_token(home, os.environ) if head else worker_token(home, os.environ)
-    environ = ray_environment(node, token, os.environ, redis)
+    environ = ray_environment(node, token, os.environ | (logs.share_stderr() if shares_stderr else {}), redis)
     waiting: tuple[str, ...] = ()
     if address is None:
         ip = head_ip(ip)
@@ -115,6 +121,24 @@ def stop() -> int:
     num_ended = end(started)
     remove_record(home)
     return num_ended
+
+
+def hold(started: Started) -> None:
+    """Returns at Ctrl-C or SIGTERM, when it has ended the node. Raises: ClusterError if the node has ended before."""
+    raylet = next(each.pid for each in started.processes if each.name == "raylet")
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(raylet)], [], [])
+    except KeyboardInterrupt:
+        stop()
+        return
+    stop()
+    raise ClusterError(f"Ray has ended on this node; its logs are in {machine_limits.ray_folder() / 'ray'}")
 
 
 def running() -> Started | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.request_tag import RequestTag
+
 # A replica that fails gets no requests for one second, then two, four, ... up to the second figure. Otherwise a card that fails
 # fast would look idle, and attract requests.
 _SHUNNED_S = 1.0
@@ -55,6 +57,7 @@ class Ticket:
     batch: bool = False
     replica: str | None = None
     fingerprint: int = 0  # of the request, which the replica writes into its journal; routing does not read it
+    tag: RequestTag | None = None  # the request's name in the replica's logs and traces; routing does not read it
 
 
 @dataclass

@@ -69,6 +69,7 @@ class ServerSettings(BaseModel):
         None, description="File of such keys, made by `emberforge keys`, read again when it changes [default: none]"
     )
     cors_allow_origin: Names = Field(("*",), description="Origins whose pages a browser lets call this server; * is any")
+    access_log: bool = Field(False, description="Write a log line for each request")
     cache_bytes: int = Field(
         0, ge=0, description="Bytes of vectors a replica keeps for inputs it has seen before; 0 for no cache"
     )

@@ -14,6 +14,7 @@ import numpy as np
 from engine.errors import BackendError, DeviceLost, EngineStopped, NotFinite, OutOfMemory
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
+from engine.request_tag import RequestTag
 from engine.results import deliver
 from engine.run.flight import Flight, Output
 from engine.schedule.pages import Pages
@@ -157,7 +158,10 @@ class Passes:
                 with self.lock:
                     self.scheduler.abandoned(step.num_tokens)
             if step is not None and isinstance(error, OutOfMemory) and step.num_seqs > 1:
-                log.warning("a batch of %d sequences, %d tokens was split: %s", step.num_seqs, step.num_tokens, error)
+                log.warning(
+                    "a batch of %d sequences, %d tokens was split: %s",
+                    step.num_seqs, step.num_tokens, error, extra={"tags": _tags(slices)},
+                )  # fmt: skip
                 first, second = step.halves()
                 waiting += [second, first]
                 self._observe(self._on_split)
@@ -234,7 +238,7 @@ class Passes:
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""
-        log.error("a batch of %d sequences failed", len(slices), exc_info=error)
+        log.error("a batch of %d sequences failed", len(slices), exc_info=error, extra={"tags": _tags(slices)})
         if isinstance(error, DeviceLost):
             self.device_lost = True
         told = error if isinstance(error, BackendError | EngineStopped) else BackendError(str(error) or repr(error))
@@ -248,3 +252,8 @@ class Passes:
             observer(*event)
         except Exception:
             log.exception("an observer of passes failed")
+
+
+def _tags(slices: Sequence[Slice]) -> list[RequestTag]:
+    """The requests that these slices are of, each once."""
+    return list(dict.fromkeys(tag for part in slices for tag in part.request.tags))

@@ -33,13 +33,14 @@ class Embeddings:
     `vectors` is [n, dims] float32, None where the request asks for no vectors. `ragged` has an array per input for each of the
     request's `outputs`: "tokens" [tokens, hidden_size], "colbert" [tokens - 1, colbert_size] and "chunks" [len(spans), dims],
     float32; "sparse" [entries] of `heads.ragged.SPARSE`. `queue_s` is the wait for the first pass, `inference_s` the time of
-    the passes that gave results.
+    the passes that gave results, `num_passes` their number.
     """
 
     vectors: Vectors | None
     ragged: _Ragged
     queue_s: float
     inference_s: float
+    num_passes: int = 0
 
 
 def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: float) -> list[Slice]:
@@ -52,12 +53,17 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
         return again
     if len(step.slices) == 1 and not output.ragged and finite[0]:  # a query's shortest way: nothing to group
         (part,) = step.slices
+        part.request.num_passes += 1
         _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), _ONE_WITHOUT_ARRAYS, seconds)
         return again
     arrays, finite = _arrays(step, output, finite)
+    counted: set[Request] = set()
     for first, stop in _runs(step.slices, finite):
         part = step.slices[first]
         request = part.request
+        if request not in counted:
+            counted.add(request)
+            request.num_passes += 1
         if finite[first]:
             vectors = _rows(step, output, request, first, stop)
             _hand_over(request, part.sequence, vectors, arrays[first:stop], seconds)
@@ -134,4 +140,4 @@ def _succeed(request: Request) -> None:
     assert request.first_scheduled_at is not None, "a request that is done was scheduled"
     queue_s = request.first_scheduled_at - request.submitted_at
     with suppress(InvalidStateError):  # the caller left during the last pass
-        request.future.set_result(Embeddings(vectors, ragged, queue_s, request.inference_s))
+        request.future.set_result(Embeddings(vectors, ragged, queue_s, request.inference_s, request.num_passes))

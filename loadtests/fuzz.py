@@ -178,7 +178,7 @@ def main() -> int:
             asyncio.run(run(islice(waiting, number * (part + 1) // 10 - number * part // 10), site, outcome))
             usages.append(usage(server.children(recursive=True)))
             print(f"{part + 1}0 % after {monotonic() - started:.0f} s, {outcome.num_faults} faults", flush=True)
-        seconds, logged = monotonic() - started, tracebacks(server.children(recursive=True))
+        seconds, logged = monotonic() - started, tracebacks(Path(folder) / "said")
     lost = [f"{role} {pid}" for role, pid in usages[0] if (role, pid) not in usages[-1]]
     return _tell(given, outcome, usages, lost, logged, seconds)
 

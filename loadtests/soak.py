@@ -222,7 +222,7 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (site, server):
         outcome, samples, left = asyncio.run(_soak(site, server, given.minutes, given.rate, given.seed))
-        logged = tracebacks(server.children(recursive=True))
+        logged = tracebacks(Path(folder) / "said")
     rows = [_row(key, samples) for key in samples[0]]
     grown = [row["process"] for row in rows if row.get("growth %", 0.0) > 100 * (_FLAT - 1)]
     answers = [{"kind": kind, "outcome": status, "clients": count} for (kind, status), count in sorted(outcome.counts.items())]

@@ -40,21 +40,7 @@ def _anonymous_mib(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(("Anonymous:", "Swap:"))) / 1024
 
 
-def tracebacks(descendants: Iterable[psutil.Process]) -> list[str]:
-    """The lines that begin a traceback in the logs of the Ray that these processes are, with the files' names."""
-    folders = {
-        Path(each.partition("=")[2]) for process in descendants for each in _arguments(process) if each.startswith("--log_dir=")
-    }
-    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in (".log", ".err", ".out")]
-    return [
-        f"{file.name}: {line[:200]}"
-        for file in files
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
-        if "Traceback" in line
-    ]
-
-
-def _arguments(process: psutil.Process) -> list[str]:
-    with suppress(psutil.NoSuchProcess):
-        return process.cmdline()
-    return []
+def tracebacks(said: Path) -> list[str]:
+    """The lines with a traceback in what `emberforge serve` has printed. `said` is a file."""
+    lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line[:200] for line in lines if "Traceback" in line]

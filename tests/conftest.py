@@ -12,10 +12,11 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
+import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import transformers
 from parity import gte_reference, jina_bert_reference, nomic_bert_reference
 from tiny_tokenizer import save_tokenizer
 
+from cluster import logs
 from engine.hub import EMBEDDED_MODEL, resolve_model
 
 collect_ignore = ["clients"]  # in an environment of their own: make test-clients
@@ -260,3 +262,15 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
         json.dumps({"word_embedding_dimension": hf_config.hidden_size, "pooling_mode": pooling})
     )
     return folder
+
+
+@pytest.fixture
+def log_lines(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Reads the JSON lines that this process has written since the last call."""
+    loggers = [logging.getLogger(name) for name in ("", *logs._OURS, *logs._OF_RAY, logs.ACCESS)]
+    before = [(each, each.level, list(each.handlers)) for each in loggers]
+    logs.set_up("replica of x")
+    yield lambda: [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from engine.errors import InvalidInput
 from engine.options import EmbedOptions, Priority, TokenIds
+from engine.request_tag import RequestTag
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 
@@ -29,6 +30,7 @@ class Waiting(ABC):
     future: "Future[Any]" = field(default_factory=Future)
     submitted_at: float = field(default_factory=perf_counter)
     first_scheduled_at: float | None = None
+    tags: tuple[RequestTag, ...] = ()  # the callers' requests, for logs and traces
     pool: Pages | None = None  # the pages of a model that generates; set by the scheduler
     # Progress, kept by the queue.
     waiting_tokens: int = 0  # tokens that no pass has taken; 0 outside of a queue
@@ -96,6 +98,7 @@ class Request(Waiting):
     pages: dict[int, list[int]] = field(default_factory=dict)  # by the index of the sequence
     # Results, kept by whoever delivers them.
     num_done: int = 0
+    num_passes: int = 0
     inference_s: float = 0.0
     results: dict[int, Any] = field(default_factory=dict)  # by the index of the first sequence of each part
 

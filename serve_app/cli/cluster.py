@@ -73,11 +73,12 @@ def start_node(
         str | None, typer.Option(metavar="HOST:PORT", help="Redis that keeps a head's state; key in RAY_REDIS_PASSWORD")
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Start a head although that ends nodes of an older cluster")] = False,
+    block: Annotated[bool, typer.Option("--block", help="Stay, print the node's logs, and end the node at SIGTERM")] = False,
 ) -> None:
     """Make this machine the head of a new cluster, or a node of one that is there. It goes on when this command has ended."""
     from cluster import node
 
-    node.start(
+    started = node.start(
         head,
         address,
         port=port,
@@ -88,8 +89,11 @@ def start_node(
         ip=ip,
         redis=redis,
         replace_cluster=replace,
+        shares_stderr=block,
         say=say,
     )
+    if block:
+        node.hold(started)
 
 
 def stop_node() -> None:

@@ -1,6 +1,12 @@
 """The console that messages for the operator go to: standard error."""
 
+import logging
+import os
+
 from rich.console import Console
+from rich.text import Text
+
+log = logging.getLogger(__name__)
 
 console = Console(highlight=False, soft_wrap=True, stderr=True)
 
@@ -8,3 +14,11 @@ console = Console(highlight=False, soft_wrap=True, stderr=True)
 def say(line: str) -> None:
     """Prints a line as it is. With markup, rich would take an IPv6 address in brackets for a style."""
     console.print(line, markup=False)
+
+
+def report(line: str, *, markup: bool = False) -> None:
+    """Tells what a server does: as it is on a terminal, else as a line of the log."""
+    if os.isatty(2):
+        console.print(line, markup=markup)
+    else:
+        log.info("%s", (Text.from_markup(line).plain if markup else line).strip())

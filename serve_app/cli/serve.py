@@ -20,7 +20,7 @@ from cluster.model_spec import IDLE_PROMPTS
 from engine.errors import EmberError, ModelError
 from engine.model.config import ModelConfig
 from serve_app.admission.key_file import read_keys
-from serve_app.cli.console import console
+from serve_app.cli.console import console, report
 from serve_app.settings import Settings, SettingsError
 
 _READY_TIMEOUT_S = 60.0
@@ -30,10 +30,13 @@ def serve(settings: Settings) -> None:
     """Start Ray and the server on this machine, until Ctrl-C."""
     import torch
 
+    from cluster import logs
     from cluster.inventory import available_cpus
     from cluster.local_ray import local_ray
     from cluster.model_folder import read_model
+    from serve_app.observe import traces
 
+    logs.set_up("serve")
     _end_on_signal()
     _check_environment()
     settings = _for_this_machine(settings)
@@ -42,31 +45,32 @@ def serve(settings: Settings) -> None:
         _check_port(settings.host, settings.grpc_port, "--grpc-port")
     if settings.api_keys_file is not None:
         read_keys(Path(settings.api_keys_file))  # a bad keys file stops the start here, not in a replica
+    traces.check()
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes must not inherit it
     configs = []
     for spec in settings.specs:
-        console.print(f"model {spec.model}")
+        report(f"model {spec.model}")
         folder, config = read_model(spec, weights=True, generates=True)
         configs.append(config)
-        console.print(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
+        report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
-            console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
+            report(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     settings = _with_cache(settings, configs, num_gpus)
-    console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
+    report(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
         with _in_one_sentence(settings.port), local_ray(num_cpus, settings.max_concurrent_requests, settings.host):
             _end_on_signal()  # again, because Ray has set its own handlers
-            console.print("starting Ray Serve and loading the model")
+            report("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)
             _wait_until_ready(settings)
             _announce(settings, configs[0])
             while True:
                 sleep(3600)
     except KeyboardInterrupt:
-        console.print("stopped")
+        report("stopped")
         os._exit(0)  # not sys.exit: Ray's exit handlers would end Ray again, and fail with status 1
 
 
@@ -79,7 +83,12 @@ def config(settings: Settings, output: Path | None) -> None:
     from serve_app import app
 
     share = app.machine_share(len(settings.models), available_cpus(), torch.cuda.device_count())
-    exports = "".join(f"#   export {name}={value}\n" for name, value in SERVE_ENV.items())
+    traced = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("OTEL_") and not name.endswith("_HEADERS")  # these hold secrets
+    }
+    exports = "".join(f"#   export {name}={value}\n" for name, value in (SERVE_ENV | traced).items())
     text = (
         "# Deploy with: serve deploy FILE\n"
         "# Every node needs emberforge installed, and this environment before `ray start`:\n"
@@ -98,7 +107,7 @@ def _end_on_signal() -> None:
     def end(_number: int, _frame: FrameType | None) -> None:
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, signal.SIG_IGN)
-        console.print("stopping: requests in flight are finished first, which takes a minute at most")
+        report("stopping: requests in flight are finished first, which takes a minute at most")
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -117,7 +126,7 @@ def _for_this_machine(settings: Settings) -> Settings:
     told = "host" in settings.model_fields_set or settings.has_keys
     if told or os.environ.get("EMBERFORGE_IMAGE"):
         return settings
-    console.print("listening on 127.0.0.1 alone, because requests need no key; --host 0.0.0.0 opens the server to the network")
+    report("listening on 127.0.0.1 alone, because requests need no key; --host 0.0.0.0 opens the server to the network")
     return settings.model_copy(update={"host": "127.0.0.1"})
 
 
@@ -225,7 +234,7 @@ def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -
     except ClusterError as error:
         raise ModelError(f"the memory that {count} models on a card leave is not known: {error}; give cache_tokens") from error
     tokens = shared_cache_tokens(node, list(zip(settings.specs, configs, strict=True)), count)
-    console.print(f"{count} models share a card: whatever generates gets a cache of {tokens} tokens")
+    report(f"{count} models share a card: whatever generates gets a cache of {tokens} tokens")
     return settings.model_copy(update={"cache_tokens": tokens})
 
 
@@ -254,14 +263,14 @@ def _example(config: ModelConfig, name: str) -> tuple[str, str]:
 def _announce(settings: Settings, config: ModelConfig) -> None:
     """`config` is the first model's, which an example is for."""
     address = _address(settings)
-    console.print(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
+    report(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
     if len(settings.models) > 1:
-        console.print(f"      `model` in a request chooses: {', '.join(settings.names)}")
+        report(f"      `model` in a request chooses: {', '.join(settings.names)}")
     if settings.grpc_port is not None:
-        console.print(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
+        report(f"      {address.removeprefix('http://').rpartition(':')[0]}:{settings.grpc_port}  (gRPC)")
     key = "-H 'Authorization: Bearer KEY' " if settings.has_keys else ""
     path, body = _example(config, settings.names[0])
-    console.print(f"\ncurl {address}{path} -H 'Content-Type: application/json' {key}-d '{body}'\n")
+    report(f"\ncurl {address}{path} -H 'Content-Type: application/json' {key}-d '{body}'\n")
 
 
 def _address(settings: Settings) -> str:

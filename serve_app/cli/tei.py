@@ -17,13 +17,13 @@ _DEFAULT_HOST, _DEFAULT_PORT = "0.0.0.0", 3000  # noqa: S104
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of TEI. It is a setting of ours, a variable of huggingface_hub, without effect, or refused."""
+    """One option of TEI. It is a setting of ours, a variable of a library, without effect, or refused."""
 
     name: str
     tei_default: str
     differs: str = ""  # the difference from TEI, for the README
     setting: str = ""  # our setting, if it has another name
-    variable: str = ""  # the variable of huggingface_hub that is set instead
+    variable: str = ""  # the variable of a library that is set instead
     no_effect: str = ""  # why it has no effect
     refused: str = ""  # why it cannot be accepted
     takes_value: bool = True
@@ -61,10 +61,15 @@ OPTIONS = (
     Option("huggingface-hub-cache", "none", variable="HF_HUB_CACHE"),
     Option("payload-limit", "2000000", "8000000"),
     Option("api-key", "none", "further keys in `--api-keys-file`"),
-    Option("json-output", "off", no_effect="logs are Ray Serve's; its logging config has JSON", takes_value=False),
+    Option("json-output", "off", no_effect="logs are JSON wherever they do not go to a terminal", takes_value=False),
     Option("disable-spans", "off", no_effect="logs have no spans", takes_value=False),
-    Option("otlp-endpoint", "none", no_effect="no traces are exported, OpenTelemetry is not built in"),
-    Option("otlp-service-name", "text-embeddings-inference.server", no_effect="no traces are exported"),
+    Option(
+        "otlp-endpoint",
+        "none",
+        "OTLP over HTTP (usually port 4318), where TEI speaks gRPC",
+        variable="OTEL_EXPORTER_OTLP_ENDPOINT",
+    ),
+    Option("otlp-service-name", "text-embeddings-inference.server", "emberforge", variable="OTEL_SERVICE_NAME"),
     Option("prometheus-port", "9000", no_effect="metrics are at /metrics of the server's own port, as in TEI's HTTP build"),
     Option("cors-allow-origin", "any", "pages may send Authorization too"),
 )
@@ -118,16 +123,17 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """The command line with a value after every `--auto-truncate` and `--trust-remote-code`. TEI takes them without, too."""
+    """The command line with a value after every switch. TEI takes its own without a value, too."""
     spelled: list[str] = []
     for index, argument in enumerate(arguments):
         spelled.append(argument)
         following = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if argument in ("--auto-truncate", "--trust-remote-code") and following.lower() not in _BOOLEANS:
+        if argument in _SWITCHES and following.lower() not in _BOOLEANS:
             spelled.append("true")
     return spelled
 
 
+_SWITCHES = ("--auto-truncate", "--trust-remote-code", "--access-log")
 _BOOLEANS = ("true", "false", "1", "0", "yes", "no", "on", "off", "t", "f", "y", "n")
 
 
@@ -147,8 +153,10 @@ def _counts(option: Option, env: Mapping[str, str]) -> bool:
     value = env.get(option.env)
     if value is None:
         return False
-    if option.variable:  # huggingface_hub reads its own variables; HF_API_TOKEN is not among them
+    if option.variable.startswith("HF_"):  # huggingface_hub reads its own variables; HF_API_TOKEN is not among them
         return option.name == "hf-api-token" and bool(value) and "HF_TOKEN" not in env
+    if option.variable:  # OpenTelemetry's own variable wins
+        return bool(value) and option.variable not in env
     if option.name == "hostname":  # in a container HOSTNAME is the container's id; TEI ignores it too
         return _is_address(value)
     if not option.takes_value:

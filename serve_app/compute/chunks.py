@@ -81,7 +81,7 @@ async def _embed_late(
 ) -> list[Chunks]:
     """Compute each text as a job of its own: the chunks' positions are an option of a job."""
     service.metrics.tei.started(state.method, state.num_inputs)
-    service.count_tokens(state, [each.token_ids for each in cut], model)
+    service.count_tokens(state, model, [each.token_ids for each in cut])
     qos, late = state.qos.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
     jobs = [(each.token_ids, replace(late, spans=each.spans)) for each in cut]
     for token_ids, job_options in jobs:  # checked here: in a pass, a wrong job would fail other requests too

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, TokenizerError
 from engine.options import SamplingOptions, TokenIds
+from engine.request_tag import request_tags
 from engine.schedule.stream import Answer, FinishReason, Stream, Token
 from engine.text.detokenizer import Detokenizer
 from engine.text.prompts import Prompts
@@ -19,6 +20,7 @@ from serve_app.admission.qos import Qos
 from serve_app.compute.service import Service
 from serve_app.errors import BadRequest, BatchTooLarge
 from serve_app.models import GeneratingModel
+from serve_app.observe.requests import record, step
 
 # To make a stream takes as long as to tokenise so many characters.
 _CHARS_OF_AN_ANSWER = 50
@@ -87,6 +89,7 @@ class Generation:
 
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
+        self._tags, self._record = request_tags.get(), record.get()
         self._loop, self._delivery = asyncio.get_running_loop(), service.delivery
         self._events: list[_Event] = []
         self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
@@ -130,7 +133,8 @@ class Generation:
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
-                self._answers = await service.off_loop(work, self._prepare, start)
+                with step("tokenise"):
+                    self._answers = await service.off_loop(work, self._prepare, start)
                 service.metrics.tokenize_seconds.observe(perf_counter() - start)
                 service.admission.spend(self._model, self.usage.prompt_tokens)
                 self._model.submit([answer.stream for answer in self._answers])
@@ -160,6 +164,9 @@ class Generation:
             for answer in self._answers:
                 answer.stream.future.cancel()  # does nothing to a stream that has ended
             service.metrics.generated_tokens.inc(self.usage.completion_tokens)
+            if self._record is not None:
+                self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
+                self._record.tokens_out += self.usage.completion_tokens
 
     def _charge(self) -> None:
         """Count the tokens that the answers have got since the last call for the API key."""
@@ -180,6 +187,7 @@ class Generation:
                 seed = None if sampling.seed is None else sampling.seed + choice
                 stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
+                stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
                 stream.on_token = partial(self._delivery.add, partial(self._put, len(answers)))
                 stream.on_pass = self._delivery.wake
@@ -237,9 +245,12 @@ class Generation:
                 deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
             else:
                 try:
-                    deltas.append(_last_delta(index, answer.writer, event.result()))
+                    result = event.result()
+                    deltas.append(_last_delta(index, answer.writer, result))
                 except Exception as error:
                     return deltas, error
+                if self._record is not None:
+                    self._record.queue_s = max(self._record.queue_s, result.queue_s)
             answer.has_ended = True
             self._num_open -= 1
         return deltas, None

@@ -27,6 +27,7 @@ from serve_app.compute.delivery import Delivery
 from serve_app.errors import ApiError, BadHeader, DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
+from serve_app.observe.requests import record, step
 from serve_app.observe.tei_metrics import Task
 from serve_app.observe.usage import Usage
 
@@ -94,8 +95,9 @@ class Service:
         hold, width = _hold.get(), len(model.info.labels) or model.info.embedding_size
         if hold is not None and options.pooled:
             hold.expect(_NUMBER_BYTES * width * state.num_inputs)
-        sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
-        self.count_tokens(state, sequences, model)
+        with step("tokenise"):
+            sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
+        self.count_tokens(state, model, sequences)
         _check_answer_size(options, state.num_tokens, model.info.embedding_size)
         result = await model.embed(sequences, options, state.qos.after(state.tokenization_s))
         self.count_results(state, [result], task)
@@ -155,9 +157,11 @@ class Service:
         """`function(*args)` on a tokenising thread."""
         return asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
-    def count_tokens(self, state: RequestState, sequences: Sequence[TokenIds], model: ServedModel) -> None:
+    def count_tokens(self, state: RequestState, model: ServedModel, sequences: Sequence[TokenIds]) -> None:
         """Count a request that has been tokenised now. Raises: Overloaded for an API key without enough tokens left."""
         state.tokenized(sequences)
+        if (found := record.get()) is not None:
+            found.tokenized(model.info.served_model_name, state.num_tokens)
         self.admission.spend(model, state.num_tokens)
         self.metrics.tokenize_seconds.observe(state.tokenization_s)
         self.metrics.tei.tokenized(map(len, sequences))
@@ -165,6 +169,8 @@ class Service:
     def count_results(self, state: RequestState, results: Sequence[Embeddings], task: Task) -> None:
         """Count a request that has been computed now."""
         state.computed(results)
+        if (found := record.get()) is not None:
+            found.computed(results)
         self.metrics.tei.succeeded(state.method, state.num_inputs, state.seconds(), task)
         self.metrics.inputs.inc(state.num_inputs)
         self.metrics.queue_seconds.observe(results[0].queue_s)

@@ -14,12 +14,14 @@ from serve_app.gateway.models import PooledModels
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
+from serve_app.observe.process import observe_process
 
 
 class Gateway(TeiServicer):
     """The gateway's deployment. It takes HTTP and gRPC requests, and calls the pools through Serve's handles."""
 
     def __init__(self, args: GatewayArgs) -> None:
+        observe_process("gateway")
         collect_seldom()
         keep_little()
         keep_private()
@@ -27,7 +29,7 @@ class Gateway(TeiServicer):
         self._models = PooledModels(args)
         metrics = Metrics("gateway")
         self._models.show_in(metrics)
-        self._api = Api(self._models, args.settings, metrics)
+        self._api = Api(self._models, args.settings, metrics, in_serve=True)
         super().__init__(self._api.service)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

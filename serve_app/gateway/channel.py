@@ -74,7 +74,8 @@ class Channel:
         answered = np.array([token.id for token in stream.answer], dtype=np.int32)
         if len(answered):
             options = replace(options, prompt_logprobs=None)  # the scores of the prompt came with the first token
-        self._begun.append(NewStream(number, stream.prompt, options, stream.priority, left_s, answered, stream.owner))
+        owner, tags = stream.owner, stream.tags
+        self._begun.append(NewStream(number, stream.prompt, options, stream.priority, left_s, answered, owner, tags))
         self._send_soon()
         stream.future.add_done_callback(lambda future: self._leave_if_cancelled(number, future))
         await over

@@ -91,7 +91,7 @@ class PoolConnection:
                 self.load.finished(each, monotonic())
         failed = False
         try:
-            answers = await self._answers(self._handle, calls, [each.fingerprint for each in tickets], ticket)
+            answers = await self._answers(self._handle, calls, tickets, ticket)
             failed = any(isinstance(each, (*LOST, BackendError)) for each in answers)
             return answers
         except (*LOST, BackendError):
@@ -101,9 +101,11 @@ class PoolConnection:
             self.load.finished(ticket, monotonic(), failed=failed)
 
     async def _answers(
-        self, handle: DeploymentHandle[Any], calls: Sequence[ReplicaCall], fingerprints: Sequence[int], ticket: Ticket
+        self, handle: DeploymentHandle[Any], calls: Sequence[ReplicaCall], tickets: Sequence[Ticket], ticket: Ticket
     ) -> list[Answer]:
-        awake, packed = bool(self.load.replicas), pack(calls, fingerprints)
+        """`ticket` is the joint ticket of all calls."""
+        awake = bool(self.load.replicas)
+        packed = pack(calls, [each.fingerprint for each in tickets], [each.tag for each in tickets])
         response = remote(handle.embed_parcels, [parcel for _, parcel in packed], ticket=ticket)
         waiting = asyncio.ensure_future(_answered(response))
         try:

@@ -20,6 +20,7 @@ from engine.loop import Embeddings
 from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.request_tag import request_tags
 from engine.schedule.stream import Stream
 from engine.text import grammar
 from engine.text.prompts import Prompts
@@ -49,7 +50,7 @@ class PooledModel:
         """Reads the model's tokenizer, not its weights. `timeout_s` is what a request may take."""
         spec = given.spec
         if config.idle_prompts:
-            log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
+            log.info(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
         self.given, self._asleep, self._timeout_s = given, asleep, timeout_s
         self.tokenizer = Tokenizer.load(folder, config)
         self.pools = [PoolClient(ref) for ref in given.pools]
@@ -249,6 +250,7 @@ class PooledGenerator(PooledModel):
 
         A stream may be what ends a replica, so there is no third one.
         """
+        request_tags.set(stream.tags)  # this task is outside of the request's own
         name, num_tokens = self.given.spec.name, len(stream.prompt) + stream.options.max_tokens
         mark = fingerprint(name, [stream.prompt])
 
@@ -331,4 +333,4 @@ def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOpt
     for name in options.outputs:
         arrays = [array for each in results for array in each.ragged[name]]
         ragged[name] = [arrays[index] for index in place]
-    return Embeddings(vectors, ragged, queue_s, inference_s)
+    return Embeddings(vectors, ragged, queue_s, inference_s, sum(each.num_passes for each in results))

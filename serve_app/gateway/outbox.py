@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from cluster.router import Ticket
 from engine.loop import Embeddings
+from engine.request_tag import request_tags
 from serve_app.gateway.parcel import Answer, ReplicaCall
 
 _MOST_CALLS = 256
@@ -31,7 +32,9 @@ _tickets = itertools.count()
 
 
 def next_ticket(num_tokens: int, longest: int, batch: bool, replica: str | None = None, fingerprint: int = 0) -> Ticket:
-    return Ticket(next(_tickets), num_tokens, longest, batch, replica, fingerprint)
+    """A ticket of the request that the current task works on."""
+    tags = request_tags.get()
+    return Ticket(next(_tickets), num_tokens, longest, batch, replica, fingerprint, tags[0] if tags else None)
 
 
 def joint_ticket(tickets: Sequence[Ticket]) -> Ticket:

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.request_tag import RequestTag
 from serve_app.admission.qos import Qos
 
 ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Qos]
@@ -30,16 +31,19 @@ class Parcel:
     options: EmbedOptions
     qos: Qos
     fingerprints: tuple[int, ...]  # of the request that each call belongs to; 0 for one that nobody watches
+    tags: tuple[RequestTag | None, ...] = ()  # of the request that each call belongs to
 
     @classmethod
-    def of(cls, calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = ()) -> "Parcel":
+    def of(
+        cls, calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = (), tags: Sequence[RequestTag | None] = ()
+    ) -> "Parcel":
         """Args:
         calls: at least one call, all with equal options and qos, each with at least one sequence.
         """
         sequences = [ids for each, _, _ in calls for ids in each]
         _, options, qos = calls[0]
         counts = tuple(len(each) for each, _, _ in calls)
-        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, qos, tuple(fingerprints))
+        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, qos, tuple(fingerprints), tuple(tags))
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
@@ -61,21 +65,25 @@ class Parcel:
                 {name: arrays[rows] for name, arrays in given.ragged.items()},
                 given.queue_s,
                 given.inference_s,
+                given.num_passes,
             )
             for rows in _parts(self.counts)
         ]
 
 
-def pack(calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = ()) -> list[tuple[list[int], Parcel]]:
+def pack(
+    calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = (), tags: Sequence[RequestTag | None] = ()
+) -> list[tuple[list[int], Parcel]]:
     """The smallest number of parcels. Each parcel comes with the indices of its calls in `calls`."""
     alike: dict[tuple[EmbedOptions, Qos], list[int]] = {}
     for index, (_, options, qos) in enumerate(calls):
         alike.setdefault((options, qos), []).append(index)
-    fingerprints = fingerprints or [0] * len(calls)
-    return [
-        (places, Parcel.of([calls[index] for index in places], [fingerprints[index] for index in places]))
-        for places in alike.values()
-    ]
+    fingerprints, tags = fingerprints or [0] * len(calls), tags or [None] * len(calls)
+
+    def parcel(places: list[int]) -> Parcel:
+        return Parcel.of([calls[i] for i in places], [fingerprints[i] for i in places], [tags[i] for i in places])
+
+    return [(places, parcel(places)) for places in alike.values()]
 
 
 def unpack(packed: Sequence[tuple[list[int], Parcel]], answered: Sequence[Answered]) -> list[Answer]:

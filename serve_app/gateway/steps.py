@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.options import Priority, SamplingOptions, TokenIds
+from engine.request_tag import RequestTag
 from engine.schedule.stream import FinishReason, Token
 
 
@@ -24,6 +25,7 @@ class NewStream(NamedTuple):
     deadline_s: float  # seconds that are left for the whole answer; inf for no deadline
     answered: NDArray[np.int32]  # [n] the tokens of the answer that another replica has computed
     owner: str = ""  # as `Qos.owner`
+    tags: tuple[RequestTag, ...] = ()  # of the stream's request
 
 
 class End(NamedTuple):

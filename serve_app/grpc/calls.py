@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import grpc
 
 from engine.errors import EmberError
+from serve_app.compute.service import Service
+from serve_app.grpc.metadata import headers
 from serve_app.grpc.status import grpc_status
-from serve_app.observe.metrics import Metrics
+from serve_app.observe import requests
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,11 @@ class Context(Protocol):
 
 
 @contextmanager
-def counted_call(method: str, context: Context, metrics: Metrics) -> Iterator[None]:
-    """Count a call. End it with a status if its method raises, unless the client has disconnected."""
-    start, code = perf_counter(), grpc.StatusCode.OK
+def counted_call(method: str, context: Context, service: Service) -> Iterator[None]:
+    """Count a call, and name its request. End it with a status if its method raises, unless the client has disconnected."""
+    start, code, metrics, is_logged = perf_counter(), grpc.StatusCode.OK, service.metrics, service.settings.access_log
+    record = requests.begin(requests.GRPC, headers(context.invocation_metadata()), is_logged)
+    context.set_trailing_metadata(with_id({}))
     try:
         yield
     except EmberError as error:
@@ -40,11 +44,21 @@ def counted_call(method: str, context: Context, metrics: Metrics) -> Iterator[No
     except (asyncio.CancelledError, GeneratorExit):
         metrics.cancelled.inc()
         metrics.tei.dropped()
+        code = grpc.StatusCode.CANCELLED
         raise
     except Exception:
         log.exception("%s failed", method)
         code = end_with_error(context, EmberError("internal error; the server's log has the details"))
+    finally:
+        if record is not None:
+            record.route = method
+            requests.end(record, requests.GRPC, method, code.name, is_logged)
     metrics.observe_request(method, code.name, perf_counter() - start)
+
+
+def with_id(trailing: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Trailing metadata with the request's id."""
+    return [*trailing.items(), (requests.HEADER.decode(), requests.current_id())]
 
 
 def end_with_error(context: Context, error: EmberError) -> grpc.StatusCode:
@@ -53,5 +67,5 @@ def end_with_error(context: Context, error: EmberError) -> grpc.StatusCode:
     code: grpc.StatusCode = grpc.StatusCode[name]
     context.set_code(code)
     context.set_details(details)
-    context.set_trailing_metadata(list(trailing.items()))
+    context.set_trailing_metadata(with_id(trailing))
     return code

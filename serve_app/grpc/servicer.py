@@ -18,7 +18,7 @@ from serve_app.compute.service import TOKENIZING_THREADS, Service
 from serve_app.errors import BatchTooLarge, EmptyBatch, WrongModel
 from serve_app.grpc import messages
 from serve_app.grpc import tei_pb2 as tei
-from serve_app.grpc.calls import Context, counted_call
+from serve_app.grpc.calls import Context, counted_call, with_id
 from serve_app.grpc.guard import opened, parsed
 from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
@@ -44,13 +44,13 @@ def _unary(
     """A method with one message. It is refused at once while all slots are taken."""
 
     async def call(self: "TeiServicer", request: Unread, grpc_context: Context) -> Response:
-        with counted_call(method, grpc_context, self._service.metrics):
+        with counted_call(method, grpc_context, self._service):
             caller = self._caller(grpc_context)
             async with opened(self._service, request, caller.headers) as message:
                 with self._service.admission.admit(num_inputs(message), caller.model):
                     response, state = await answer(self._service, message, caller)
             if state is not None:
-                grpc_context.set_trailing_metadata(list(state.headers().items()))
+                grpc_context.set_trailing_metadata(with_id(state.headers()))
             return response
         return response_type()
 
@@ -61,7 +61,7 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
     """A method that answers a stream of messages with a stream."""
 
     async def call(self: "TeiServicer", request: AsyncIterator[Unread], grpc_context: Context) -> AsyncIterator[Response]:
-        with counted_call(method, grpc_context, self._service.metrics):
+        with counted_call(method, grpc_context, self._service):
             service, caller = self._service, self._caller(grpc_context)
 
             async def one(unread: Unread) -> tuple[Response, RequestState | None]:
@@ -95,7 +95,7 @@ class TeiServicer(HealthServicer):
     # The methods, in the order of tei.proto.
 
     async def Info(self, request: Unread, grpc_context: Context) -> tei.InfoResponse:
-        with counted_call("/tei.v1.Info/Info", grpc_context, self._service.metrics):
+        with counted_call("/tei.v1.Info/Info", grpc_context, self._service):
             info, settings = self._caller(grpc_context).model.info, self._service.settings
             parsed(request, settings.payload_limit)  # for its errors: the message has no fields
             if info.task == "generation" and not info.embeds:
@@ -135,7 +135,7 @@ class TeiServicer(HealthServicer):
 
     async def RerankStream(self, request: AsyncIterator[Unread], grpc_context: Context) -> tei.RerankResponse:
         """One response to a stream of texts. Each text is computed as it comes."""
-        with counted_call("/tei.v1.Rerank/RerankStream", grpc_context, self._service.metrics):
+        with counted_call("/tei.v1.Rerank/RerankStream", grpc_context, self._service):
             service, caller, start = self._service, self._caller(grpc_context), perf_counter()
             first: tei.RerankStreamRequest | None = None
 

@@ -13,6 +13,7 @@ from serve_app.admission.accounts import called_by
 from serve_app.compute.service import Service
 from serve_app.http.errors import error_response
 from serve_app.http.routes import Route
+from serve_app.observe import requests
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ def guarded(route: Route, service: Service) -> Callable[[Request], Awaitable[Res
 
     async def respond(request: Request) -> Response:
         start = perf_counter()
+        if (record := requests.record.get()) is not None:
+            record.route = path
         try:
             if keys is not None:
                 called_by(keys.account(request.scope["headers"]))

@@ -42,6 +42,7 @@ from serve_app.http import about, answers
 from serve_app.http.body import SMALL_BYTES, read_body
 from serve_app.http.encode import json_answer
 from serve_app.http.events import EventStream
+from serve_app.observe.requests import step
 
 T = TypeVar("T", bound=BaseModel)
 G = TypeVar("G", bound=GenerationBody)
@@ -110,12 +111,14 @@ def _post_streaming(
 
     async def endpoint(service: Service, request: Request) -> Response:
         with _holding(service) as hold:
-            body = await _parsed(partial(parse_request, schema), await read_body(request, service, hold))
+            with step("receive"):
+                body = await _parsed(partial(parse_request, schema), await read_body(request, service, hold))
             reply = await handler(service, body, request.headers.raw)
             if body.stream:
                 hold.release()
                 return await EventStream.begin(service, form_of(path), reply.content)
-            return await json_answer(service, reply.content, None, hold)
+            with step("encode"):
+                return await json_answer(service, reply.content, None, hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
@@ -127,9 +130,11 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
         headers = request.headers.raw
         with _holding(service) as hold:
             async with service.whole_request(headers, hold):
-                body = await _parsed(partial(parse, service), await read_body(request, service, hold))
+                with step("receive"):
+                    body = await _parsed(partial(parse, service), await read_body(request, service, hold))
                 reply = await handler(service, body, headers)
-            return await json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
+            with step("encode"):
+                return await json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
 
     return endpoint
 

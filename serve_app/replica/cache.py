@@ -55,4 +55,4 @@ class CachedModel:
             with suppress(ValueError):  # the vector is larger than the whole cache
                 self._vectors[keys[index]] = vector.copy()  # a copy, because a slice would keep the request's whole array alive
         vectors = np.stack([vector for vector in found if vector is not None])
-        return Embeddings(vectors, {}, computed.queue_s, computed.inference_s)
+        return Embeddings(vectors, {}, computed.queue_s, computed.inference_s, computed.num_passes)

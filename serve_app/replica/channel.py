@@ -8,6 +8,7 @@ from functools import partial
 from time import perf_counter
 
 from engine.errors import BackendError, EmberError, EngineStopped
+from engine.request_tag import RequestTag
 from engine.schedule.stream import Answer, Stream, Token
 from serve_app.compute.delivery import Delivery
 from serve_app.gateway.steps import End, Ended, NewStream, Steps, Unsent
@@ -91,9 +92,10 @@ class Channel:
                 stream = self._model.new_stream(new.prompt, new.options)
                 stream.go_on_after(new.answered.tolist())
             except Exception as error:
-                self._end(new.number, error)
+                self._end(new.number, error, new.tags)
                 continue
             stream.priority, stream.owner, stream.deadline = new.priority, new.owner, perf_counter() + new.deadline_s
+            stream.tags = new.tags
             stream.on_token = partial(self._got, new.number)
             stream.on_pass = self._delivery.wake
             stream.future.add_done_callback(partial(self._ended, new.number))
@@ -175,11 +177,11 @@ class Channel:
             self._end(number, End(answer.finish_reason, answer.queue_s, answer.end))
         else:
             self._fresh.discard(number)
-            self._end(number, error if isinstance(error, Exception) else BackendError(repr(error)))
+            self._end(number, error if isinstance(error, Exception) else BackendError(repr(error)), stream.tags)
 
-    def _end(self, number: int, end: Ended) -> None:
+    def _end(self, number: int, end: Ended, tags: tuple[RequestTag, ...] = ()) -> None:
         if isinstance(end, Exception) and not isinstance(end, EmberError):  # an unforeseen error may not be picklable
-            log.error("a stream failed", exc_info=end)
+            log.error("a stream failed", exc_info=end, extra={"tags": tags})
             end = BackendError(f"the replica failed: {end!r}")
         self._unsent.ends[number] = end
         self._ready.set()

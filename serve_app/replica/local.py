@@ -1,6 +1,8 @@
 """The model of this process, behind the protocols of `serve_app/models.py`."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -9,6 +11,7 @@ from engine.engine import Engine
 from engine.loop import Embeddings, EngineLoop
 from engine.model.config import GenerationConfig
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.request_tag import request_tags
 from engine.schedule.request import Request
 from engine.schedule.stream import Stream
 from engine.text.prompts import Prompts
@@ -16,6 +19,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import WrongModel
 from serve_app.models import Check, ModelInfo, ServedModel
+from serve_app.observe import traces
 from serve_app.replica.health import Health
 
 
@@ -39,14 +43,14 @@ class LocalModel:
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         now = perf_counter()
         deadline = inf if qos.deadline_s is None else now + qos.deadline_s
-        request = Request(
-            sequences, options, priority=qos.priority, owner=qos.owner, deadline=deadline, limit=now + self._timeout_s
-        )
+        limit, tags = now + self._timeout_s, request_tags.get()
+        request = Request(sequences, options, priority=qos.priority, owner=qos.owner, deadline=deadline, limit=limit, tags=tags)
         try:
             await self._collect(request)
             return await self._loop.answer(request)
         finally:
             request.future.cancel()  # does nothing to a request that has ended; one whose caller has left leaves the queue
+            traces.computed(request)
 
 
 class LocalGenerator:
@@ -69,7 +73,14 @@ class LocalGenerator:
         return self._engine.new_stream(prompt, options)
 
     def submit(self, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            if traces.are_on() and stream.tags:
+                stream.future.add_done_callback(partial(_traced, stream))
         self._loop.submit(streams)
+
+
+def _traced(stream: Stream, _future: "Future[Any]") -> None:
+    traces.computed(stream)
 
 
 class LocalModels:

@@ -24,6 +24,7 @@ from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
+from serve_app.observe.process import observe_process
 from serve_app.replica.cache import CachedModel
 from serve_app.replica.health import Health
 from serve_app.replica.in_flight import InFlight
@@ -38,6 +39,7 @@ class EngineServer:
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         """`num_threads` None takes the CPUs that Ray gave this replica."""
+        observe_process(f"replica of {spec.name}")
         keep_private()
         collect_seldom()
         num_threads = num_threads or _assigned_cpus()
@@ -105,10 +107,10 @@ class ModelServer(EngineServer, TeiServicer):
         else:
             self._model = WatchedModel(self._model, self._in_flight)
         models = LocalModels(self._model, self._loop, self._health)
-        self._api = Api(models, settings, self._metrics)
+        self._api = Api(models, settings, self._metrics, in_serve=True)
         TeiServicer.__init__(self, self._api.service)
         if idle := self._engine.config.idle_prompts:
-            log.warning(IDLE_PROMPTS.format(model=spec.name, names=", ".join(idle)))
+            log.info(IDLE_PROMPTS.format(model=spec.name, names=", ".join(idle)))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app

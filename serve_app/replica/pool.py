@@ -20,6 +20,7 @@ from engine.errors import BackendError, EmberError
 from engine.loop import Embeddings, EngineLoop
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
+from engine.request_tag import RequestTag, request_tags
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death
 from serve_app.deployment import deployment_options
@@ -72,6 +73,7 @@ class PoolServer(EngineServer):
         return await asyncio.gather(*map(self._answer_parcel, parcels))
 
     async def _answer_parcel(self, parcel: Parcel) -> Answered:
+        request_tags.set(tuple(tag for tag in parcel.tags if tag is not None))
         if self._in_flight.knows(parcel.fingerprints):
             return await self._answer_each(parcel)
         with self._in_flight.written(parcel.fingerprints) as entry:
@@ -83,9 +85,12 @@ class PoolServer(EngineServer):
 
     async def _answer_each(self, parcel: Parcel) -> list[Answer]:
         """The answer to each call of the parcel, computed as a call of its own."""
-        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, parcel.calls())))
+        tags = parcel.tags or [None] * len(parcel.counts)
+        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, tags, parcel.calls())))
 
-    async def _answer_watched(self, mark: int, call: ReplicaCall) -> Answer:
+    async def _answer_watched(self, mark: int, tag: RequestTag | None, call: ReplicaCall) -> Answer:
+        request_tags.set(() if tag is None else (tag,))
+
         async def embed() -> Embeddings:
             return _raised(await self._answer(call))
 

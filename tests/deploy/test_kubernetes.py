@@ -15,6 +15,7 @@ from ray._private.label_utils import validate_node_label_syntax
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.local_ray import SERVE_ENV
+from cluster.logs import CONTAINER_ENV
 from cluster.node import NODE_LABEL, node_labels
 from cluster.nodes import GIB, Card, Node
 from loadtests.balancer import DEPLOY
@@ -128,8 +129,9 @@ def test_kustomize_builds_it_with_the_images_put_in() -> None:
 
 
 def test_the_environment_is_what_the_code_sets() -> None:
-    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in SERVE_ENV.items())
-    assert find("ConfigMap", "emberforge-environment")["data"] == SERVE_ENV, f"environment.yaml must hold\n{lines}"
+    ours = SERVE_ENV | CONTAINER_ENV
+    lines = "\n".join(f"  {name}: {json.dumps(value)}" for name, value in ours.items())
+    assert find("ConfigMap", "emberforge-environment")["data"] == ours, f"environment.yaml must hold\n{lines}"
     for pod in RAY_PODS:
         assert pod["spec"]["containers"][0]["envFrom"] == [{"configMapRef": {"name": "emberforge-environment"}}]
 

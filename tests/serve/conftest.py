@@ -12,6 +12,7 @@ import pytest
 from ray import serve
 from servers import Clustered, Deploy, DeployTogether
 
+from cluster import logs
 from cluster.autoscale import options as scaling_options
 from cluster.local_ray import free_port, local_ray
 from engine.hub import EMBEDDED_MODEL
@@ -29,7 +30,15 @@ def grpc_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def address(grpc_port: int) -> Iterator[str]:
+def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with the log lines of all replicas and gateways, in place of the command's stderr."""
+    file = tmp_path_factory.mktemp("log") / "stderr"
+    file.touch()
+    return file
+
+
+@pytest.fixture(scope="session")
+def address(grpc_port: int, server_log: Path) -> Iterator[str]:
     """Ray and Ray Serve, with HAProxy listening at this address."""
     port = free_port()
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -38,6 +47,7 @@ def address(grpc_port: int) -> Iterator[str]:
     )  # the Ray of each worker has its own replicas
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]  # Ray's workers import servers.py
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    os.environ[logs.VARIABLE] = str(server_log)
     with local_ray(num_cpus=8), pytest.MonkeyPatch.context() as patched:
         # Serve's client asks once a second whether an application runs or is gone.
         patched.setattr("ray.serve._private.client.CLIENT_POLLING_INTERVAL_S", 0.1)

@@ -1,6 +1,8 @@
 """Server classes with an engine that is slow or broken on purpose, for what a fast one would hide."""
 
+import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +23,8 @@ from serve_app.admission.qos import Qos
 from serve_app.replica.model_server import ModelServer
 from serve_app.replica.pool import PoolServer
 from serve_app.replica.watched import WatchedModel
+
+log = logging.getLogger("serve_app.servers")
 
 Deploy = Callable[..., Any]  # the fixtures `deployed`, `deployed_together` and `clustered`
 DeployTogether = Callable[..., Any]
@@ -101,7 +105,8 @@ class DyingPool(PoolServer):
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
         if any(ids[-2] == die for ids in sequences) and _first(os.environ[MARKER]):
-            os._exit(1)
+            log.warning("last words")
+            os.kill(os.getpid(), signal.SIGKILL)
         return await super().embed(sequences, options, qos)
 
 

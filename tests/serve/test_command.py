@@ -30,7 +30,7 @@ EMBERFORGE = str(Path(sys.executable).parent / "emberforge")
 
 
 def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+    return {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "EMBER_"))} | {
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": "30700"
     }
 
@@ -82,6 +82,7 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
         "--auto-truncate",
         "--grpc-port",
         str(grpc_port),
+        "--access-log",
     ]
     terminal = Terminal(EMBERFORGE, "serve", *arguments)
     try:
@@ -100,6 +101,7 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
                 assert process.pid == terminal.process.pid or key not in process.environ().values()
         assert key not in terminal.text
         assert '"object":"embedding"' in answer
+        assert "INFO POST /v1/embeddings 200 " in terminal.text, "a replica's lines are the command's"
         assert f" 127.0.0.1:{grpc_port}  (gRPC)" in terminal.text
         with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
             embed, metadata = tei_pb2_grpc.EmbedStub(channel).Embed, [("authorization", f"Bearer {key}")]

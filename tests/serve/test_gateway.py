@@ -1,5 +1,6 @@
 """The gateway over pools, on real Serve: one address for all models, and a replica's end that no client notices."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,21 @@ def test_errors_keep_their_form_through_the_gateway(two_models: httpx.Client) ->
     assert two_models.post("embed", json={"inputs": [[15]], "model": "small"}).status_code == 200
 
 
+def test_the_log_has_the_details_of_a_pass_that_broke_in_a_pool(two_models: httpx.Client, server_log: Path) -> None:
+    broken = two_models.post("embed", json={"inputs": [[14]], "model": "small"})
+    assert broken.status_code == 424
+    (request_id,) = broken.headers.get_list("x-request-id")
+    (line,) = lines_of(server_log, request_id)
+    assert (line["process"], line["message"]) == ("replica of small", "a batch of 1 sequences failed")
+    assert line["exception"].splitlines()[-1] == "RuntimeError: the device fell over"
+
+
+def lines_of(log: Path, request_id: str) -> list[dict[str, Any]]:
+    """The lines about a request."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    return [each for each in lines if request_id in (each.get("request_id"), *each.get("request_ids", ()))]
+
+
 def test_the_headers_reach_the_pools(two_models: httpx.Client) -> None:
     headers = {"x-priority": "batch", "x-request-deadline-ms": "20000", "cache-control": "no-store"}
     assert two_models.post("embed", json={"inputs": "in good time"}, headers=headers).status_code == 200
@@ -131,13 +147,18 @@ def test_a_large_request_is_split_and_put_together_again(troubled: httpx.Client,
     np.testing.assert_allclose(vectors, client.post("embed", json={"inputs": texts}).json(), atol=1e-5)
 
 
-def test_a_replica_that_dies_takes_no_request_with_it(troubled: httpx.Client, died: Path) -> None:
+def test_a_replica_that_dies_takes_no_request_with_it(troubled: httpx.Client, died: Path, server_log: Path) -> None:
     wait_for(lambda: pools_of(troubled, "dying")[0]["replicas"] == 2)
     with ThreadPoolExecutor(8) as threads:
         others = [threads.submit(troubled.post, "embed", json={"inputs": f"text {i}", "model": "dying"}) for i in range(40)]
         answer = troubled.post("embed", json={"inputs": "please die", "model": "dying"})
         assert answer.status_code == 200
         assert died.exists()
+        lines = lines_of(server_log, answer.headers["x-request-id"])
+        assert [(each["process"], each["message"][:23]) for each in lines] == [
+            ("replica of dying", "last words"),
+            ("gateway", "dying: attempt 1 failed"),
+        ]
         assert {each.result().status_code for each in others} == {200}
 
 

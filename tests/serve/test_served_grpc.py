@@ -48,7 +48,9 @@ def test_a_call_answers_what_http_answers(client: httpx.Client, channel: grpc.Ch
     expected = client.post("embed", json={"inputs": "Hello, world"})
     np.testing.assert_allclose(answer.embeddings, expected.json()[0], atol=1e-6)
     assert answer.metadata.compute_tokens == int(expected.headers["x-compute-tokens"]) == 5
-    assert dict(call.trailing_metadata())["x-compute-tokens"] == "5"
+    trailing = dict(call.trailing_metadata())
+    assert trailing["x-compute-tokens"] == "5"
+    assert trailing["x-request-id"] == trailing["request_id"], "Serve's own id is ours"
     everything = embed.EmbedAll(tei.EmbedAllRequest(inputs="Hello, world")).token_embeddings
     assert np.shape([each.embeddings for each in everything]) == (5, 384)
     info = tei_pb2_grpc.InfoStub(channel).Info(tei.InfoRequest())

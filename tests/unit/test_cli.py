@@ -188,12 +188,12 @@ except AttributeError as error:
     ],
 )
 def test_a_server_without_a_key_is_for_this_machine(
-    given: dict[str, Any], in_image: bool, host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: dict[str, Any], in_image: bool, host: str, monkeypatch: pytest.MonkeyPatch, log_lines: Any
 ) -> None:
     if in_image:
         monkeypatch.setenv("EMBERFORGE_IMAGE", "1")
     assert _for_this_machine(Settings(**given)).host == host
-    assert ("--host 0.0.0.0 opens" in capsys.readouterr().err) == (host == "127.0.0.1")
+    assert any("--host 0.0.0.0 opens" in each["message"] for each in log_lines()) == (host == "127.0.0.1")
 
 
 def test_a_ray_without_a_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes() -> None:
     servers = [line for line in added.splitlines() if line.startswith("    server ")]
     assert len(servers) > 2
     assert all(" tcp-ut 5s " in line for line in servers), servers
-    ours = (haproxy._ADDED, haproxy._OWN_ERRORS, haproxy._GRPC_TIMEOUT, haproxy._DEADLINE, " tcp-ut 5s")
+    ours = (haproxy._ADDED, haproxy._OWN_ERRORS, haproxy._GRPC_TIMEOUT, haproxy._GRPC_ID, haproxy._DEADLINE, " tcp-ut 5s")
     without = functools.reduce(lambda rest, each: rest.replace(each, ""), ours, added).replace("mode 600 level", "mode 666 level")
     assert without == haproxy._ERROR_FILES.sub("", text)
     assert with_ours(added) == added
@@ -234,7 +234,8 @@ def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     config = {"grpc_enabled": True, "grpc_frontend_host": "h", "grpc_frontend_port": 1}
     lines = with_ours(rendered(config, backends=http, grpc_backends=grpc)).splitlines()
     at = lines.index("frontend grpc_frontend")
-    assert lines[at + 1 : at + 4] == [
+    num_id_lines = haproxy._GRPC_ID.count("\n")
+    assert [lines[at + 1], *lines[at + 2 + num_id_lines : at + 4 + num_id_lines]] == [
         "    timeout client 60s",
         "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }",
         "    http-request set-header application First unless { req.hdr(application) -m found }",
@@ -344,11 +345,35 @@ def test_rays_own_headers_stop_here(tmp_path: Path) -> None:
     with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path) as ask:
         assert ask().status_code == 200
         url = f"{ask_url(tmp_path)}/embed"
-        for request_id, arrives in ((b"a-1", "a-1"), (b"\xff\xfe", None), (b"a" * 129, None)):
-            httpx.post(url, content=b"{}", headers={**theirs, b"x-request-id": request_id, b"x-priority": b"batch"})
-            assert app.headers["x-request-id"] == arrives
-            assert app.headers["x-priority"] == "batch"
-            assert not any(app.headers[name] for name in haproxy._RAYS_HEADERS)
+        httpx.post(url, content=b"{}", headers={**theirs, b"x-priority": b"batch"})
+        assert app.headers["x-priority"] == "batch"
+        assert not any(app.headers[name] for name in haproxy._RAYS_HEADERS)
+        app.shutdown()
+        app.server_close()
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01".encode()
+UUID = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+def test_a_request_has_one_id_from_its_head_to_its_answer(tmp_path: Path) -> None:
+    app = SlowServer()
+    app.may.set()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path):
+        for given, expected in (
+            ({b"x-request-id": b"a,1"}, "a,1"),
+            ({b"x-request-id": b"a-1", b"traceparent": TRACEPARENT}, "a-1"),
+            ({b"traceparent": TRACEPARENT}, TRACE),
+            ({b"x-request-id": b"\xff\xfe", b"traceparent": b"00-short-1-01"}, UUID),
+            ({b"x-request-id": b"a" * 129}, UUID),
+            ({}, UUID),
+        ):
+            answer = httpx.post(f"{ask_url(tmp_path)}/embed", content=b"{}", headers=given)
+            (request_id,) = answer.headers.get_list("x-request-id")
+            assert re.fullmatch(expected, request_id)
+            assert app.headers["x-request-id"] == request_id
         app.shutdown()
         app.server_close()
 

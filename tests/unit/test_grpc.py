@@ -461,6 +461,62 @@ def test_a_deadline_out_of_reach_is_refused_with_the_time_to_retry(make: Make) -
     server.run(scenario)
 
 
+# --- ids and logs
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ([("x-request-id", "a"), ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01")], "a"),
+        ([("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01")], TRACE),
+        ([("x-request-id", "a b")], None),
+        ([], None),
+    ],
+)
+def test_every_call_ends_with_its_id(make: Make, metadata: Any, expected: str | None) -> None:
+    async def scenario(server: Server) -> None:
+        good = server.embed.Embed(tei.EmbedRequest(inputs="two words"), metadata=metadata)
+        bad = server.embed.Embed(tei.EmbedRequest(inputs=""), metadata=metadata)
+        info = server.info.Info(tei.InfoRequest(), metadata=metadata)
+        stream = server.embed.EmbedStream(iter([tei.EmbedRequest(inputs="tea")] * 3), metadata=metadata)
+        assert len(await collect(stream)) == 3
+        await asyncio.gather(good, info)
+        await refused(bad)
+        ids = []
+        for call in (good, bad, info, stream):
+            (its,) = [value for name, value in await call.trailing_metadata() if name == "x-request-id"]
+            ids.append(its)
+        assert set(ids) == {expected} if expected else len(set(ids)) == 4
+
+    make().run(scenario)
+
+
+def test_a_bug_is_in_the_log_with_its_id_and_the_access_log_has_a_line_for_each_call(make: Make, log_lines: Any) -> None:
+    server = make(access_log=True)
+
+    async def scenario(server: Server) -> None:
+        assert (await server.embed.Embed(tei.EmbedRequest(inputs="tea"), metadata=[("x-request-id", "good")])).embeddings
+        server.model.fail = ValueError("secret")
+        await refused(server.embed.Embed(tei.EmbedRequest(inputs="two words"), metadata=[("x-request-id", "bad")]))
+
+    server.run(scenario)
+    good, failed, bad = log_lines()
+    told = {
+        "request_id": "good",
+        "method": "grpc",
+        "path": "/tei.v1.Embed/Embed",
+        "status": "OK",
+        "model": "fake",
+        "tokens_in": 3,
+    }
+    assert good | told == good
+    assert (failed["request_id"], failed["exception"].splitlines()[-1]) == ("bad", "ValueError: secret")
+    assert (bad["request_id"], bad["status"]) == ("bad", "INTERNAL")
+
+
 # --- places, cancellation
 
 

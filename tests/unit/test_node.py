@@ -2,15 +2,17 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ from cluster import machine_limits, node_head, node_old_cluster, node_processes
 from cluster import node as node_module
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
-from cluster.node import describe, how_to_deploy, how_to_join, running, start, stop
+from cluster.node import describe, hold, how_to_deploy, how_to_join, running, start, stop
 from cluster.node_head import Cluster, Member
 from cluster.node_processes import Recorded, Started, find_processes, read_record, write_record
 from cluster.node_token import Token
@@ -67,7 +69,7 @@ def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch)
     assert CliRunner().invoke(cli, ["node", "start", "--address", "h:1", *options]).exit_code == 0
     del given["say"]
     expected = {"name": "a", "reserve_gib": 1.5, "object_store_gib": 2.0, "port": 7000, "dashboard_port": 7001}
-    expected |= {"ip": "10.0.0.2", "redis": "r:1", "replace_cluster": True}
+    expected |= {"ip": "10.0.0.2", "redis": "r:1", "replace_cluster": True, "shares_stderr": False}
     assert given == expected | {"head": False, "address": "h:1"}
 
 
@@ -265,6 +267,31 @@ def test_a_head_asks_before_it_ends_an_older_cluster(home: Path, monkeypatch: py
 def test_a_node_is_a_head_or_has_one(home: Path, head: bool, address: str | None) -> None:
     with pytest.raises(ClusterError, match=r"say either --head.* or --address HEAD"):
         start(head, address)
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["SIGTERM", "its end"])
+def test_a_command_that_stays_ends_with_its_node(
+    home: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    raylet = spawn("m1")
+    started = Started("m1", "box", False, processes=(Recorded(raylet.pid, raylet.create_time(), "raylet"),))
+    write_record(home, started)
+
+    def select(*_: object) -> None:
+        """What the command waits for."""
+        if is_told:
+            signal.raise_signal(signal.SIGTERM)
+        raylet.kill()
+
+    monkeypatch.setattr(node_module, "select", SimpleNamespace(select=select))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with nullcontext() if is_told else pytest.raises(ClusterError, match="Ray has ended on this node"):
+            hold(started)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert read_record(home) is None
+    assert not raylet.is_running() or raylet.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_taken_port_is_refused(home: Path) -> None:

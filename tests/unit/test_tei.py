@@ -108,10 +108,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(flags: dict[str, Any], env: 
 
 
 def test_what_has_no_effect_is_said_and_the_hubs_own_is_handed_on() -> None:
-    flags = {"otlp_endpoint": "http://x:4317", "json_output": True, "hf_token": "t", "huggingface_hub_cache": "/cache"}
+    flags = {"otlp_endpoint": "http://x:4318", "json_output": True, "hf_token": "t", "huggingface_hub_cache": "/cache"}
     given = tei.translate({"model_id": "org/x"} | flags, {"HF_TOKEN": "other", "HF_API_TOKEN": "old", "DISABLE_SPANS": "false"})
-    assert given.environment == {"HF_TOKEN": "t", "HF_HUB_CACHE": "/cache"}
-    assert [note.split(" has ")[0] for note in given.notes] == ["--json-output", "--otlp-endpoint"]
+    assert given.environment == {"HF_TOKEN": "t", "HF_HUB_CACHE": "/cache", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
+    assert [note.split(" has ")[0] for note in given.notes] == ["--json-output"]
+    environ = {"OTLP_ENDPOINT": "http://x:4318", "OTLP_SERVICE_NAME": "a", "OTEL_SERVICE_NAME": "b"}
+    assert tei.translate({"model_id": "org/x"}, environ).environment == {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4318"}
+    assert tei.translate({"models": ["org/x"]}, environ).environment == {}
     assert tei.translate({"model_id": "org/x"}, {"HF_API_TOKEN": "old"}).environment == {"HF_TOKEN": "old"}
     assert tei.translate({"model_id": "org/x"}, {"HF_TOKEN": "new", "HF_API_TOKEN": "old"}).environment == {}
 
@@ -122,6 +125,7 @@ def test_what_has_no_effect_is_said_and_the_hubs_own_is_handed_on() -> None:
         (["--auto-truncate"], ["--auto-truncate", "true"]),
         (["--auto-truncate", "--port", "1"], ["--auto-truncate", "true", "--port", "1"]),
         (["--trust-remote-code", "a/b"], ["--trust-remote-code", "true", "a/b"]),
+        (["--access-log", "a/b"], ["--access-log", "true", "a/b"]),
         (["--auto-truncate", "false"], ["--auto-truncate", "false"]),
         (["--auto-truncate=false", "x"], ["--auto-truncate=false", "x"]),
     ],

@@ -1,0 +1,152 @@
+"""Log lines: what each process of ours writes to the stderr of the command that started it.
+
+A line is one JSON object, or a plain sentence on a terminal. A line is written at once, so that it survives its process.
+
+Ray gives each of its processes a file in place of stderr. `share_stderr` tells our processes where the command's stderr is. Ray
+could pass stderr on (`RAY_LOG_TO_STDERR`), but its own processes then print a page at each start, and errors at each end.
+"""
+
+import logging
+import os
+import threading
+import traceback
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+
+from engine.request_tag import request_tags
+
+# The variable with the path of the command's stderr. It is no setting, so it has no EMBERFORGE_ prefix. Without it a process
+# writes to its own stderr.
+VARIABLE = "EMBER_STDERR"
+# In a container, the first process is the command.
+CONTAINER_ENV = {VARIABLE: "/proc/1/fd/2"}
+
+_OURS = ("cluster", "engine", "serve_app")
+_OF_RAY = ("ray", "ray.serve")
+# The logger of the access log (`serve_app/observe/requests.py`).
+ACCESS = "serve_app.access"
+
+
+def share_stderr() -> dict[str, str]:
+    """The variable by which other processes find the stderr of this one.
+
+    A terminal can be opened again. A socket, as systemd gives it, cannot, and a file opened twice would be overwritten. For these
+    a thread copies from a pipe.
+    """
+    shared = 2
+    if not os.isatty(2):
+        source, shared = os.pipe()
+        threading.Thread(target=_copy_to_stderr, args=(source,), name="stderr", daemon=True).start()
+    return {VARIABLE: f"/proc/{os.getpid()}/fd/{shared}"}
+
+
+def _copy_to_stderr(source: int) -> None:
+    while data := os.read(source, 1 << 16):
+        with suppress(OSError):  # nobody reads stderr any more
+            os.write(2, data)
+
+
+def set_up(process: str) -> None:
+    """Send the log records of this process to the command's stderr. `process` names it in each line.
+
+    A terminal gets warnings and errors only, because the command itself tells there what it does.
+    """
+    stderr = _open_stderr()
+    on_terminal = os.isatty(stderr)
+    handler = _Stderr(stderr, _Plain() if on_terminal else _Json(process))
+    for name in _OURS:
+        logging.getLogger(name).setLevel(logging.WARNING if on_terminal else logging.INFO)
+    logging.getLogger(ACCESS).setLevel(logging.INFO)
+    _add(logging.getLogger(), handler)  # the root: other libraries' warnings count, too
+    set_up_ray(handler)
+
+
+def set_up_ray(handler: "_Stderr | None" = None) -> None:
+    """Send Ray's warnings and errors where ours go. To be called again after `ray.serve` was imported: it adds a handler."""
+    handler = handler or next((each for each in logging.getLogger().handlers if isinstance(each, _Stderr)), None)
+    if handler is None:
+        return
+    warnings = _Stderr(handler.stderr, handler.formatter)
+    warnings.setLevel(logging.WARNING)
+    for name in _OF_RAY:
+        logger = logging.getLogger(name)
+        for each in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
+            logger.removeHandler(each)
+        logger.propagate = False  # else the root's handler writes the line again
+        _add(logger, warnings)
+
+
+def _add(logger: logging.Logger, handler: "_Stderr") -> None:
+    for each in [each for each in logger.handlers if isinstance(each, _Stderr)]:
+        logger.removeHandler(each)
+    logger.addHandler(handler)
+
+
+def _open_stderr() -> int:
+    """The descriptor of the command's stderr; of this process's own, if there is no other or it cannot be opened.
+
+    In a replica Ray Serve replaces `sys.stderr`.
+    """
+    with suppress(OSError, KeyError):
+        return os.open(os.environ[VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+    return 2
+
+
+class _Stderr(logging.Handler):
+    """Writes each record with one system call, so that the lines of several processes do not mix."""
+
+    def __init__(self, stderr: int, formatter: logging.Formatter | None) -> None:
+        super().__init__()
+        self.stderr = stderr
+        self.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # nobody reads stderr any more
+            os.write(self.stderr, self.format(record).encode(errors="backslashreplace") + b"\n")
+
+
+class _Formatter(logging.Formatter):
+    def formatException(self, ei: Any) -> str:
+        """The traceback. logging's own method prints into a buffer, and Ray Serve's `print` in replicas garbles what it gets."""
+        return "".join(traceback.format_exception(*ei)).rstrip()
+
+
+class _Plain(_Formatter):
+    """A sentence for a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+
+class _Json(_Formatter):
+    """One JSON object. `extra={"fields": {...}}` of a log call adds fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            "logger": record.name,
+            "process": self._process,
+            "pid": record.process,
+            **_requests(record),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(fields, default=str).decode()
+
+
+def _requests(record: logging.LogRecord) -> dict[str, Any]:
+    """The id of the request that the record is about, or the ids of several. A log call may give `extra={"tags": ...}`."""
+    ids = [tag.id for tag in getattr(record, "tags", request_tags.get())]
+    if not ids:
+        return {}
+    return {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}

@@ -1,0 +1,148 @@
+"""What is known of one request while it runs: its id, and the figures for the access log and its span.
+
+The id comes from the header `x-request-id` or from the trace id in `traceparent`; else it is made here. HAProxy does the same
+before (`cluster/haproxy.py`), so that its own answers have the id, too.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from cluster.logs import ACCESS
+from engine.loop import Embeddings
+from engine.request_tag import RequestTag, request_tags
+from serve_app.observe import traces
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+log = logging.getLogger(ACCESS)
+
+HEADER = b"x-request-id"
+_TRACEPARENT_HEADER = b"traceparent"
+GRPC = "grpc"  # stands for the method in the access log
+# The server's failures, besides HTTP's from 500 on. 424 and FAILED_PRECONDITION are TEI's for a failed pass.
+_FAILED = (424, "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_ID = re.compile(rb"[!-~]{1,128}")
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+
+
+class Record:
+    """The figures of one request. `begin` makes it if somebody wants them."""
+
+    def __init__(self) -> None:
+        self.start = perf_counter()
+        self.span: Span | None = None
+        self.route = self.model = ""
+        self.tokens_in = self.tokens_out = 0
+        self.queue_s = 0.0
+        self.num_passes: int | None = None
+        self.steps: list[tuple[str, float, float]] = []  # name, start and end
+
+    def tokenized(self, model: str, num_tokens: int) -> None:
+        self.model = model
+        self.tokens_in += num_tokens
+
+    def computed(self, results: Sequence[Embeddings]) -> None:
+        self.queue_s = max(self.queue_s, *(each.queue_s for each in results))
+        self.num_passes = (self.num_passes or 0) + sum(each.num_passes for each in results)
+
+
+record: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+class step:
+    """`with step("encode"):` measures a step of the request that runs, if anybody wants to know."""
+
+    __slots__ = ("_name", "_record", "_start")
+
+    def __init__(self, name: str) -> None:
+        self._name, self._record = name, record.get()
+
+    def __enter__(self) -> None:
+        if self._record is not None:
+            self._start = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._record is not None:
+            self._record.steps.append((self._name, self._start, perf_counter()))
+
+
+def begin(method: str, headers: Iterable[tuple[bytes, bytes]], is_logged: bool) -> Record | None:
+    """Name the request that the current task works on. The task must be of this request alone.
+
+    Args:
+        headers: names in lower case.
+        is_logged: whether the access log is on.
+    Returns: a record for `end`. None if neither the access log nor a trace wants the figures.
+    """
+    found = Record() if is_logged or traces.are_on() else None
+    if found is not None:
+        headers = list(headers)
+        found.span = traces.begin(method, headers, found.start)
+    record.set(found)
+    request_tags.set((RequestTag(_id_of(headers), "" if found is None else traces.traceparent(found.span)),))
+    return found
+
+
+def end(found: Record, method: str, path: str, status: int | str, is_logged: bool) -> None:
+    """Write the request's line of the access log, and end its span. `status` is an HTTP status, or the name of a gRPC code."""
+    ms = round((perf_counter() - found.start) * 1000, 1)
+    fields = {
+        "method": method,
+        "path": path,
+        "status": status,
+        "ms": ms,
+        "model": found.model or None,
+        "tokens_in": found.tokens_in,
+        "tokens_out": found.tokens_out,
+        "queue_ms": round(found.queue_s * 1000, 1),
+        "passes": found.num_passes,
+    }
+    if is_logged:
+        log.info("%s %s %s %s ms", method, path, status, ms, extra={"fields": fields})
+    if found.span is not None:
+        failed = status in _FAILED or (isinstance(status, int) and status >= 500)
+        traces.end(found.span, f"{method} {found.route}".rstrip(), found.steps, _attributes(fields, found.route), failed)
+
+
+def current_id() -> str:
+    """The id of the request that the current task works on."""
+    tags = request_tags.get()
+    return tags[0].id if tags else ""
+
+
+def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    trace = b""
+    for name, value in headers:
+        if name == HEADER and _ID.fullmatch(value):
+            return value.decode()
+        if name == _TRACEPARENT_HEADER:
+            trace = value
+    if trace and (match := _TRACEPARENT.fullmatch(trace)):
+        return match[1].decode()
+    return str(uuid4())
+
+
+def _attributes(fields: Mapping[str, Any], route: str) -> dict[str, Any]:
+    """A span's attributes, by OpenTelemetry's names where it has some."""
+    protocol = (
+        {"rpc.system": "grpc", "rpc.method": route}
+        if fields["method"] == GRPC
+        else {
+            "http.request.method": fields["method"],
+            "http.route": route or None,
+            "url.path": fields["path"],
+            "http.response.status_code": fields["status"],
+        }
+    )
+    return protocol | {
+        "emberforge.request_id": current_id(),
+        "gen_ai.request.model": fields["model"],
+        "gen_ai.usage.input_tokens": fields["tokens_in"],
+        "gen_ai.usage.output_tokens": fields["tokens_out"],
+    }

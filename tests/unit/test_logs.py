@@ -1,0 +1,130 @@
+"""Log lines: where they go, what they hold, and that none is lost with its process."""
+
+import json
+import logging
+import os
+import pty
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from engine.request_tag import RequestTag, request_tags
+
+Lines = Callable[[], list[dict[str, Any]]]
+SAY = "import logging; from cluster import logs; logs.set_up('serve'); log = logging.getLogger('serve_app.x'); "
+
+
+def test_a_line_is_a_json_object_with_these_fields(log_lines: Lines) -> None:
+    logging.getLogger("serve_app.replica").info("%d passes\nfailed", 2)
+    (line,) = log_lines()
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "info",
+        "message": "2 passes\nfailed",
+        "logger": "serve_app.replica",
+        "process": "replica of x",
+        "pid": os.getpid(),
+    }
+
+
+def test_an_error_has_its_traceback(log_lines: Lines) -> None:
+    try:
+        raise ZeroDivisionError("of ours")
+    except ZeroDivisionError:
+        logging.getLogger("engine.loop").exception("it broke")
+    (line,) = log_lines()
+    assert line["message"] == "it broke"
+    assert line["exception"].splitlines()[0] == "Traceback (most recent call last):"
+    assert line["exception"].splitlines()[-1] == "ZeroDivisionError: of ours"
+
+
+def test_a_line_names_the_requests_it_is_about(log_lines: Lines) -> None:
+    log = logging.getLogger("engine.passes")
+    token = request_tags.set((RequestTag("a"),))
+    log.warning("of the task's request")
+    log.warning("of others", extra={"tags": [RequestTag("b"), RequestTag("c")]})
+    request_tags.reset(token)
+    log.warning("of none")
+    assert [(each.get("request_id"), each.get("request_ids")) for each in log_lines()] == [
+        ("a", None),
+        (None, ["b", "c"]),
+        (None, None),
+    ]
+
+
+def test_libraries_warnings_are_lines_and_their_chatter_is_not(log_lines: Lines) -> None:
+    for name in ("asyncio", "ray", "ray.serve"):
+        logging.getLogger(name).info("chatter")
+        logging.getLogger(name).error("trouble")
+    assert [(each["logger"], each["message"]) for each in log_lines()] == [
+        (name, "trouble") for name in ("asyncio", "ray", "ray.serve")
+    ]
+
+
+# A command, and a process that it starts with another stderr. That one kills itself after its last words.
+COMMAND = """
+import os, subprocess, sys
+from cluster import logs
+code = "import logging, os, signal; from cluster import logs; logs.set_up('replica'); "
+code += "logging.getLogger('serve_app.x').warning('last words'); os.kill(os.getpid(), signal.SIGKILL)"
+os.write(2, b"begins\\n")
+done = subprocess.run([sys.executable, "-c", code], env=os.environ | logs.share_stderr(), stderr=subprocess.DEVNULL)
+assert done.returncode == -9
+os.write(2, b"goes on\\n")
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "socket", "terminal"])
+def test_the_last_line_before_a_kill_reaches_the_commands_stderr(kind: str, tmp_path: Path) -> None:
+    file = (tmp_path / "stderr").open("w+b")
+    theirs, ours = socket.socketpair()
+    made = {
+        "pipe": os.pipe()[::-1],
+        "file": (file.fileno(), os.open(file.name, os.O_RDONLY)),
+        "socket": (theirs.fileno(), ours.fileno()),
+        "terminal": pty.openpty()[::-1],
+    }
+    stderr, source = made[kind]
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdin=subprocess.PIPE, stderr=stderr) as command:
+        said, deadline = b"", monotonic() + 60
+        while b"last words" not in said or b"goes on" not in said:
+            assert monotonic() < deadline, said
+            said += os.read(source, 1 << 16)  # of a file nothing, until there is more
+        command.communicate()
+    begins, *rest = said.decode().splitlines()
+    assert (begins, command.returncode) == ("begins", 0)
+    (last,) = [each for each in rest if each != "goes on"]
+    assert last.endswith(" WARNING last words") if kind == "terminal" else json.loads(last)["message"] == "last words"
+    file.close()
+    theirs.close()
+    ours.close()
+    for each in {*made["pipe"], *made["terminal"], made["file"][1]}:
+        os.close(each)
+
+
+def test_a_terminal_gets_warnings_as_sentences() -> None:
+    master, slave = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", SAY + "log.info('chatter'); log.warning('trouble')"], stderr=slave, check=True, timeout=60
+    )
+    os.close(slave)
+    text = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert text.strip().endswith(" WARNING trouble")
+    assert "chatter" not in text
+
+
+def test_a_reader_that_is_gone_breaks_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = SAY + "log.error('nobody hears this'); print('goes on')"
+    done = subprocess.run([sys.executable, "-c", code], stderr=write, stdout=subprocess.PIPE, check=True, timeout=60)
+    os.close(write)
+    assert done.stdout == b"goes on\n"
