@@ -149,11 +149,16 @@ class PoolLoad:
         load = self.replicas.setdefault(replica, ReplicaLoad())
         (load.sent_batch if ticket.batch else load.sent)[ticket.id] = ticket.num_tokens
 
-    def finished(self, ticket: Ticket, now: float, failed: bool = False) -> None:
-        """The request has ended. `failed` says that the replica caused the failure."""
+    def finished(self, ticket: Ticket, now: float, failed: bool | None = False) -> None:
+        """The request has ended.
+
+        Args:
+            failed: whether the replica caused a failure. None for a request whose caller has left: it proves neither that the
+                replica works nor that it does not.
+        """
         load = self._release(ticket)
         self._replica_of.pop(ticket.id, None)
-        if load is None:
+        if load is None or failed is None:
             return
         if not failed:
             load.failures = 0

@@ -47,14 +47,15 @@ class PoolClient:
                 return answer
             return await self._outbox.put((sequences, options, qos), ticket)
         finally:
-            self.load.finished(ticket, monotonic())  # does nothing if the connection has closed or replaced this ticket
+            self.load.finished(ticket, monotonic(), failed=None)  # does nothing if the connection has closed or replaced it
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
         """As `PoolConnection.generate`."""
         self.load.opened(ticket)
-        failed = False
+        failed: bool | None = None
         try:
             await self.connection.generate(stream, ticket)
+            failed = None if stream.future.cancelled() else False
         except LOST:
             failed = True
             raise

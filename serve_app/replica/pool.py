@@ -72,18 +72,19 @@ class PoolServer(EngineServer):
         return await asyncio.gather(*map(self._answer_parcel, parcels))
 
     async def _answer_parcel(self, parcel: Parcel) -> Answered:
+        start = monotonic()
         if self._in_flight.knows(parcel.fingerprints):
             return await self._answer_each(parcel)
         with self._in_flight.written(parcel.fingerprints) as entry:
             answer = await self._answer(parcel.as_one())
             entry.error = answer if isinstance(answer, Exception) else None
         if isinstance(answer, Exception) and len(parcel.counts) > 1:  # one of its calls is at fault: compute each one alone
-            return await self._answer_each(parcel)
+            return await self._answer_each(parcel, monotonic() - start)
         return answer
 
-    async def _answer_each(self, parcel: Parcel) -> list[Answer]:
-        """The answer to each call of the parcel, computed as a call of its own."""
-        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, parcel.calls())))
+    async def _answer_each(self, parcel: Parcel, after_s: float = 0.0) -> list[Answer]:
+        """The answer to each call of the parcel, computed as a call of its own `after_s` seconds after the parcel came."""
+        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, parcel.calls(after_s))))
 
     async def _answer_watched(self, mark: int, call: ReplicaCall) -> Answer:
         async def embed() -> Embeddings:
