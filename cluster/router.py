@@ -37,6 +37,7 @@ class Report:
     batch_tokens: int = 0  # the part of queued_tokens with batch priority
     max_batch_tokens: int = 0  # in one pass
     dtype: str = ""  # the dtype that the replica has loaded the model in
+    revision: str = ""  # of the files that the replica has loaded
     pages_held: int = 0  # of the KV cache, by streams
     deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
@@ -102,7 +103,9 @@ class PoolLoad:
         self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
-        self.dtypes: frozenset[str] = frozenset()  # the dtypes that replicas have reported
+        # What the replicas have loaded, by their reports.
+        self.dtypes: frozenset[str] = frozenset()
+        self.revisions: frozenset[str] = frozenset()
         self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
         self._unrouted: dict[int, Ticket] = {}  # the open requests that are not routed yet
         self.on_deaths: Callable[[Sequence[Sequence[Any]]], None] | None = None  # gets the deaths that replicas report
@@ -134,6 +137,7 @@ class PoolLoad:
                 if report.deaths and self.on_deaths is not None:
                     self.on_deaths(report.deaths)
         self.dtypes = frozenset(report.dtype for report in reports.values() if report.dtype)
+        self.revisions = frozenset(report.revision for report in reports.values() if report.revision)
 
     def opened(self, ticket: Ticket) -> None:
         """A request is about to be sent to this pool. From now on it counts as load."""

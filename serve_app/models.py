@@ -20,6 +20,16 @@ from serve_app.compute.quantize import Ranges, read_ranges
 
 
 @dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """What the replicas of one pool have loaded."""
+
+    name: str
+    node_class: str
+    dtypes: tuple[str, ...]
+    revisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A served model's properties. All are known before the first request."""
 
@@ -39,6 +49,8 @@ class ModelInfo:
     vocab_size: int = 0
     embeds_too: bool = False  # a model that generates gives vectors as well
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
+    revision: str | None = None  # of the model's files; several are joined by commas, as of a cluster that is just updated
+    pools: tuple[PoolInfo, ...] = ()  # of a cluster
 
     @classmethod
     def of(cls, config: ModelConfig, folder: Path, **known: Any) -> "ModelInfo":

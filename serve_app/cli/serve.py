@@ -32,7 +32,7 @@ def serve(settings: Settings) -> None:
 
     from cluster.inventory import available_cpus
     from cluster.local_ray import local_ray
-    from cluster.model_folder import read_model
+    from cluster.model_folder import pinned, read_model
 
     _end_on_signal()
     _check_environment()
@@ -43,16 +43,19 @@ def serve(settings: Settings) -> None:
     keys.Keys.of(settings)  # a bad keys file stops the start here, not in a replica
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes must not inherit it
-    configs = []
+    configs, models = [], []
     for spec in settings.specs:
         console.print(f"model {spec.model}")
-        folder, config = read_model(spec, weights=True, generates=True)
+        pin = pinned(spec)  # a replica that starts a week later must not load what the Hub has then
+        models.append(pin.model)
+        folder, config = read_model(pin, weights=True, generates=True)
         configs.append(config)
         console.print(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             console.print(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
+    settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
     console.print(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:

@@ -114,8 +114,8 @@ def _post_streaming(
             reply = await handler(service, body, request.headers.raw)
             if body.stream:
                 hold.release()
-                return await EventStream.begin(service, form_of(path), reply.content)
-            return await json_answer(service, reply.content, None, hold)
+                return await EventStream.begin(service, form_of(path), reply.content, reply.headers())
+            return await json_answer(service, reply.content, reply.headers(), hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
@@ -129,7 +129,7 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
             async with service.whole_request(headers, hold):
                 body = await _parsed(partial(parse, service), await read_body(request, service, hold))
                 reply = await handler(service, body, headers)
-            return await json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
+            return await json_answer(service, reply.content, reply.headers(), hold)
 
     return endpoint
 

@@ -141,6 +141,7 @@ class PoolServer(EngineServer):
                 batch_tokens=batch_tokens,
                 max_batch_tokens=loop.max_batch_tokens,
                 dtype=dtype,
+                revision=self._model.info.revision or "",
                 pages_held=held,
                 deaths=deaths,
             )
