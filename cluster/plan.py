@@ -193,11 +193,16 @@ class Plan:
         return tuple(dict.fromkeys(node.class_name for node in self.nodes if _may(entry, node.name)))
 
     def _potential(self, entry: ModelEntry, dtype: DtypeName) -> tuple[int, float]:
-        """(required replicas that find a place, tokens/s of all cards with a replica) if the model were alone."""
-        placed = place([self._demand(entry, dtype)], self.slots, _TRY_STEPS).replicas
-        config = self.shapes[entry.name]
-        speeds = {each.slot: estimated_tokens_per_s(config, DTYPES[dtype], self.classes[each.slot.node_class]) for each in placed}
-        return sum(each.required for each in placed), sum(speeds.values())
+        """(required replicas that find a place, tokens/s of the fastest cards for all replicas) if the model were alone."""
+        bytes_on = self._demand(entry, dtype).bytes_on
+        speed_on = {each: estimated_tokens_per_s(self.shapes[entry.name], DTYPES[dtype], self.classes[each]) for each in bytes_on}
+        on_node, speeds = Counter[str](), []
+        for slot in self.slots:
+            if _may(entry, slot.node) and slot.node_class in bytes_on and slot.node_places != 0:
+                fitting = min(slot.capacity // bytes_on[slot.node_class], slot.places or entry.most_replicas)
+                on_node[slot.node] = min(on_node[slot.node] + fitting, slot.node_places or entry.most_replicas)
+                speeds += [speed_on[slot.node_class]] * bool(fitting)
+        return min(entry.min_replicas, on_node.total()), sum(sorted(speeds, reverse=True)[: entry.most_replicas])
 
     def _has(self, dtype: DtypeName, entry: ModelEntry, node: Node) -> bool:
         """Whether the node computes in this dtype at full speed and the model can have it."""

@@ -23,7 +23,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
         ModelError for a model on the Hub whose commit neither the Hub nor its cache tells.
     """
     settings = plan.file.settings
-    specs = {name: _plain(_pinned(spec_of(plan.entries[name]))) for name in dict.fromkeys(pool.model for pool in plan.pools)}
+    specs = {name: _pinned(spec_of(plan.entries[name])) for name in dict.fromkeys(pool.model for pool in plan.pools)}
     applications = [_pool_application(plan, pool, specs[pool.model]) for pool in plan.pools]
     return {
         "proxy_location": "EveryNode",
@@ -45,7 +45,7 @@ def _pinned(spec: ModelSpec) -> ModelSpec:
         ) from None
 
 
-def _pool_application(plan: Plan, pool: PlannedPool, spec: dict[str, Any]) -> dict[str, Any]:
+def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[str, Any]:
     entry = plan.entries[pool.model]
     options: dict[str, Any] = {"num_cpus": pool.num_cpus}
     if pool.num_gpus:
@@ -61,7 +61,7 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: dict[str, Any]) -> di
         "import_path": "serve_app.replica.pool:build",
         "args": {
             "pool": pool.name,
-            "spec": spec,
+            "spec": _plain(spec),
             "num_threads": pool.num_threads,
             "tokens_per_s": round(pool.tokens_per_s),
             "settings": _plain(plan.file.settings),
@@ -77,7 +77,7 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: dict[str, Any]) -> di
     }
 
 
-def _gateway_application(plan: Plan, specs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _gateway_application(plan: Plan, specs: dict[str, ModelSpec]) -> dict[str, Any]:
     models = []
     for name, entry in plan.entries.items():
         pools = [
@@ -87,7 +87,7 @@ def _gateway_application(plan: Plan, specs: dict[str, dict[str, Any]]) -> dict[s
             if pool.model == name
         ]
         if pools:
-            models.append({"spec": specs[name], "aliases": list(entry.aliases), "pools": pools})
+            models.append({"spec": _plain(specs[name]), "aliases": list(entry.aliases), "pools": pools})
     default = plan.file.default or plan.file.models[0].name
     answers = {alias for pool in plan.pools for alias in (pool.model, *plan.entries[pool.model].aliases)}
     if default not in answers:

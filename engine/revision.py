@@ -1,7 +1,7 @@
 """The revision of a model's folder: a name for the files that change the model's results.
 
 A folder of the Hub's cache has the name of its commit. Any other folder gets a fingerprint: a hash of its small files, and of
-samples of its weights. To read all weights of an 8B model takes half a minute or more, the samples a fraction of a second.
+samples of its weights. To read all weights of an 8B model takes many seconds, to read the samples a fraction of one.
 
 The samples are both ends and the middle of every tensor of a safetensors file, and `_BLOCKS` places of any other file. Training
 changes nearly all values of the tensors it touches, and so the samples. A change of some other bytes, as of a damaged disk, does

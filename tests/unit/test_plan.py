@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 from rich.console import Console
+from stub_hub import COMMIT, stub_hub
 from typer.testing import CliRunner
 
 from cluster import plan_report
@@ -43,7 +44,6 @@ models:
   - {name: pro, model: Qwen/Qwen3-Embedding-8B}
 """
 PC_CLASS = "rtx-5080-16g-amd64"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def rtx_5080(name: str = "pc1", gib: float = 15.9) -> Node:
@@ -67,19 +67,7 @@ def planned(nodes: Sequence[Node], *entries: ModelEntry, **more: object) -> Plan
     return Plan(ModelsFile.model_validate({"models": entries} | more), nodes)
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """A Hub whose every model has `COMMIT`; it notes which models were asked for."""
-    asked: list[tuple[str, str | None]] = []
-
-    def snapshot_download(name: str, *, revision: str | None, **_: Any) -> str:
-        asked.append((name, revision))
-        return f"/cache/models--{name.replace('/', '--')}/snapshots/{COMMIT}"
-
-    monkeypatch.setattr("engine.download.snapshot_download", snapshot_download)
-    return asked
-
-
+hub = pytest.fixture(stub_hub)
 pytestmark = pytest.mark.usefixtures("hub")
 
 
@@ -679,6 +667,7 @@ def test_the_command_writes_a_file_that_ray_reads(files: tuple[Path, Path], tmp_
     assert "Replicas" in result.stdout
     text = output.read_text()
     assert text.startswith("# Deploy with: serve deploy FILE\n# Every node")
+    assert "&id" not in text, "an operator reads each spec where it stands"
     assert "`emberforge node start`" in text.splitlines()[1]
     assert yaml.safe_load(text) == serve_config(example)
 
