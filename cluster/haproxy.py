@@ -25,7 +25,8 @@ clients do not retry. The 404 comes first from the proxy that replaces the appli
 proxy answers 500 to a request whose process dies.
 HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 500, which balancers do not retry.
 
-Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect`.
+Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect`. HAProxy refuses Ray's
+own lists of the applications (`/-/routes`, `ListApplications`), which need no key.
 
 Request id: HAProxy takes a request's id from `x-request-id` or `traceparent`, or makes one, and returns it with each answer, its
 own refusals included.
@@ -88,6 +89,12 @@ _ALWAYS = "/health", "/ping", "/metrics"
 _PLACES_OF_ALWAYS = 32  # for each ingress process
 
 _HTTP = re.compile(r"^frontend http.*\n +bind .*\n", re.MULTILINE)
+# Ray's list of the applications, for everybody. A replica would answer it as well, so the path is refused.
+_ROUTES = re.compile(r"^    http-request return .* if routes$", re.MULTILINE)
+_NO_ROUTE = (
+    "    http-request return status 404 content-type application/json "
+    f"string '{json.dumps(error_body('tei', 404, 'NotFound', 'there is no route /-/routes'))}' if routes"
+)
 _ERROR_FILES = re.compile(r"^ +errorfile 50[234] .*\n", re.MULTILINE)
 # HAProxy's own errors: the body, and the variable that has it in the form of the request's path.
 _LOST = 503, "Unhealthy", "The process that had the request was lost: send the request again"
@@ -139,6 +146,11 @@ _GRPC = "frontend grpc_frontend\n"
 _GRPC_TIMEOUT = "    timeout client 60s\n"  # a stream of calls may pause
 # Ray takes a call's id from this header, and returns it in the trailing metadata.
 _GRPC_ID = _ID + "    http-request set-header request_id %[var(txn.id)]\n"
+# The same list over gRPC.
+_NO_LIST = (
+    "    http-request return status 200 content-type application/grpc hdr grpc-status 12 hdr grpc-message Unimplemented "
+    "if { path /ray.serve.RayServeAPIService/ListApplications }\n"
+)
 _DEADLINE = "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }\n"
 _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
@@ -179,6 +191,32 @@ def most_connections() -> int:
     return max(1, min(_MOST_CONNECTIONS, int((most_files - _OTHER_FILES) / _FILES_A_CONNECTION)))
 
 
+# The parts of Ray's text that ours replace or follow.
+_PARTS = {
+    "the section `defaults`": re.compile(re.escape(_AFTER)),
+    "`maxconn`": _CONNECTIONS,
+    "the frontend of HTTP": _HTTP,
+    "`/-/routes`": _ROUTES,
+    "the socket of all users": re.compile(re.escape(_SOCKET_OF_ALL)),
+    "the lines `errorfile`": _ERROR_FILES,
+    "the line of no application": _NOWHERE,
+    "the backend of an application": _BACKEND,
+    "a server": _SERVER,
+    "a server of a backend": _INGRESS,
+    "the server `backup`": _STAND_IN,
+    "an address that is open to all": _OPEN_TO_ALL,
+    "the address for clients": _FOR_CLIENTS,
+    "the frontend of gRPC": re.compile(f"^{_GRPC}", re.MULTILINE),
+    "the rule of the application at `/`": _AT_ROOT,
+}
+_ALWAYS_THERE = ("the section `defaults`", "`maxconn`", "the frontend of HTTP")
+
+
+def unknown_parts(text: str) -> list[str]:
+    """The parts that our lines need and that the text lacks. The text should have an application, and gRPC."""
+    return [name for name, pattern in _PARTS.items() if not pattern.search(text)]
+
+
 def with_ours(text: str) -> str:
     """A configuration written by Ray, with our lines added. A text that has our lines is returned unchanged.
 
@@ -186,10 +224,14 @@ def with_ours(text: str) -> str:
     """
     if _KEEPALIVE in text:
         return text
-    if _AFTER not in text:
-        raise ValueError(f"Ray {version('ray')} writes HAProxy's file in another way than emberforge knows: install another Ray")
+    if unknown := [name for name in _ALWAYS_THERE if not _PARTS[name].search(text)]:
+        raise ValueError(
+            f"Ray {version('ray')} writes HAProxy's file in another way than emberforge knows, without {unknown[0]}: install the "
+            "Ray that emberforge's pyproject.toml names"
+        )
+    text = _ROUTES.sub(_NO_ROUTE, text)
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
-    text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _GRPC_ID + _DEADLINE + _default_application(text), 1).replace(
+    text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _NO_LIST + _GRPC_ID + _DEADLINE + _default_application(text), 1).replace(
         _SOCKET_OF_ALL, " mode 600 level admin"
     )
     if ALONE_VARIABLE in os.environ:

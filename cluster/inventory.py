@@ -21,6 +21,7 @@ import torch
 
 from cluster.files import ClusterError
 from cluster.nodes import Card, Node, checked, normal_arch
+from engine.devices import has_native_bf16
 
 INTEGRATED = "MemAvailable (integrated GPU)"
 _NOT_SUPPORTED = "Not Supported"  # NVML's own words
@@ -77,6 +78,7 @@ class Facts:
     torch: tuple[TorchDevice, ...] = ()
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     read_at: float = 0.0  # seconds since the epoch
+    cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16
 
     @property
     def ram_bytes(self) -> int:
@@ -105,6 +107,7 @@ def read_machine() -> Facts:
         torch=_read_torch(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         read_at=time.time(),
+        cpu_bf16=has_native_bf16(torch.device("cpu")),
     )
 
 
@@ -128,6 +131,7 @@ def this_node(name: str | None = None, reserve_bytes: int | None = None, source:
             cards=cards(facts),
             reserve_bytes=reserve_bytes,
             read_at=facts.read_at,
+            cpu_bf16=facts.cpu_bf16,
         )
     )
 

@@ -14,7 +14,7 @@ from time import monotonic
 
 import psutil
 
-from cluster import haproxy, logs
+from cluster import haproxy, logs, ray_hooks
 from cluster.driver_path import job_config
 
 # Variables that every node must have before Ray is imported and before a node starts, because Ray reads them then.
@@ -174,12 +174,13 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
         host: where HAProxy listens for clients. All else listens on 127.0.0.1.
     """
     with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
-        ours = _ALONE_ENV | logs.share_stderr() | haproxy.environment(max_concurrent_requests, host)
-        set_environment(serve_environment(Path(state)) | ports | ours)
+        environment = serve_environment(Path(state)) | ports | _ALONE_ENV | logs.share_stderr()
+        set_environment(environment | haproxy.environment(max_concurrent_requests, host))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray
         import ray.serve
 
+        ray_hooks.check(environment)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing ray.serve sets it to INFO
         logs.set_up_ray()
         try:

@@ -9,6 +9,8 @@ from engine.hub import resolve_model
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
 from engine.model.weight_files import open_weights
+from engine.model_id import is_path, split_revision
+from engine.revision import commit_of, is_commit, revision_of
 from engine.text.tokenizer import Tokenizer
 
 
@@ -46,6 +48,28 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
         for file in open_weights(folder):
             file.close()
     return folder, config
+
+
+def pinned(spec: ModelSpec) -> ModelSpec:
+    """The spec with the revision of the model's files, for a model on the Hub by `@COMMIT` too. Downloads no weights.
+
+    Every process of a server does this for itself, so a process never computes with other files than the plan's.
+    Raises: ModelError for other files than `spec.revision` says.
+    """
+    name, asked = split_revision(spec.model)
+    if asked is not None and is_commit(asked):
+        found: str | None = asked
+    else:
+        folder = resolve_model(spec.model, weights=False, code=spec.trust_remote_code)
+        found = revision_of(folder, spec.trust_remote_code)
+        asked = commit_of(folder)
+    if spec.revision is not None and found is not None and found != spec.revision:
+        raise ModelError(
+            f"{spec.model} has revision {found} here, and the plan says {spec.revision}: copy the planned files to this machine, "
+            "or plan and deploy again"
+        )
+    model = spec.model if is_path(spec.model) or asked is None else f"{name}@{asked}"
+    return spec.model_copy(update={"model": model, "revision": found or spec.revision})
 
 
 def shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:

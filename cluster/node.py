@@ -21,9 +21,10 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from cluster import logs, machine_limits
+from cluster import logs, machine_limits, ray_hooks
 from cluster.files import ClusterError
 from cluster.inventory import capability, read_machine, this_node
+from cluster.local_ray import SERVE_ENV
 from cluster.node_address import checked_ip, head_ip, host_port
 from cluster.node_arguments import object_store_bytes, ray_arguments, ray_environment
 from cluster.node_head import DEFAULT_DASHBOARD_PORT, DEFAULT_PORT, Member, ask, explain, joinable
@@ -70,6 +71,7 @@ def start(
         raise ClusterError("--redis is for the head alone: the other nodes ask the head")
     home = home_folder()
     _refuse_second(home)
+    ray_hooks.check(SERVE_ENV)
     facts = read_machine()
     node = this_node(name, None if reserve_gib is None else int(reserve_gib * GIB), lambda: facts)
     labels = node_labels(node, capability(facts))

@@ -52,6 +52,7 @@ class Node:
     cards: tuple[Card, ...] = ()
     reserve_bytes: int | None = None  # None takes the default for the kind of node
     read_at: float | None = None
+    cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16; False for a node from a file, where nobody knows
 
     @property
     def class_name(self) -> str:

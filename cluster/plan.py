@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -17,12 +17,12 @@ from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.placement import Demand, Placement, Slot, place
-from cluster.throughput import Basis, Rate, capability_of, has_bf16, is_known, tokens_per_s
+from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
-from engine.model_id import is_path
+from engine.model_id import is_path, split_revision
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
@@ -33,6 +33,8 @@ CARD_REPLICA_CPUS = 0.5
 # seconds. With hundreds of nodes only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
 _TRY_REPLICAS = 100_000
+# What "auto" may become, the most preferred first: no model overflows bfloat16.
+_AUTO: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class PlannedPool:
 
     model: str
     node_class: str
+    dtype: DtypeName
     min_replicas: int
     max_replicas: int
     max_per_node: int
@@ -85,7 +88,7 @@ class Unplaced:
 def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's configuration from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     ours = entry.backend == "emberforge" and not is_path(entry.model)
-    config = known_model(entry.model) if ours else None
+    config = known_model(split_revision(entry.model)[0]) if ours else None  # a revision has other values in the same shape
     if config is None:
         _, config = read_model(entry)
     return shortened(config, entry.max_input_tokens)
@@ -98,8 +101,8 @@ class Plan:
         """Raises: ClusterError for a pin to an unknown node, or a dtype that the model cannot have; ModelError for a model that
         cannot be read."""
         self.file, self.nodes = file, tuple(nodes)
-        self.entries = {entry.name: entry for entry in file.models}
-        self.shapes = {name: shape_of(entry) for name, entry in self.entries.items()}
+        self.given = {entry.name: entry for entry in file.models}
+        self.shapes = {name: shape_of(entry) for name, entry in self.given.items()}
         self.classes = _classes(nodes)
         self.class_of = {node.name: node.class_name for node in nodes}
         self.gateways_a_node = math.ceil(file.gateways / max(1, len(nodes)))
@@ -113,7 +116,10 @@ class Plan:
             if entry.dtype == "float16" and family_of(self.shapes[entry.name]).overflows_float16:
                 raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
-        self.demands = {entry.name: self._demand(entry) for entry in file.models}
+        # The entries with one dtype each in place of "auto" (docs/decisions/037).
+        self.dtypes = {name: self._dtype(entry) for name, entry in self.given.items()}
+        self.entries = {name: _in_dtype(entry, self.dtypes[name]) for name, entry in self.given.items()}
+        self.demands = {name: self._demand(entry, self.dtypes[name]) for name, entry in self.given.items()}
         self.rates = {
             (name, each): self._rate(self.entries[name], each)
             for name, demand in self.demands.items()
@@ -172,8 +178,52 @@ class Plan:
         pools = [self._pool(name, node_class, replicas) for (name, node_class), replicas in groups.items()]
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
-    def _demand(self, entry: ModelEntry) -> Demand:
-        classes = [name for name, node in self.classes.items() if _runs(entry.dtype, node)]
+    def _dtype(self, entry: ModelEntry) -> DtypeName:
+        """The dtype of all replicas of a model. If the entry leaves the choice to us, the fastest one on the nodes that it may
+        have, after the number of required replicas that find a place."""
+        if entry.dtype != "auto":
+            return entry.dtype
+        nodes = [self.classes[each] for each in self._allowed_classes(entry)]
+        possible = [each for each in _AUTO if any(self._has(each, entry, node) for node in nodes)]
+        if not possible or all(self._has(possible[0], entry, node) for node in nodes):
+            return (possible or _AUTO)[0]
+        return max(possible, key=lambda dtype: self._potential(entry, dtype))
+
+    def _allowed_classes(self, entry: ModelEntry) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(node.class_name for node in self.nodes if _may(entry, node.name)))
+
+    def _potential(self, entry: ModelEntry, dtype: DtypeName) -> tuple[int, float]:
+        """(required replicas that find a place, tokens/s of the fastest cards for all replicas) if the model were alone."""
+        bytes_on = self._demand(entry, dtype).bytes_on
+        speed_on = {each: estimated_tokens_per_s(self.shapes[entry.name], DTYPES[dtype], self.classes[each]) for each in bytes_on}
+        on_node, speeds = Counter[str](), []
+        for slot in self.slots:
+            if _may(entry, slot.node) and slot.node_class in bytes_on and slot.node_places != 0:
+                fitting = min(slot.capacity // bytes_on[slot.node_class], slot.places or entry.most_replicas)
+                on_node[slot.node] = min(on_node[slot.node] + fitting, slot.node_places or entry.most_replicas)
+                speeds += [speed_on[slot.node_class]] * bool(fitting)
+        return min(entry.min_replicas, on_node.total()), sum(sorted(speeds, reverse=True)[: entry.most_replicas])
+
+    def _has(self, dtype: DtypeName, entry: ModelEntry, node: Node) -> bool:
+        """Whether the node computes in this dtype at full speed and the model can have it."""
+        if dtype == "bfloat16":
+            return has_bf16(node)
+        return dtype == "float32" or (bool(node.cards) and not family_of(self.shapes[entry.name]).overflows_float16)
+
+    def left_out(self, name: str) -> tuple[str, ...]:
+        """The classes of node that hold the model and get no replica, because they lack the dtype that "auto" became."""
+        given, bytes_on = self.given[name], self.demands[name].bytes_on
+        return tuple(
+            each
+            for each in self._allowed_classes(given)
+            if each not in bytes_on and self._footprint(given, self.classes[each]).total <= self.classes[each].usable_bytes
+        )
+
+    def _demand(self, given: ModelEntry, dtype: DtypeName) -> Demand:
+        entry = _in_dtype(given, dtype)
+        # An operator may choose a dtype that a node computes slowly; we do not.
+        runs = partial(self._has, dtype, entry) if given.dtype == "auto" else partial(_runs, dtype)
+        classes = [name for name, node in self.classes.items() if runs(node)]
         return Demand(
             entry.name,
             {each: self._footprint(entry, self.classes[each]).total for each in classes},
@@ -193,6 +243,7 @@ class Plan:
         return PlannedPool(
             name,
             node_class,
+            self.dtypes[name],
             sum(each.required for each in replicas),
             len(replicas),
             # On the only node of a class any limit does. One that follows the number would make Serve replace all replicas.
@@ -211,7 +262,7 @@ class Plan:
         if len(self.classes) == 1:
             return "the only class of node"
         if len(possible) == 1:
-            return "no other class of node can hold it"
+            return f"no other class of node {f'has {self.dtypes[name]}' if self.left_out(name) else 'can hold it'}"
         best = max(possible, key=lambda each: demand.tokens_per_s[each])
         if best == slot.node_class:
             return "fastest class that holds it"
@@ -268,10 +319,14 @@ class Plan:
 
     def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
         """The dtypes to try instead of the model's own, the most exact one first. int8 only for cards without float8."""
+        wide: tuple[DtypeName, ...] = ("bfloat16",)
+        if self.given[name].dtype == "auto":
+            ours = {self.dtypes[name]} | ({"float16"} if family_of(self.shapes[name]).overflows_float16 else set())
+            wide = tuple(each for each in reversed(_AUTO) if each not in ours)
         if self.entries[name].backend != "emberforge":
-            return ("bfloat16",)
+            return wide
         lacks_float8 = any(_runs("int8", node) and not _runs("float8", node) for node in self.classes.values())
-        return ("bfloat16", "float8", "int8") if lacks_float8 else ("bfloat16", "float8")
+        return (*wide, "float8", "int8") if lacks_float8 else (*wide, "float8")
 
     def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
         """Changes of the model's entry to try, by kind, the smallest first; each with the text that an operator would write."""
@@ -292,7 +347,8 @@ class Plan:
         return texts
 
     def _would_fit(self, name: str, changes: dict[str, Any]) -> bool:
-        changed = self._demand(self.entries[name].model_copy(update=changes))
+        entry = self.given[name].model_copy(update=changes)
+        changed = self._demand(entry, self._dtype(entry))
         if changed == self.demands[name] or not self._tries:
             return False
         self._tries -= 1
@@ -305,10 +361,12 @@ class Plan:
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
 
     def _another_node(self, name: str) -> str:
-        entry, config = self.entries[name], self.shapes[name]
-        dtype = torch.bfloat16 if entry.dtype == "auto" else DTYPES[entry.dtype]
-        card = _gib_up(footprint(config, dtype, "gpu", entry.max_batch_tokens).total + CARD_RESERVE)
+        entry, config = self.given[name], self.shapes[name]
         count = self.placement.missing.get(name, 0)
+        # A model without any replica can have bfloat16 on the new nodes. Otherwise the new nodes must have the others' dtype.
+        free = entry.dtype == "auto" and count == entry.min_replicas
+        dtype = torch.bfloat16 if free else DTYPES[self.dtypes[name]]
+        card = _gib_up(footprint(config, dtype, "gpu", entry.max_batch_tokens).total + CARD_RESERVE)
         more = f"{count} more nodes, each with" if count > 1 else "another node with"
         needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
         return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
@@ -325,7 +383,8 @@ def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
         least = node if known is None or node.usable_bytes < known.usable_bytes else known
-        classes[node.class_name] = replace(least, num_cpus=min(node.num_cpus, (known or node).num_cpus))
+        num_cpus, cpu_bf16 = min(node.num_cpus, (known or node).num_cpus), node.cpu_bf16 and (known or node).cpu_bf16
+        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16)
     return classes
 
 
@@ -356,8 +415,12 @@ def memory_kind(node: Node) -> MemoryKind:
     return "cpu" if not node.cards else "unified" if node.cards[0].unified else "gpu"
 
 
+def _in_dtype(entry: ModelEntry, dtype: DtypeName) -> ModelEntry:
+    return entry.model_copy(update={"dtype": dtype})
+
+
 def _runs(dtype: Dtype, node: Node) -> bool:
-    """Whether the node can compute in this dtype."""
+    """Whether the node can compute in this dtype, however slowly."""
     if dtype == "float16":
         return bool(node.cards)
     return (capability_of(node) or (0, 0)) >= (_least_capability(dtype) or (0, 0))
@@ -382,7 +445,7 @@ def _written(capability: tuple[int, int]) -> str:
 
 
 def dtype_on(entry: ModelSpec, node: Node, config: ModelConfig) -> torch.dtype:
-    """The dtype that the engine chooses on this node. "auto" on a CPU depends on the chip, so the larger dtype is assumed."""
+    """The dtype that the engine chooses on this node alone. Of a CPU that nobody has read, the larger dtype is assumed."""
     if entry.dtype != "auto":
         return DTYPES[entry.dtype]
     if has_bf16(node):

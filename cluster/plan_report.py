@@ -1,7 +1,7 @@
 """Reports of a `Plan`: rich tables for people, plain data for programs."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, Plan, Unplaced, dtype_on
+from cluster.plan import GATEWAY_CPUS, Assigned, Plan, Unplaced
 from cluster.throughput import Basis
 from engine.model.footprint import HOST_BYTES
 
@@ -166,19 +166,22 @@ def failure(plan: Plan) -> str:
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
-    """Notes on failures to expect: of a lone gateway, for want of CPUs, of dtypes that differ, and for want of host memory."""
+    """Notes on failures to expect: of a lone gateway, for want of CPUs, for want of a dtype, and for want of host memory."""
     gateways, cpus = plan.file.gateways, cpu_uses(plan)
     if gateways == 1 and len(plan.nodes) > 1:
         yield "warning: with one gateway, requests wait for some 10 s whenever it or its node dies: set gateways: 2 or more"
     places = sum(min(each.gateways, plan.gateways_a_node) for each in cpus)
     if places < gateways:
         yield f"warning: {gateways} gateways book {GATEWAY_CPUS:g} CPUs each, and beside the replicas there are CPUs for {places}"
-    for name, entry in plan.entries.items():
-        classes = dict.fromkeys(each.slot.node_class for each in plan.placement.replicas if each.model == name)
-        dtypes = {dtype_on(entry, plan.classes[each], plan.shapes[name]): each for each in classes}
-        if len(dtypes) > 1:
-            where = ", ".join(f"{str(dtype).removeprefix('torch.')} on {node_class}" for dtype, node_class in dtypes.items())
-            yield f"warning: {name} computes in {where}: vectors of one index should have one dtype, so set the model's dtype"
+    left_out: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, dtype in plan.dtypes.items():
+        if classes := plan.left_out(name):
+            left_out.setdefault((dtype, classes), []).append(name)
+    for (chosen, classes), names in left_out.items():
+        yield (
+            f"warning: {_some(names)}: one dtype everywhere, {chosen}, leaves out {_some(classes)}, where it is slow or missing; "
+            "dtype: float32 takes all nodes"
+        )
     for node in plan.nodes:
         here = [each for each in plan.assigned if each.node == node.name]
         if not here or not node.cards or node.cards[0].unified:
@@ -233,10 +236,10 @@ def _cards(plan: Plan) -> Table:
 
 
 def _pools(plan: Plan) -> Table:
-    table = _table("Pools", "pool", "replicas", "num_gpus", "num_cpus")
+    table = _table("Pools", "pool", "dtype", "replicas", "num_gpus", "num_cpus")
     for each in plan.pools:
         replicas = f"{each.min_replicas}-{each.max_replicas}"
-        table.add_row(each.name, replicas, f"{each.num_gpus:.4f}" if each.num_gpus else "", f"{each.num_cpus:g}")
+        table.add_row(each.name, each.dtype, replicas, f"{each.num_gpus:.4f}" if each.num_gpus else "", f"{each.num_cpus:g}")
     return table
 
 
@@ -265,6 +268,11 @@ def _lacking(each: Unplaced) -> str:
 
 def _place(node: str, card: int | None) -> str:
     return f"{node}:cpu" if card is None else f"{node}:{card}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
+    return " and ".join(filter(None, (", ".join(names[:3]), f"{len(names) - 3} more" if names[3:] else "")))
 
 
 def _count(number: int, thing: str) -> str:

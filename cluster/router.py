@@ -39,6 +39,7 @@ class Report:
     batch_tokens: int = 0  # the part of queued_tokens with batch priority
     max_batch_tokens: int = 0  # in one pass
     dtype: str = ""  # the dtype that the replica has loaded the model in
+    revision: str = ""  # of the files that the replica has loaded
     pages_held: int = 0  # of the KV cache, by streams
     deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
@@ -105,7 +106,9 @@ class PoolLoad:
         self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
-        self.dtypes: frozenset[str] = frozenset()  # the dtypes that replicas have reported
+        # What the replicas have loaded, by their reports.
+        self.dtypes: frozenset[str] = frozenset()
+        self.revisions: frozenset[str] = frozenset()
         self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
         self._unrouted: dict[int, Ticket] = {}  # the open requests that are not routed yet
         self.on_deaths: Callable[[Sequence[Sequence[Any]]], None] | None = None  # gets the deaths that replicas report
@@ -137,6 +140,7 @@ class PoolLoad:
                 if report.deaths and self.on_deaths is not None:
                     self.on_deaths(report.deaths)
         self.dtypes = frozenset(report.dtype for report in reports.values() if report.dtype)
+        self.revisions = frozenset(report.revision for report in reports.values() if report.revision)
 
     def opened(self, ticket: Ticket) -> None:
         """A request is about to be sent to this pool. From now on it counts as load."""
@@ -152,11 +156,16 @@ class PoolLoad:
         load = self.replicas.setdefault(replica, ReplicaLoad())
         (load.sent_batch if ticket.batch else load.sent)[ticket.id] = ticket.num_tokens
 
-    def finished(self, ticket: Ticket, now: float, failed: bool = False) -> None:
-        """The request has ended. `failed` says that the replica caused the failure."""
+    def finished(self, ticket: Ticket, now: float, failed: bool | None = False) -> None:
+        """The request has ended.
+
+        Args:
+            failed: whether the replica caused a failure. None for a request whose caller has left: it proves neither that the
+                replica works nor that it does not.
+        """
         load = self._release(ticket)
         self._replica_of.pop(ticket.id, None)
-        if load is None:
+        if load is None or failed is None:
             return
         if not failed:
             load.failures = 0

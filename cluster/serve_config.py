@@ -8,28 +8,44 @@ from pydantic import BaseModel
 from cluster.autoscale import options as scaling_options
 from cluster.catalogue import hub_id
 from cluster.files import ClusterError
+from cluster.model_folder import pinned
 from cluster.model_spec import ModelSpec
 from cluster.models_file import ModelEntry
 from cluster.plan import GATEWAY_CPUS, Plan, PlannedPool
-from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path
+from engine.errors import ModelError
+from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path, split_revision
 
 
 def serve_config(plan: Plan) -> dict[str, Any]:
-    """The Serve config as plain data for YAML.
+    """The Serve config as plain data for YAML. It names the revision of every model, so that no replica starts with another one.
 
     Raises: ClusterError where the default model has no replica: a gateway needs one to answer requests without a model name.
+        ModelError for a model on the Hub whose commit neither the Hub nor its cache tells.
     """
     settings = plan.file.settings
-    applications = [_pool_application(plan, pool) for pool in plan.pools]
+    specs = {name: _pinned(spec_of(plan.entries[name])) for name in dict.fromkeys(pool.model for pool in plan.pools)}
+    applications = [_pool_application(plan, pool, specs[pool.model]) for pool in plan.pools]
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
         **settings.grpc_options,
-        "applications": [*applications, _gateway_application(plan)],
+        "applications": [*applications, _gateway_application(plan, specs)],
     }
 
 
-def _pool_application(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
+def _pinned(spec: ModelSpec) -> ModelSpec:
+    try:
+        return pinned(spec)
+    except ModelError as error:
+        if is_path(spec.model) or spec.model in (EMBEDDED_MODEL, EMBEDDED_GENERATOR):
+            raise
+        name = split_revision(spec.model)[0]
+        raise ModelError(
+            f"the commit of {spec.model} is not known: {error}; or name the commit in models.yaml: {name}@COMMIT"
+        ) from None
+
+
+def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[str, Any]:
     entry = plan.entries[pool.model]
     options: dict[str, Any] = {"num_cpus": pool.num_cpus}
     if pool.num_gpus:
@@ -45,7 +61,7 @@ def _pool_application(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
         "import_path": "serve_app.replica.pool:build",
         "args": {
             "pool": pool.name,
-            "spec": _plain(spec_of(entry)),
+            "spec": _plain(spec),
             "num_threads": pool.num_threads,
             "tokens_per_s": round(pool.tokens_per_s),
             "settings": _plain(plan.file.settings),
@@ -61,7 +77,7 @@ def _pool_application(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
     }
 
 
-def _gateway_application(plan: Plan) -> dict[str, Any]:
+def _gateway_application(plan: Plan, specs: dict[str, ModelSpec]) -> dict[str, Any]:
     models = []
     for name, entry in plan.entries.items():
         pools = [
@@ -71,7 +87,7 @@ def _gateway_application(plan: Plan) -> dict[str, Any]:
             if pool.model == name
         ]
         if pools:
-            models.append({"spec": _plain(spec_of(entry)), "aliases": list(entry.aliases), "pools": pools})
+            models.append({"spec": _plain(specs[name]), "aliases": list(entry.aliases), "pools": pools})
     default = plan.file.default or plan.file.models[0].name
     answers = {alias for pool in plan.pools for alias in (pool.model, *plan.entries[pool.model].aliases)}
     if default not in answers:
@@ -106,7 +122,7 @@ def spec_of(entry: ModelEntry) -> ModelSpec:
         source = entry.model
     else:
         source = hub_id(entry.model) or entry.model
-    return ModelSpec(name=entry.name, model=source, **entry.options)
+    return ModelSpec(name=entry.name, model=source, revision=entry.revision, **entry.options)
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:

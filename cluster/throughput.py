@@ -130,7 +130,7 @@ class Table:
 
 def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
     """The rate of our engine on the node, from the best source there is. `node` must be able to run `dtype`."""
-    row = _rows_by_body().get((_body(config), dtype)) if has_bf16(node) and is_known(node) else None
+    row = _rows_by_body().get((_body(config), dtype)) if node.cards and has_bf16(node) and is_known(node) else None
     if row is None:
         return Rate(estimated_tokens_per_s(config, dtype, node), "estimated")
     if _bare(node.cards[0].name) == _bare(table().card):
@@ -214,8 +214,9 @@ def capability_of(node: Node) -> tuple[int, int] | None:
 
 
 def has_bf16(node: Node) -> bool:
-    """Whether the node's cards have bfloat16 instructions. All cards from Ampere on have them."""
-    return (capability_of(node) or (0, 0)) >= (8, 0)
+    """Whether the node's cards have bfloat16 instructions, or its CPUs if it has no card. All cards from Ampere on have them."""
+    capability = capability_of(node)
+    return node.cpu_bf16 if capability is None else capability >= (8, 0)
 
 
 def is_known(node: Node) -> bool:

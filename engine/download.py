@@ -13,15 +13,8 @@ from huggingface_hub.errors import (
 
 from engine.errors import ModelError
 from engine.model.weight_files import has_safetensors
+from engine.revision import CODE_FILES, MODEL_FILES, OTHER_FILES
 
-# Weights as safetensors, configuration and tokenizer: never ONNX files or code, nor pickles but for BGE-M3's two small layers,
-# of which torch reads the tensors alone.
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
-              "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
-              "chat_template.jinja", "generation_config.json", "int8_ranges.json",
-              *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
-_HUB_SKIP = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
-_CODE_FILES = ["*.py"]  # only where somebody trusts them
 # Weights as PyTorch files, for folders that have no safetensors.
 _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 
@@ -33,10 +26,10 @@ def download(name: str, revision: str | None, weights: bool, code: bool) -> Path
     """
     given = name if revision is None else f"{name}@{revision}"
     try:
-        files = [*_HUB_FILES, *_CODE_FILES] if code else _HUB_FILES
+        files = [*MODEL_FILES, *CODE_FILES] if code else MODEL_FILES
         if not weights:
-            return _download(name, revision, files, [*_HUB_SKIP, "*model*.safetensors"])
-        folder = _download(name, revision, files, _HUB_SKIP)
+            return _download(name, revision, files, [*OTHER_FILES, "*model*.safetensors"])
+        folder = _download(name, revision, files, OTHER_FILES)
         pytorch = _pytorch_files(folder)
         return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has
     except RevisionNotFoundError as error:

@@ -64,7 +64,8 @@ def config(
     """The Serve config of the plan for one model with a replica on every node, its engines put to sleep; gateways on the
     nodes named."""
     rates = {node.class_name: speed(node)[0] for node in nodes}
-    entry = {"name": "lite", "model": MODEL, "tokens_per_s": rates, "max_replicas": len(nodes)}
+    # float32, because "auto" would leave the node without a card out.
+    entry = {"name": "lite", "model": MODEL, "dtype": "float32", "tokens_per_s": rates, "max_replicas": len(nodes)}
     entry["min_replicas"] = len(nodes) if min_replicas is None else min_replicas
     file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": {"request_timeout_s": 30}})
     content = serve_config(Plan(file, nodes)) | {"proxy_location": "HeadOnly" if ingress == ("head",) else "EveryNode"}

@@ -21,6 +21,16 @@ from serve_app.errors import WrongModel, WrongTask
 
 
 @dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """What the replicas of one pool have loaded."""
+
+    name: str
+    node_class: str
+    dtypes: tuple[str, ...]
+    revisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A served model's properties. All are known before the first request."""
 
@@ -40,6 +50,8 @@ class ModelInfo:
     vocab_size: int = 0
     embeds_too: bool = False  # a model that generates gives vectors as well
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
+    revision: str | None = None  # of the model's files; several are joined by commas, as of a cluster that is just updated
+    pools: tuple[PoolInfo, ...] = ()  # of a cluster
 
     @classmethod
     def of(cls, config: ModelConfig, folder: Path, **known: Any) -> "ModelInfo":

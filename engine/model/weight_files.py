@@ -50,7 +50,7 @@ def open_weights(folder: Path) -> list[WeightFile]:
     Raises: ModelError naming the missing, damaged or refused file, and the way out.
     """
     kinds: dict[str, Callable[[Path], WeightFile]] = {".safetensors": _Safetensors, ".gguf": GGUFWeights}
-    return [kinds.get(path.suffix, _PyTorch)(path) for path in _paths(folder)]
+    return [kinds.get(path.suffix, _PyTorch)(path) for path in weight_paths(folder)]
 
 
 def only_gguf(folder: Path) -> Path | None:
@@ -147,7 +147,8 @@ def _load(path: Path) -> dict[str, Tensor]:
     return content
 
 
-def _paths(folder: Path) -> Iterable[Path]:
+def weight_paths(folder: Path) -> Iterable[Path]:
+    """The files that hold a folder's weights. Raises: ModelError naming the missing or unreadable file."""
     single = "model.safetensors" if has_safetensors(folder) else "pytorch_model.bin"
     index = folder / f"{single}.index.json"
     if not index.is_file():

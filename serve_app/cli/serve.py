@@ -33,7 +33,7 @@ def serve(settings: Settings) -> None:
     from cluster import logs
     from cluster.inventory import available_cpus
     from cluster.local_ray import local_ray
-    from cluster.model_folder import read_model
+    from cluster.model_folder import pinned, read_model
     from serve_app.observe import traces
 
     logs.set_up("serve")
@@ -48,16 +48,19 @@ def serve(settings: Settings) -> None:
     traces.check()
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes must not inherit it
-    configs = []
+    configs, models = [], []
     for spec in settings.specs:
         report(f"model {spec.model}")
-        folder, config = read_model(spec, weights=True, generates=True)
+        pin = pinned(spec)  # a replica that starts a week later must not load what the Hub has then
+        models.append(pin.model)
+        folder, config = read_model(pin, weights=True, generates=True)
         configs.append(config)
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             report(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
+    settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
     report(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:

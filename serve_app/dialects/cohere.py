@@ -111,7 +111,7 @@ async def embed(service: Service, body: CohereEmbedRequest, _headers: Headers, *
     if body.texts is not None:
         content["texts"] = body.texts
     billed = {"input_tokens": state.num_tokens}
-    return Reply(content | {"meta": {"api_version": {"version": version}, "billed_units": billed}}, state)
+    return Reply(content | {"meta": {"api_version": {"version": version}, "billed_units": billed}}, model, state)
 
 
 async def rerank(service: Service, body: CohereRerankRequest, _headers: Headers, *, version: Version) -> Reply:
@@ -144,4 +144,4 @@ async def rerank(service: Service, body: CohereRerankRequest, _headers: Headers,
         "usage": {"prompt_tokens": state.num_tokens, "total_tokens": state.num_tokens},
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1}},
     }
-    return Reply(content, state)
+    return Reply(content, model, state)

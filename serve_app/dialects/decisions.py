@@ -45,7 +45,8 @@ async def decisions(service: Service, body: DecisionRequest, headers: Headers) -
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
-        }
+        },
+        model,
     )
 
 

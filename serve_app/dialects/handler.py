@@ -5,15 +5,24 @@ from typing import Any, NamedTuple
 
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.service import Service
+from serve_app.models import ServedModel
 
 Headers = Sequence[tuple[bytes, bytes]]  # raw, names in lower case, as ASGI has them
 
 
 class Reply(NamedTuple):
-    """The content of a response: plain data and numpy arrays. `state` gives the response's headers."""
+    """The content of a response: plain data and numpy arrays, and what the response's headers tell: the model that gave it, and
+    the state of the request."""
 
     content: Any
+    model: ServedModel | None
     state: RequestState | None = None
+
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.state is None else self.state.headers()
+        if self.model is not None and (revision := self.model.info.revision) is not None:
+            headers["x-model-revision"] = revision
+        return headers
 
 
 Handler = Callable[[Service, Any, Headers], Awaitable[Reply]]

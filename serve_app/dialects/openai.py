@@ -47,7 +47,7 @@ async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: 
                 for entry in _chunk_entries(chunks, array, body)
             ]
     usage = {"prompt_tokens": state.num_tokens, "total_tokens": state.num_tokens}
-    return Reply({"object": "list", "data": data, "model": model.info.served_model_name, "usage": usage}, state)
+    return Reply({"object": "list", "data": data, "model": model.info.served_model_name, "usage": usage}, model, state)
 
 
 def _chunk_entries(chunks: Chunks, vectors: Vectors, body: OpenAIEmbeddingsRequest) -> Iterator[dict[str, Any]]:

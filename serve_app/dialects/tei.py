@@ -27,7 +27,7 @@ async def task(service: Service, body: TaskBody, _headers: Headers) -> Reply:
     with service.admission.admit(len(inputs), model):
         state = service.begin(inputs)
         content = await answer(service, state, model, body)
-    return Reply(content, state)
+    return Reply(content, model, state)
 
 
 def parse_by_task(service: Service, content: bytes) -> TaskBody:
@@ -70,26 +70,26 @@ async def vertex(service: Service, body: VertexRequest, _headers: Headers) -> Re
         predictions: list[Any] = []
         for first in range(0, len(work), _INSTANCES):
             predictions += await gather(answer(service, *each) for each in work[first : first + _INSTANCES])
-    return Reply({"predictions": predictions})
+    return Reply({"predictions": predictions}, models[0] if len({id(each) for each in models}) == 1 else None)
 
 
 async def tokenize(service: Service, body: TokenizeRequest, _headers: Headers) -> Reply:
     if not body.inputs:
         raise EmptyBatch("`inputs` cannot be empty")
-    tokenizer = service.backend.get(body.model).tokenizer
+    model = service.backend.get(body.model)
     num_chars = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
     if num_chars > _MOST_TOKENIZED_CHARS:
         raise BadBody(f"the inputs have {num_chars} characters, the limit is {_MOST_TOKENIZED_CHARS}; send them in parts", 413)
     with service.admission.admit(len(body.inputs)):
         args = body.inputs, body.add_special_tokens, body.encode_options(service.settings.auto_truncate)
-        return Reply(await service.off_loop(num_chars, tokenizer.tokens, *args))
+        return Reply(await service.off_loop(num_chars, model.tokenizer.tokens, *args), model)
 
 
 async def decode(service: Service, body: DecodeRequest, _headers: Headers) -> Reply:
-    tokenizer = service.backend.get(body.model).tokenizer
+    model = service.backend.get(body.model)
     with service.admission.admit(len(body.ids)):
         args = body.ids, body.skip_special_tokens
-        return Reply(await service.off_loop(sum(map(len, body.ids)), tokenizer.decode, *args))
+        return Reply(await service.off_loop(sum(map(len, body.ids)), model.tokenizer.decode, *args), model)
 
 
 def _able_model(service: Service, body: TaskBody) -> ServedModel:

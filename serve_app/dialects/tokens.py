@@ -78,7 +78,7 @@ async def tokenize(service: Service, body: TokenizeRequest | PromptTokenizeReque
     with service.admission.admit(1):
         num_chars = len(body.prompt or "") or len(str(body.messages)) + len(str(body.tools))
         ids, told = await service.off_loop(num_chars, _encoded, body, model.prompts)
-    return Reply({"count": len(ids), "max_model_len": model.info.max_input_length, "tokens": ids, "token_strs": told})
+    return Reply({"count": len(ids), "max_model_len": model.info.max_input_length, "tokens": ids, "token_strs": told}, model)
 
 
 def _encoded(body: PromptTokenizeRequest, prompts: Prompts) -> tuple[TokenIds, list[str | None] | None]:
@@ -93,4 +93,4 @@ async def detokenize(service: Service, body: DetokenizeRequest, _headers: Header
         raise BadRequest(f"`tokens` has token id {largest}, the vocabulary ends at {model.info.vocab_size - 1}", "tokens")
     with service.admission.admit(1):
         ids = np.array(body.tokens, dtype=np.int64)
-        return Reply({"prompt": await service.off_loop(len(ids), model.prompts.decode, ids)})
+        return Reply({"prompt": await service.off_loop(len(ids), model.prompts.decode, ids)}, model)

@@ -89,7 +89,7 @@ class PoolConnection:
         for each in tickets:
             if each is not ticket:
                 self.load.finished(each, monotonic())
-        failed = False
+        failed: bool | None = None  # stays so if the callers leave
         try:
             answers = await self._answers(self._handle, calls, tickets, ticket)
             failed = any(isinstance(each, (*LOST, BackendError)) for each in answers)
@@ -113,6 +113,8 @@ class PoolConnection:
                 # Serve waits for another replica of this pool, which may take minutes. The caller can ask another pool now.
                 if self.load.is_lost(ticket) or (awake and not self.load.replicas):
                     raise Lost(f"pool {self.ref.name} has lost the replica")
+            if waiting.cancelled():  # by Serve: a cancellation by the callers ends the wait above
+                raise Lost(f"Serve has cancelled a call to pool {self.ref.name}")
             answers = unpack(packed, waiting.result())
             return [ReplicaDied(self._replica_of(ticket), each) if isinstance(each, DeviceLost) else each for each in answers]
         except RayActorError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.model_folder import read_model
+from cluster.model_folder import pinned, read_model
 from cluster.model_spec import IDLE_PROMPTS
 from cluster.router import COLD_START_S, Ticket, choose, split
 from engine.errors import DeadlineOutOfReach, EmberError, InvalidInput
@@ -64,12 +64,13 @@ class PooledModel:
             folder,
             model_id=spec.model,
             served_model_name=spec.name,
+            revision=spec.revision,
             dtype=spec.dtype,
             device="cluster",
             max_input_length=self.tokenizer.max_input_length,
             max_batch_tokens=MOST_BATCH_TOKENS,  # an upper bound: each pool measures its own
         )
-        self._dtypes: list[frozenset[str]] = []
+        self._loaded: list[tuple[frozenset[str], frozenset[str]]] = []
 
     def show_in(self, metrics: Metrics) -> None:
         for pool in self.pools:
@@ -77,12 +78,13 @@ class PooledModel:
 
     @property
     def info(self) -> ModelInfo:
-        """`info.dtype` is the replicas' dtype, or the spec's before any report. Several dtypes are joined by commas."""
-        dtypes = [pool.load.dtypes for pool in self.pools]
-        if dtypes != self._dtypes:
-            self._dtypes = dtypes
-            reported = ", ".join(sorted(frozenset().union(*dtypes)))
-            self._info = replace(self._info, dtype=reported or self.given.spec.dtype)
+        """`info.dtype` and `info.revision` are the replicas', or the spec's before any report. Several are joined by commas."""
+        loaded = [(pool.load.dtypes, pool.load.revisions) for pool in self.pools]
+        if loaded != self._loaded:
+            self._loaded = loaded
+            dtypes, revisions = (", ".join(sorted(frozenset().union(*each))) for each in zip(*loaded, strict=True))
+            spec, pools = self.given.spec, tuple(pool.info for pool in self.pools)
+            self._info = replace(self._info, dtype=dtypes or spec.dtype, revision=revisions or spec.revision, pools=pools)
         return self._info
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
@@ -279,6 +281,7 @@ class PooledGenerator(PooledModel):
 
 def _pooled(given: GatewayModel, asleep: Asleep, timeout_s: float) -> PooledModel:
     """Raises: ModelError."""
+    given = given.model_copy(update={"spec": pinned(given.spec)})
     folder, config = read_model(given.spec, generates=True)
     if config.generation is not None:
         return PooledGenerator(given, asleep, folder, config)

@@ -4,8 +4,9 @@ Sent one by one, each short text costs a replica 60 us more for tasks, futures a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import log2
 from typing import TypeAlias
 
 import numpy as np
@@ -20,16 +21,20 @@ Answer: TypeAlias = Embeddings | Exception
 # The answer to a parcel: one for all of its calls together, or one for each call.
 Answered: TypeAlias = Answer | list[Answer]
 
+# Deadlines before this are one: they have passed, or will have when the replica gets the call.
+_SOONEST_S = 1e-3
+
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Calls with equal options and equal QoS."""
+    """Calls with equal options and equal QoS, but for their deadlines: none is twice as far away as another."""
 
     token_ids: TokenIds  # [T], all sequences end to end
     lengths: tuple[int, ...]  # tokens of each sequence
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
-    qos: Qos
+    qos: Qos  # of the calls together: with the soonest deadline
+    deadlines_s: tuple[float | None, ...]  # of each call
     fingerprints: tuple[int, ...]  # of the request that each call belongs to; 0 for one that nobody watches
     tags: tuple[RequestTag | None, ...] = ()  # of the request that each call belongs to
 
@@ -38,20 +43,27 @@ class Parcel:
         cls, calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = (), tags: Sequence[RequestTag | None] = ()
     ) -> "Parcel":
         """Args:
-        calls: at least one call, all with equal options and qos, each with at least one sequence.
+        calls: at least one call, all of one group of `pack`, each with at least one sequence.
         """
         sequences = [ids for each, _, _ in calls for ids in each]
         _, options, qos = calls[0]
-        counts = tuple(len(each) for each, _, _ in calls)
-        return cls(np.concatenate(sequences), tuple(map(len, sequences)), counts, options, qos, tuple(fingerprints), tuple(tags))
+        counts, deadlines_s = tuple(len(each) for each, _, _ in calls), tuple(qos.deadline_s for _, _, qos in calls)
+        if qos.deadline_s is not None:
+            qos = replace(qos, deadline_s=min(each for each in deadlines_s if each is not None))
+        lengths = tuple(map(len, sequences))
+        return cls(np.concatenate(sequences), lengths, counts, options, qos, deadlines_s, tuple(fingerprints), tuple(tags))
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
         return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.qos
 
-    def calls(self) -> list[ReplicaCall]:
+    def calls(self, after_s: float = 0.0) -> list[ReplicaCall]:
+        """Each call by itself, `after_s` seconds after the parcel came."""
         sequences, options, qos = self.as_one()
-        return [(sequences[part], options, qos) for part in _parts(self.counts)]
+        return [
+            (sequences[part], options, replace(qos, deadline_s=deadline_s).after(after_s))
+            for part, deadline_s in zip(_parts(self.counts), self.deadlines_s, strict=True)
+        ]
 
     def answers(self, given: Answered) -> list[Answer]:
         """The answer to each of the calls."""
@@ -74,16 +86,23 @@ class Parcel:
 def pack(
     calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = (), tags: Sequence[RequestTag | None] = ()
 ) -> list[tuple[list[int], Parcel]]:
-    """The smallest number of parcels. Each parcel comes with the indices of its calls in `calls`."""
+    """Few parcels. Each parcel comes with the indices of its calls in `calls`."""
     alike: dict[tuple[EmbedOptions, Qos], list[int]] = {}
     for index, (_, options, qos) in enumerate(calls):
-        alike.setdefault((options, qos), []).append(index)
+        alike.setdefault((options, _rounded(qos)), []).append(index)
     fingerprints, tags = fingerprints or [0] * len(calls), tags or [None] * len(calls)
 
     def parcel(places: list[int]) -> Parcel:
         return Parcel.of([calls[i] for i in places], [fingerprints[i] for i in places], [tags[i] for i in places])
 
     return [(places, parcel(places)) for places in alike.values()]
+
+
+def _rounded(qos: Qos) -> Qos:
+    """The QoS with a deadline that is a power of two. No two deadlines are equal, and calls would never leave together."""
+    if qos.deadline_s is None:
+        return qos
+    return replace(qos, deadline_s=2.0 ** round(log2(max(qos.deadline_s, _SOONEST_S))))
 
 
 def unpack(packed: Sequence[tuple[list[int], Parcel]], answered: Sequence[Answered]) -> list[Answer]:

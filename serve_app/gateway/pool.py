@@ -13,6 +13,7 @@ from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.outbox import Outbox
 from serve_app.gateway.remote import LOST
+from serve_app.models import PoolInfo
 from serve_app.observe.metrics import Metrics
 
 
@@ -47,14 +48,15 @@ class PoolClient:
                 return answer
             return await self._outbox.put((sequences, options, qos), ticket)
         finally:
-            self.load.finished(ticket, monotonic())  # does nothing if the connection has closed or replaced this ticket
+            self.load.finished(ticket, monotonic(), failed=None)  # does nothing if the connection has closed or replaced it
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
         """As `PoolConnection.generate`."""
         self.load.opened(ticket)
-        failed = False
+        failed: bool | None = None
         try:
             await self.connection.generate(stream, ticket)
+            failed = None if stream.future.cancelled() else False
         except LOST:
             failed = True
             raise
@@ -73,6 +75,11 @@ class PoolClient:
     def pages_held(self) -> int:
         """Pages of the KV caches that streams hold."""
         return sum(each.report.pages_held for each in self.load.heard)
+
+    @property
+    def info(self) -> PoolInfo:
+        dtypes, revisions = (tuple(sorted(each)) for each in (self.load.dtypes, self.load.revisions))
+        return PoolInfo(self.ref.name, self.ref.node_class, dtypes, revisions)
 
     def describe(self) -> dict[str, Any]:
         """The pool's entry in `GET /v1/models`."""

@@ -102,11 +102,10 @@ class TeiServicer(HealthServicer):
                 raise WrongModel(
                     f"model `{info.served_model_name}` generates text, which this protocol has no name for; use HTTP"
                 )
-            model_id, revision = split_revision(info.model_id)
             return tei.InfoResponse(
                 version=VERSION,
-                model_id=model_id,
-                model_sha=revision,
+                model_id=split_revision(info.model_id)[0],
+                model_sha=info.revision,
                 model_dtype=info.dtype,
                 model_type=tei.ModelType.Value(f"MODEL_TYPE_{'EMBEDDING' if info.embeds else info.task.upper()}"),
                 max_concurrent_requests=settings.max_concurrent_requests,

@@ -27,10 +27,9 @@ async def health(service: Service, _request: Request) -> Response:
 async def info(service: Service, request: Request) -> Response:
     """TEI's `/info`, with our fields beside. The parameter `model` names one of several models; without it, it is the first."""
     model, settings = service.backend.get(request.query_params.get("model")).info, service.settings
-    model_id, revision = split_revision(model.model_id)
     content = {
-        "model_id": model_id,
-        "model_sha": revision,
+        "model_id": split_revision(model.model_id)[0],
+        "model_sha": model.revision,
         "model_dtype": model.dtype,
         "dtype_closeness": _closeness(model.dtype),
         "served_model_name": model.served_model_name,
@@ -46,7 +45,8 @@ async def info(service: Service, request: Request) -> Response:
         "sha": None,
         "docker_label": None,
     }
-    return json_response(to_json(content))
+    pools = {"pools": [asdict(each) for each in model.pools]} if model.pools else {}
+    return json_response(to_json(content | pools))
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:

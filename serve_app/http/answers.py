@@ -184,6 +184,19 @@ INFO = {
         "auto_truncate": {"type": "boolean"},
         "tokenization_workers": {"type": "integer"},
         "version": {"type": "string"},
+        "pools": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "node_class", "dtypes", "revisions"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "node_class": {"type": "string"},
+                    "dtypes": {"type": "array", "items": {"type": "string"}},
+                    "revisions": {"type": "array", "items": {"type": "string"}},
+                },
+            },
+        },
     },
 }
 MODELS = {

@@ -11,9 +11,10 @@ from starlette.types import Receive, Scope, Send
 def cors(origins: Sequence[str]) -> Middleware:
     """The middleware. It answers a preflight itself, because a preflight has no API key.
 
-    Pages may send any header: OpenAI's SDK has a dozen of its own. No cookie is accepted, so a header adds no power.
+    Pages may send any header: OpenAI's SDK has a dozen of its own. No cookie is accepted, so a header adds no power. Pages may
+    read all headers of a response, as the SDK does with Retry-After.
     """
-    return Middleware(_Cors, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    return Middleware(_Cors, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
 
 
 class _Cors(CORSMiddleware):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -33,20 +33,29 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, form: Form, first: list[bytes], rest: AsyncGenerator[list[bytes]]) -> None:
-        super().__init__((), headers=_HEADERS)
+    def __init__(
+        self,
+        service: Service,
+        form: Form,
+        first: list[bytes],
+        rest: AsyncGenerator[list[bytes]],
+        headers: Mapping[str, str] = _HEADERS,
+    ) -> None:
+        super().__init__((), headers=headers)
         self._service, self._form, self._first, self._rest = service, form, first, rest
         self._was_sent = self._was_unread = False
         self._sending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def begin(cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]]) -> "EventStream":
+    async def begin(
+        cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]], headers: Mapping[str, str]
+    ) -> "EventStream":
         """Waits for the first object. What goes wrong before it is raised, and gets its HTTP status.
 
         No comment is sent before the first object: a comment would need the status 200, and clients retry by the status. The
         server's timeout limits the wait, as for every other route.
         """
-        return cls(service, form, await anext(contents), contents)
+        return cls(service, form, await anext(contents), contents, {**_HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -116,9 +116,9 @@ def _post_streaming(
             reply = await handler(service, body, request.headers.raw)
             if body.stream:
                 hold.release()
-                return await EventStream.begin(service, form_of(path), reply.content)
+                return await EventStream.begin(service, form_of(path), reply.content, reply.headers())
             with step("encode"):
-                return await json_answer(service, reply.content, None, hold)
+                return await json_answer(service, reply.content, reply.headers(), hold)
 
     return Route("POST", path, endpoint, summary, answer, bodies=(schema,), computes=True, streams=True, only_400=True)
 
@@ -134,7 +134,7 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
                     body = await _parsed(partial(parse, service), await read_body(request, service, hold))
                 reply = await handler(service, body, headers)
             with step("encode"):
-                return await json_answer(service, reply.content, None if reply.state is None else reply.state.headers(), hold)
+                return await json_answer(service, reply.content, reply.headers(), hold)
 
     return endpoint
 

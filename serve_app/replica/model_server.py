@@ -12,6 +12,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from cluster.listening import keep_private, limit_messages
+from cluster.model_folder import pinned
 from cluster.model_spec import IDLE_PROMPTS, ModelSpec
 from cluster.settings import ServerSettings
 from engine.engine import Engine
@@ -38,11 +39,15 @@ class EngineServer:
     """Loads one model and computes with it. `_collect` gathers the requests; the packer cuts them into batches."""
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
-        """`num_threads` None takes the CPUs that Ray gave this replica."""
+        """`num_threads` None takes the CPUs that Ray gave this replica.
+
+        Raises: ModelError for a model that cannot be loaded, or has another revision than the spec's.
+        """
         observe_process(f"replica of {spec.name}")
         keep_private()
         collect_seldom()
         num_threads = num_threads or _assigned_cpus()
+        spec = pinned(spec)
         self._engine = self.load_engine(spec, num_threads)
         self._metrics = Metrics(spec.name)
         self._loop = EngineLoop(
@@ -60,6 +65,7 @@ class EngineServer:
             resolve_model(spec.model, weights=False),
             model_id=spec.model,
             served_model_name=spec.name,
+            revision=spec.revision,
             dtype=self._engine.dtype_name,
             device=str(self._engine.device),
             max_input_length=_context(self._engine),

@@ -73,6 +73,7 @@ class PoolServer(EngineServer):
         return await asyncio.gather(*map(self._answer_parcel, parcels))
 
     async def _answer_parcel(self, parcel: Parcel) -> Answered:
+        start = monotonic()
         request_tags.set(tuple(tag for tag in parcel.tags if tag is not None))
         if self._in_flight.knows(parcel.fingerprints):
             return await self._answer_each(parcel)
@@ -80,13 +81,13 @@ class PoolServer(EngineServer):
             answer = await self._answer(parcel.as_one())
             entry.error = answer if isinstance(answer, Exception) else None
         if isinstance(answer, Exception) and len(parcel.counts) > 1:  # one of its calls is at fault: compute each one alone
-            return await self._answer_each(parcel)
+            return await self._answer_each(parcel, monotonic() - start)
         return answer
 
-    async def _answer_each(self, parcel: Parcel) -> list[Answer]:
-        """The answer to each call of the parcel, computed as a call of its own."""
+    async def _answer_each(self, parcel: Parcel, after_s: float = 0.0) -> list[Answer]:
+        """The answer to each call of the parcel, computed as a call of its own `after_s` seconds after the parcel came."""
         tags = parcel.tags or [None] * len(parcel.counts)
-        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, tags, parcel.calls())))
+        return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, tags, parcel.calls(after_s))))
 
     async def _answer_watched(self, mark: int, tag: RequestTag | None, call: ReplicaCall) -> Answer:
         request_tags.set(() if tag is None else (tag,))
@@ -145,6 +146,7 @@ class PoolServer(EngineServer):
                 batch_tokens=batch_tokens,
                 max_batch_tokens=loop.max_batch_tokens,
                 dtype=dtype,
+                revision=self._model.info.revision or "",
                 pages_held=held,
                 deaths=deaths,
             )

@@ -57,9 +57,8 @@ def lost(laboratory: Lab, seconds: float, fault: str) -> dict[str, int]:
 
 def test_replicas_are_where_the_plan_has_them(laboratory: Lab) -> None:
     rates = {node.class_name: cluster.speed(node)[0] for node in STARTED}
-    file = ModelsFile.model_validate(
-        {"models": [{"name": "lite", "model": cluster.MODEL, "min_replicas": len(STARTED), "tokens_per_s": rates}]}
-    )
+    entry = {"name": "lite", "model": cluster.MODEL, "dtype": "float32", "min_replicas": len(STARTED), "tokens_per_s": rates}
+    file = ModelsFile.model_validate({"models": [entry]})
     plan = Plan(file, STARTED)
     names = {pool.node_class: pool.name for pool in plan.pools}
     planned = {names[replica.slot.node_class]: replica.slot.node for replica in plan.placement.replicas}

@@ -48,26 +48,29 @@ frontend http
 """
 
 
-def test_keepalive_is_added_once_to_the_file_that_this_ray_writes() -> None:
-    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "x", HAPROXY_CONFIG_TEMPLATE))  # this line goes: see below
+def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # or the number would be ours
+    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "7", HAPROXY_CONFIG_TEMPLATE))  # this line goes: see below
     added = with_ours(text)
     assert added.count("option srvtcpka") == 1
     servers = [line for line in added.splitlines() if line.startswith("    server ")]
     assert len(servers) > 2
     assert all(" tcp-ut 5s " in line for line in servers), servers
-    ours = (haproxy._ADDED, haproxy._OWN_ERRORS, haproxy._GRPC_TIMEOUT, haproxy._GRPC_ID, haproxy._DEADLINE, " tcp-ut 5s")
+    ours = (haproxy._ADDED, haproxy._OWN_ERRORS, haproxy._edge(7), haproxy._GRPC_TIMEOUT, haproxy._NO_LIST, haproxy._GRPC_ID,
+            haproxy._DEADLINE, " tcp-ut 5s")  # fmt: skip
     without = functools.reduce(lambda rest, each: rest.replace(each, ""), ours, added).replace("mode 600 level", "mode 666 level")
-    assert without == haproxy._ERROR_FILES.sub("", text)
+    assert without == haproxy._ROUTES.sub(haproxy._NO_ROUTE, haproxy._ERROR_FILES.sub("", text))
     assert with_ours(added) == added
-    with pytest.raises(ValueError, match=r"Ray 2\.\S+ writes HAProxy's file in another way"):
-        with_ours("global\n")
+    for part, said in ((haproxy._AFTER, "the section `defaults`"), ("maxconn 7", "`maxconn`"), ("frontend http", "the frontend")):
+        with pytest.raises(ValueError, match=rf"Ray 2\.\S+ writes HAProxy's file in another way .*, without {said}"):
+            with_ours(CONFIG.replace(part, "other\n"))
 
 
 def rendered(config: dict[str, object], **backends: object) -> str:
     """What this Ray's template makes of it."""
     environment = Environment(undefined=ChainableUndefined)
     environment.filters["haproxy_fmt"] = str
-    return environment.from_string(HAPROXY_CONFIG_TEMPLATE).render(config=config, **backends)
+    return environment.from_string(HAPROXY_CONFIG_TEMPLATE).render(config={"maxconn": 7} | config, **backends)
 
 
 def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +238,9 @@ def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     lines = with_ours(rendered(config, backends=http, grpc_backends=grpc)).splitlines()
     at = lines.index("frontend grpc_frontend")
     num_id_lines = haproxy._GRPC_ID.count("\n")
-    assert [lines[at + 1], *lines[at + 2 + num_id_lines : at + 4 + num_id_lines]] == [
+    assert [*lines[at + 1 : at + 3], *lines[at + 3 + num_id_lines : at + 5 + num_id_lines]] == [
         "    timeout client 60s",
+        haproxy._NO_LIST.rstrip(),
         "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }",
         "    http-request set-header application First unless { req.hdr(application) -m found }",
     ]

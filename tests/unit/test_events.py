@@ -166,7 +166,7 @@ def test_a_client_that_does_not_read_a_large_answer_loses_it(tmp_path: Path, cap
     metrics = Metrics("fake")
 
     async def answer(service: Any, body: Any, headers: Any) -> Reply:
-        return Reply(np.zeros((300, 4096), np.float32))
+        return Reply(np.zeros((300, 4096), np.float32), None)
 
     route = routes._post("/large", answer, TokenizeRequest, {}, "", computes=False)
 

@@ -50,7 +50,7 @@ class FakeModel:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.load(folder, load_model_config(folder))
-        self.info = ModelInfo("org/fake@v1", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0)
+        self.info = ModelInfo("org/fake@v1", "fake", "float32", "cpu", "mean", WIDTH, 256, 1000, 0, revision="v1")
         self.asked: list[tuple[EmbedOptions, Qos]] = []
         self.running = self.most = self.cancelled = 0
         self.hold: dict[int, asyncio.Event] = {}

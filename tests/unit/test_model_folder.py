@@ -13,12 +13,12 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError
-from engine.download import _HUB_FILES, _HUB_SKIP
 from engine.hub import resolve_model
 from engine.model.config import Pooling
 from engine.model.decoder import DecoderConfig
 from engine.model.families.gemma3 import Gemma3Config
 from engine.model.folder import load_model_config
+from engine.revision import MODEL_FILES, OTHER_FILES
 
 Tiny = Callable[..., Path]
 
@@ -450,7 +450,7 @@ def test_the_hub_gives_dense_layers_and_nothing_that_is_not_read() -> None:
         "gguf/1_Dense/model.safetensors",
         "modeling_qwen.py",
     ]
-    assert list(filter_repo_objects(files + others, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP)) == files
+    assert list(filter_repo_objects(files + others, allow_patterns=MODEL_FILES, ignore_patterns=OTHER_FILES)) == files
 
 
 def test_every_tensor_is_used_or_reported(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:

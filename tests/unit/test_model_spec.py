@@ -1,20 +1,27 @@
 """One model's spec: told once, read by the command line, the plan, the gateway and the replica."""
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
 
 import pytest
 from starlette.testclient import TestClient
 
 from cluster import router
+from cluster.model_folder import pinned
 from cluster.model_spec import ModelOptions, ModelSpec
 from cluster.router import Report
+from cluster.settings import ServerSettings
 from engine.engine import Engine
+from engine.errors import ModelError
 from engine.model_id import EMBEDDED_MODEL
+from serve_app.app import _gateway
 from serve_app.gateway.config import GatewayArgs
 from serve_app.gateway.models import PooledModels
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
+from serve_app.replica.model_server import EngineServer
 from serve_app.settings import Settings
 
 
@@ -39,9 +46,9 @@ def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> P
     return PooledModels(GatewayArgs.model_validate({"models": [{"spec": spec, "pools": pools}], "default": "m"}))
 
 
-def report(models: PooledModels, *dtypes: str) -> None:
+def report(models: PooledModels, *dtypes: str, revision: str = "r") -> None:
     for pool, dtype in zip(models.get("m").pools, dtypes, strict=True):
-        pool.load.update({pool.ref.name: Report(monotonic(), dtype=dtype)}, monotonic())
+        pool.load.update({pool.ref.name: Report(monotonic(), dtype=dtype, revision=revision)}, monotonic())
 
 
 @pytest.mark.parametrize("models", ["float8"], indirect=True)
@@ -50,6 +57,57 @@ def test_info_of_a_cluster_tells_the_models_dtype_and_how_close_it_is(models: Po
         info = client.get("/info").json()
     assert info["model_dtype"] == "float8"
     assert info["dtype_closeness"]["mean_cosine"] < 1
+
+
+@pytest.mark.parametrize("models", ["auto"], indirect=True)
+def test_info_of_a_cluster_tells_what_each_pool_has_loaded(models: PooledModels) -> None:
+    with TestClient(Api(models, Settings(), Metrics("gateway")).app) as client:
+        info = client.get("/info").json()
+        assert info["model_sha"] == pinned(ModelSpec(name="m", model=EMBEDDED_MODEL)).revision, "no replica has reported"
+        assert [(each["name"], each["revisions"]) for each in info["pools"]] == [("a", []), ("b", [])]
+        report(models, "bfloat16", "float32", revision="new")
+        info = client.get("/info").json()
+        assert info["pools"] == [
+            {"name": "a", "node_class": "c", "dtypes": ["bfloat16"], "revisions": ["new"]},
+            {"name": "b", "node_class": "c", "dtypes": ["float32"], "revisions": ["new"]},
+        ]
+        assert info["model_sha"] == "new"
+        assert client.post("/tokenize", json={"inputs": "x"}).headers["x-model-revision"] == "new"
+
+
+def test_a_gateway_with_other_files_than_planned_does_not_start() -> None:
+    spec = {"name": "m", "model": EMBEDDED_MODEL, "revision": "files-0"}
+    pool = {"name": "a", "node_class": "c", "tokens_per_s": 1}
+    with pytest.raises(ModelError, match="the plan says files-0"):
+        PooledModels(GatewayArgs.model_validate({"models": [{"spec": spec, "pools": [pool]}], "default": "m"}))
+
+
+def test_a_replica_with_other_files_than_planned_does_not_start() -> None:
+    class NoServer(EngineServer):
+        def __del__(self) -> None:
+            """There is no engine to stop."""
+
+        def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
+            raise AssertionError("the files are compared before they are loaded")
+
+    with pytest.raises(ModelError, match="the plan says files-0"):
+        NoServer(ModelSpec(name="m", model=EMBEDDED_MODEL, revision="files-0"), ServerSettings(), 1)
+
+
+def test_models_of_one_address_are_listed_and_chosen_by_name(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "LOADS", {})
+    settings = Settings(models=(EMBEDDED_MODEL, str(tiny("bert"))), served_model_name=("org/first", "second"))
+    models = PooledModels(_gateway(settings))
+    with TestClient(Api(models, settings, Metrics("gateway")).app) as client:
+        assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["org/first", "second"]
+        for name in ("org/first", "second"):
+            entry = client.get(f"/v1/models/{name}").json()
+            assert (entry["id"], entry["object"]) == (name, "model")
+            assert client.get("/info", params={"model": name}).json()["served_model_name"] == name
+        assert client.get("/v1/models/third").status_code == 404
+        assert client.post("/v1/embeddings", json={"model": "third", "input": "x"}).status_code == 404
+        tokens = [client.post("/tokenize", json={"model": name, "inputs": "hello"}).json()[0] for name in settings.names]
+        assert [each["id"] for each in tokens[0]] != [each["id"] for each in tokens[1]], "each model has its own tokenizer"
 
 
 @pytest.mark.parametrize("models", ["auto"], indirect=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from starlette.testclient import TestClient
 
@@ -30,7 +31,7 @@ PUBLIC = ["/", "/health", "/ping", "/metrics", "/docs", "/openapi.json", "/api-d
 class Fake:
     """A backend and its one model: every vector is the same; the token of "fail" fails."""
 
-    info = ModelInfo("org/x@v1", "x", "float32", "cpu", "mean", 4, 16, 64, 0)
+    info = ModelInfo("org/x@v1", "x", "float32", "cpu", "mean", 4, 16, 64, 0, revision="abc")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.healthy = tokenizer, True
@@ -114,6 +115,50 @@ def test_any_page_may_ask_by_default_and_a_preflight_needs_no_key(locked: tuple[
     assert "access-control-allow-credentials" not in answer.headers
 
 
+def test_openais_sdk_works_in_a_page_of_an_allowed_origin(tokenizer: Tokenizer) -> None:
+    """The preflight names the headers that the SDK really sends, and ours."""
+    sent: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return httpx.Response(200, json={"object": "list", "data": [], "model": "x"})
+
+    with httpx.Client(transport=httpx.MockTransport(answer)) as http:
+        sdk = openai.OpenAI(base_url="http://server/v1", api_key="key", http_client=http)
+        ours = {"x-priority": "batch", "x-request-deadline-ms": "100", "x-model": "m", "x-request-id": "1"}
+        sdk.embeddings.create(model="x", input="x", encoding_format="float", extra_headers=ours)
+    names = sorted(name for name in sent[0].headers if name not in ("host", "connection", "content-length", "accept-encoding"))
+    assert {"authorization", "x-stainless-os", "x-stainless-retry-count", *ours} <= set(names)
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": ",".join(names)}
+    client, _, _ = served(tokenizer, cors_allow_origin=("https://a.example",))
+    preflight = client.options("/v1/embeddings", headers=asked | {"Origin": "https://a.example"})
+    assert preflight.status_code == 200
+    assert {each.strip() for each in preflight.headers["access-control-allow-headers"].split(",")} >= set(names)
+    assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+    assert "access-control-allow-credentials" not in preflight.headers
+    assert client.options("/v1/embeddings", headers=asked | {"Origin": "https://b.example"}).status_code == 400
+    answered = client.post("/v1/embeddings", json={"input": "x"}, headers={"Origin": "https://a.example"})
+    assert answered.headers["access-control-expose-headers"] == "*", "the SDK reads Retry-After"
+
+
+def test_every_answer_names_the_revision_of_its_model(tokenizer: Tokenizer) -> None:
+    client, _, _ = served(tokenizer)
+    bodies: dict[str, dict[str, Any]] = {
+        "/embed": {"inputs": "x"},
+        "/": {"inputs": "x"},
+        "/v1/embeddings": {"input": "x"},
+        "/v2/embed": {"texts": ["x"]},
+        "/similarity": {"inputs": {"source_sentence": "x", "sentences": ["y"]}},
+        "/vertex": {"instances": [{"inputs": "x"}, {"inputs": "y"}]},
+        "/tokenize": {"inputs": "x"},
+        "/decode": {"ids": [[101]]},
+    }
+    for path, body in bodies.items():
+        answer = client.post(path, json=body)
+        assert (answer.status_code, answer.headers["x-model-revision"]) == (200, "abc"), path
+    assert "x-model-revision" not in client.get("/health").headers
+
+
 def test_origins_can_be_limited(tokenizer: Tokenizer) -> None:
     client, _, _ = served(tokenizer, cors_allow_origin=("https://a.example", "https://b.example"))
     for origin, allowed in [("https://b.example", "https://b.example"), ("https://c.example", None)]:
@@ -125,7 +170,7 @@ def test_origins_can_be_limited(tokenizer: Tokenizer) -> None:
 def test_info_tells_the_revision_and_no_key(locked: tuple[TestClient, str]) -> None:
     client, key = locked
     info = client.get("/info", headers={"Authorization": f"Bearer {key}"})
-    assert (info.json()["model_id"], info.json()["model_sha"]) == ("org/x", "v1")
+    assert (info.json()["model_id"], info.json()["model_sha"]) == ("org/x", "abc")
     assert "clear" not in info.text
     assert "sha256" not in info.text
 

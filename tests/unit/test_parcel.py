@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import BackendError, NotFinite
+from engine.errors import BackendError, DeadlineOutOfReach, NotFinite
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from serve_app.admission.qos import DEFAULT_QOS, Qos
@@ -22,6 +22,7 @@ WHOLE = EmbedOptions()
 HALF = EmbedOptions(dimensions=2)
 TOKENS = EmbedOptions(normalize=False, pooled=False, outputs=("tokens",))
 POISON, BUG = 13, 14
+HOPELESS_S = 0.4
 
 
 def call(*lengths: int, options: EmbedOptions = WHOLE, qos: Qos = DEFAULT_QOS, first: int = 100) -> ReplicaCall:
@@ -42,6 +43,8 @@ class Replica(PoolServer):
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         self.passes.append(len(sequences))
         await asyncio.sleep(0)
+        if qos.deadline_s is not None and qos.deadline_s <= HOPELESS_S:
+            raise DeadlineOutOfReach(1.0, qos.deadline_s)
         if any(POISON in ids for ids in sequences):
             raise NotFinite
         if any(BUG in ids for ids in sequences):
@@ -88,6 +91,28 @@ def test_other_options_or_terms_are_computations_of_their_own_in_any_order() -> 
     assert isinstance(answers[6], Embeddings)
     assert answers[6].vectors is None
     assert [each.tolist() for each in answers[6].ragged["tokens"]] == [[7] * 7]
+
+
+def late(deadline_s: float, **more: Any) -> Qos:
+    return Qos(deadline_s=deadline_s, **more)
+
+
+def test_deadlines_that_are_close_leave_together_with_the_soonest() -> None:
+    calls = [call(1, qos=late(each), first=number) for number, each in enumerate((0.5, 0.499, 0.51, 30.0), 1)]
+    ((places, parcel), (others, alone)) = pack(calls)
+    assert (places, others) == ([0, 1, 2], [3])
+    assert (parcel.qos.deadline_s, alone.qos.deadline_s) == (0.499, 30.0)
+    assert [qos.deadline_s for _, _, qos in parcel.calls()] == [0.5, 0.499, 0.51]
+    assert parcel.calls(0.25)[2][2].deadline_s == pytest.approx(0.26)
+    assert len(pack([call(1, qos=late(each)) for each in (1e-9, -0.1, 0.0)])) == 1, "they have passed"
+    assert len(pack([call(1, qos=late(0.5)), call(1, qos=late(0.5, store=False)), call(1)])) == 3
+
+
+def test_a_call_with_time_left_is_computed_although_another_ones_deadline_is_out_of_reach() -> None:
+    answers, passes = sent([call(1, qos=late(0.5), first=1), call(1, qos=late(HOPELESS_S), first=2)])
+    assert passes == [2, 1, 1]
+    assert vectors(answers[0]) == [[1, 1, 0, 0]]
+    assert isinstance(answers[1], DeadlineOutOfReach)
 
 
 @pytest.mark.parametrize(("bad", "error"), [(POISON, NotFinite), (BUG, BackendError)])

@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
+from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 from rich.console import Console
+from stub_hub import COMMIT, stub_hub
 from typer.testing import CliRunner
 
 from cluster import plan_report
@@ -26,6 +29,7 @@ from cluster.nodes import CARD_RESERVE, GIB, Card, Node, load_nodes
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
 from engine.errors import EmberError, ModelError
+from engine.revision import revision_of
 from serve_app.cli.commands import cli
 from serve_app.gateway.config import GatewayArgs
 
@@ -50,6 +54,7 @@ SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, un
 H200 = Node("big", "amd64", 999 * GIB, 64, (Card("NVIDIA H200", 140 * GIB),) * 8)
 A100 = Node("a", "amd64", 64 * GIB, 8, (Card("NVIDIA A100-SXM4-80GB", 80 * GIB),))
 CPU = Node("old", "amd64", 64 * GIB, 16)
+T4 = Node("t", "amd64", 64 * GIB, 8, (Card("Tesla T4", 15 * GIB),))
 UNKNOWN = Node("rx", "amd64", 64 * GIB, 8, (Card("Some [GPU]", 24 * GIB),))
 MIXED = (SPARK, rtx_5080(), rtx_5080("pc2"), H200, CPU, UNKNOWN)
 
@@ -60,6 +65,10 @@ def entry(name: str = "m", model: str = "Qwen/Qwen3-Embedding-0.6B", **more: obj
 
 def planned(nodes: Sequence[Node], *entries: ModelEntry, **more: object) -> Plan:
     return Plan(ModelsFile.model_validate({"models": entries} | more), nodes)
+
+
+hub = pytest.fixture(stub_hub)
+pytestmark = pytest.mark.usefixtures("hub")
 
 
 @pytest.fixture
@@ -125,9 +134,9 @@ def test_every_option_reaches_the_config() -> None:
     assert lost(config, read_by_ray(config)) == []
     by_name = {application["name"]: application for application in config["applications"]}
     pinned = next(pool for name, pool in by_name.items() if name.startswith("x."))
-    assert pinned["args"]["spec"]["model"] == "Qwen/Qwen3-Embedding-0.6B", "the Hub's own spelling"
-    wanted = limits | {"dtype": "float32", "name": "a/x", "default_prompt_name": "query"}
-    assert pinned["args"]["spec"] == wanted | {"model": "Qwen/Qwen3-Embedding-0.6B"}
+    model = f"Qwen/Qwen3-Embedding-0.6B@{COMMIT}"  # the Hub's own spelling
+    wanted = limits | {"dtype": "float32", "name": "a/x", "default_prompt_name": "query", "model": model, "revision": COMMIT}
+    assert pinned["args"]["spec"] == wanted
     assert pinned["args"]["settings"]["max_client_batch_size"] == 7
     assert pinned["deployments"][0]["ray_actor_options"]["label_selector"]["emberforge-node"] == "in(pc1,pc2)"
     kept_off = next(pool for name, pool in by_name.items() if name.startswith("b."))
@@ -301,11 +310,98 @@ def test_what_was_measured_changes_the_choice() -> None:
 
 
 def test_old_cards_hold_what_the_engine_will_load_there() -> None:
-    old = Node("t", "amd64", 64 * GIB, 8, (Card("Tesla T4", 15 * GIB),))
-    plan = planned([old, rtx_5080()], entry("q"), entry("b", "BAAI/bge-base-en-v1.5"))
-    for name, factor in (("q", 2), ("b", 1)):
-        weights = [plan.footprint(name, node.class_name).weights for node in (old, rtx_5080())]
+    for model, factor in (("Qwen/Qwen3-Embedding-0.6B", 2), ("BAAI/bge-base-en-v1.5", 1)):
+        weights = [planned([node], entry(model=model)).footprint("m", node.class_name).weights for node in (T4, rtx_5080())]
         assert weights[0] / weights[1] == pytest.approx(factor, rel=0.02)
+
+
+CPU_BF16 = replace(CPU, name="new", cpu_bf16=True, num_cpus=64)
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "more", "dtype", "left_out"),
+    [
+        ([rtx_5080(), SPARK], {}, "bfloat16", []),
+        ([rtx_5080(), T4], {}, "bfloat16", [T4]),  # the model overflows float16
+        ([rtx_5080(), T4], {"model": "BAAI/bge-base-en-v1.5", "max_replicas": 2}, "float16", []),
+        ([T4], {}, "float32", []),
+        ([T4, CPU], {"model": "BAAI/bge-base-en-v1.5"}, "float16", [CPU]),
+        ([rtx_5080(), CPU], {"max_replicas": 9}, "bfloat16", [CPU]),
+        ([rtx_5080(), CPU], {"nodes": ["old"]}, "float32", []),
+        ([rtx_5080(), CPU], {"not_nodes": ["old"]}, "bfloat16", []),
+        ([rtx_5080(), CPU_BF16], {}, "bfloat16", []),
+        ([CPU_BF16, CPU], {"model": MINILM}, "bfloat16", [CPU]),
+        ([CPU_BF16, replace(CPU_BF16, name="like it", cpu_bf16=False)], {}, "float32", []),
+        ([rtx_5080(gib=2), CPU], {}, "float32", []),  # it does not fit on the card
+        ([rtx_5080(), CPU], {"min_replicas": 2, "model": "Qwen/Qwen3-Embedding-4B"}, "float32", []),
+        ([rtx_5080(), T4, CPU], {"dtype": "fp32"}, "float32", []),
+    ],
+)
+def test_a_model_has_one_dtype_on_all_nodes(nodes: list[Node], more: dict[str, Any], dtype: str, left_out: list[Node]) -> None:
+    plan = planned(nodes, entry(**more), gateways=2)
+    assert {pool.dtype for pool in plan.pools} == {dtype}
+    assert plan.unplaced == ()
+    assert plan.left_out("m") == tuple(node.class_name for node in left_out)
+    assert not {pool.node_class for pool in plan.pools} & set(plan.left_out("m"))
+    gateway = serve_config(plan)["applications"][-1]["args"]["models"][0]["spec"]
+    assert gateway["dtype"] == dtype, "a replica chooses nothing"
+    warnings = [each for each in warned(plan) if "one dtype" in each]
+    assert len(warnings) == bool(left_out)
+    assert all(each.class_name in warning for warning in warnings for each in left_out)
+
+
+def test_another_dtype_is_a_way_out_where_the_chosen_one_leaves_nodes_out() -> None:
+    plan = planned([rtx_5080(gib=4), CPU], entry("a", min_replicas=1), entry("b", min_replicas=1), gateways=2)
+    (unplaced,) = plan.unplaced
+    assert "dtype: float32" in unplaced.ways_out
+    assert apply(plan, unplaced.model, "dtype: float32").unplaced == ()
+
+
+def test_a_hub_model_is_pinned_to_its_commit(hub: list[tuple[str, str | None]]) -> None:
+    config = serve_config(planned([rtx_5080()], entry(model="qwen3-embedding-0.6b"), entry("n", "BAAI/bge-m3")))
+    *pools, gateway = config["applications"]
+    specs = [pool["args"]["spec"] for pool in pools]
+    assert {(spec["model"], spec["revision"]) for spec in specs} == {
+        (f"{name}@{COMMIT}", COMMIT) for name in ("Qwen/Qwen3-Embedding-0.6B", "BAAI/bge-m3")
+    }
+    assert sorted(map(str, specs)) == sorted(str(model["spec"]) for model in gateway["args"]["models"])
+    assert set(hub) == {("Qwen/Qwen3-Embedding-0.6B", None), ("BAAI/bge-m3", None)}
+
+
+def test_a_branch_becomes_its_commit_and_a_commit_is_not_asked_for(hub: list[tuple[str, str | None]]) -> None:
+    other = "f" * 40
+    plan = planned([rtx_5080()], entry(model="BAAI/bge-m3@refs/pr/1"), entry("n", f"BAAI/bge-m3@{other}"))
+    assert hub == [], "the shape is the catalogue's"
+    models = serve_config(plan)["applications"][-1]["args"]["models"]
+    assert {model["spec"]["model"] for model in models} == {f"BAAI/bge-m3@{COMMIT}", f"BAAI/bge-m3@{other}"}
+    assert hub == [("BAAI/bge-m3", "refs/pr/1")]
+
+
+def test_without_the_hub_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr("engine.download.snapshot_download", offline)
+    with pytest.raises(ModelError, match=r"name the commit in models\.yaml: BAAI/bge-m3@COMMIT"):
+        serve_config(planned([rtx_5080()], entry(model="BAAI/bge-m3")))
+
+
+def test_a_folder_is_pinned_by_its_files(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("bert"), tmp_path / "mine")
+
+    def spec() -> dict[str, Any]:
+        found: dict[str, Any] = serve_config(planned([CPU], entry(model=str(folder))))["applications"][0]["args"]["spec"]
+        return found
+
+    assert spec() == {"name": "m", "model": str(folder), "dtype": "float32", "revision": revision_of(folder)}
+    (folder / "model.safetensors").unlink()
+    assert "revision" not in spec(), "weights that are not here cannot be compared"
+
+
+def test_a_folder_that_is_not_the_expected_one_is_refused(minilm: Path) -> None:
+    with pytest.raises(ModelError, match=r"has revision files-.* here, and the plan says files-0"):
+        serve_config(planned([CPU], entry(model=str(minilm), revision="files-0")))
 
 
 def test_a_model_may_run_on_transformers(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -330,6 +426,7 @@ def test_a_model_may_run_on_transformers(tiny: Callable[..., Path], tmp_path: Pa
 
 
 def test_a_catalogue_is_of_our_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.download.snapshot_download", huggingface_hub.snapshot_download)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="neither a folder here nor in the Hub's cache"):
         planned(MIXED, entry("a", "BAAI/bge-m3", backend="transformers"))
@@ -405,7 +502,7 @@ def test_the_table_says_what_is_where_and_why(example: Plan) -> None:
     assert re.fullmatch(r"lite pc1:0 3\.2 15\.6 [\d,]+ predicted required fastest class that holds it", lite)
     assert re.match(rf"lite spark:0 3\.5 109\.0 [\d,]+ predicted room to grow \d\d% of {PC_CLASS}", more)
     assert any(line.startswith("spark:0 gb10-") and line.endswith("23.8 109.0 22% pro, lite") for line in lines)
-    assert any(line.startswith(f"lite.{PC_CLASS} 1-1 0.20") for line in lines)
+    assert any(line.startswith(f"lite.{PC_CLASS} bfloat16 1-1 0.20") for line in lines)
     assert "Does not fit" not in text
 
 
@@ -491,14 +588,15 @@ def test_gateways_without_cpus_are_warned_of() -> None:
     assert warning == "4 gateways book 0.5 CPUs each, and beside the replicas there are CPUs for 2"
 
 
-def test_a_model_in_several_dtypes_is_warned_of() -> None:
-    old = Node("t", "amd64", 64 * GIB, 8, (Card("Tesla T4", 15 * GIB),))
-    (warning,) = warned(planned([A100, old], entry(min_replicas=16), gateways=2))
+def test_nodes_that_a_dtype_leaves_out_are_warned_of() -> None:
+    models = [entry(name) for name in "abcde"]
+    (warning,) = warned(planned([A100, T4], *models, gateways=2))
     assert warning == (
-        f"m computes in bfloat16 on {A100.class_name}, float32 on {old.class_name}: "
-        "vectors of one index should have one dtype, so set the model's dtype"
+        f"a, b, c and 2 more: one dtype everywhere, bfloat16, leaves out {T4.class_name}, where it is slow or missing; "
+        "dtype: float32 takes all nodes"
     )
-    assert warned(planned([A100, old], entry(min_replicas=16, dtype="fp32"), gateways=2)) == []
+    assert warned(planned([A100, T4], entry(dtype="fp32"), gateways=2)) == []
+    assert planned([A100, T4], entry(min_replicas=16), gateways=2).left_out("m") == (), "the A100's node has no room for 16"
 
 
 def test_a_host_too_small_for_loading_is_warned_of() -> None:
@@ -569,6 +667,7 @@ def test_the_command_writes_a_file_that_ray_reads(files: tuple[Path, Path], tmp_
     assert "Replicas" in result.stdout
     text = output.read_text()
     assert text.startswith("# Deploy with: serve deploy FILE\n# Every node")
+    assert "&id" not in text, "an operator reads each spec where it stands"
     assert "`emberforge node start`" in text.splitlines()[1]
     assert yaml.safe_load(text) == serve_config(example)
 

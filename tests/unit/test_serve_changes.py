@@ -10,6 +10,7 @@ import pytest
 import yaml
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeDeploySchema
+from stub_hub import stub_hub
 from typer.testing import CliRunner
 
 from cluster.models_file import ModelsFile
@@ -21,6 +22,8 @@ from serve_app.cli.commands import cli
 
 NODES = [Node(f"pc{index}", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", 16 * GIB),)) for index in range(3)]
 POOL = "lite.rtx-5080-16g-amd64"
+hub = pytest.fixture(stub_hub)
+pytestmark = pytest.mark.usefixtures("hub")
 
 
 def config(nodes: Sequence[Node] = NODES, gateways: int = 2, port: int = 8000, **entry: Any) -> dict[str, Any]:

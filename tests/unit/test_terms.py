@@ -487,6 +487,44 @@ def test_a_key_is_not_refused_for_the_work_of_another_one(pooled: Any) -> None:
     assert not model._open_tokens
 
 
+def test_a_call_that_serve_cancels_is_computed_again(pooled: Any) -> None:
+    def cancelled_once(qos: Qos) -> Embeddings:
+        if len(handle.calls) == 1:
+            raise asyncio.CancelledError
+        return vectors(qos)
+
+    model, (handle,) = pooled(cancelled_once)
+    result = asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+    assert result.vectors.tolist() == [[1.0] * 4]
+    assert len(handle.calls) == 2
+
+
+def test_a_caller_that_leaves_says_nothing_about_the_replica(pooled: Any) -> None:
+    model, (handle,) = pooled(vectors)
+    load = model.pools[0].load
+    replica = load.replicas["p0"]
+    replica.failures = 3
+
+    async def scenario() -> None:
+        handle.may_answer = asyncio.Event()
+        leaving = asyncio.ensure_future(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+        while not handle.calls:
+            await asyncio.sleep(0)
+        load.routed("p0", handle.calls[0][1])
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert replica.failures == 3
+        handle.may_answer.set()
+        work = asyncio.ensure_future(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+        while len(handle.calls) < 2:
+            await asyncio.sleep(0)
+        load.routed("p0", handle.calls[1][1])
+        await work
+        assert replica.failures == 0, "an answer does"
+
+    asyncio.run(scenario())
+
+
 def test_a_second_attempt_has_less_time(pooled: Any) -> None:
     def lost_once(qos: Qos) -> Embeddings:
         if len(handle.calls) == 1:
