@@ -173,7 +173,7 @@ def test_a_client_that_does_not_read_a_large_answer_loses_it(tmp_path: Path, cap
     async def scenario() -> None:
         model = FakeGenerator(tmp_path, "x")
         api = Api(FakeBackend(model), Settings(send_timeout_s=0.3), metrics)
-        api.app._app.router.routes.insert(0, Route("/large", guarded(route, api.service, None), methods=["POST"]))  # type: ignore[attr-defined]
+        api.app._app.router.routes.insert(0, Route("/large", guarded(route, api.service), methods=["POST"]))  # type: ignore[attr-defined]
         body = b'{"inputs": "x"}'
         head = b"POST /large HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
         async with serving_app(api.app) as port, connected(port, head + body) as client:
