@@ -536,7 +536,7 @@ def test_the_document_has_these_statuses(path: str) -> None:
 
 def test_a_deadline_ends_a_stream_with_an_event(tmp_path: Path) -> None:
     model = FakeGenerator(tmp_path, "x", stall=True)
-    answer = post(model, COMPLETIONS, {"x-request-deadline-ms": "150"}, stream=True, max_tokens=None)
+    answer = post(model, COMPLETIONS, {"x-request-deadline-ms": "600"}, stream=True, max_tokens=None)
     *_, last, done = events(answer.text)
     assert (json.loads(last)["error"]["code"], done) == (504, "[DONE]")
 
