@@ -7,6 +7,7 @@ from time import monotonic
 
 from serve_app.admission.key_file import Limits
 from serve_app.errors import Overloaded
+from serve_app.observe.requests import record
 from serve_app.observe.usage import Usage
 
 # The account whose request runs in this context.
@@ -89,3 +90,5 @@ def calling() -> Account | None:
 def called_by(account: Account) -> None:
     """The request that runs now is the account's. A request runs in a task of its own, so nobody takes this back."""
     _calling.set(account)
+    if (found := record.get()) is not None:
+        found.key = account.name

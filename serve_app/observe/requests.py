@@ -37,7 +37,7 @@ class Record:
     def __init__(self) -> None:
         self.start = perf_counter()
         self.span: Span | None = None
-        self.route = self.model = ""
+        self.route = self.model = self.key = ""
         self.tokens_in = self.tokens_out = 0
         self.queue_s = 0.0
         self.num_passes: int | None = None
@@ -98,6 +98,7 @@ def end(found: Record, method: str, path: str, status: int | str, is_logged: boo
         "status": status,
         "ms": ms,
         "model": found.model or None,
+        "key": found.key or None,
         "tokens_in": found.tokens_in,
         "tokens_out": found.tokens_out,
         "queue_ms": round(found.queue_s * 1000, 1),

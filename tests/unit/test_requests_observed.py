@@ -213,6 +213,12 @@ def test_the_access_log_has_a_line_for_each_request(cluster: Any, log_lines: Lin
     assert (second["request_id"], second["path"], second["status"], second["model"]) == ("b", "/nowhere", 404, None)
 
 
+def test_the_access_log_names_the_key(cluster: Any, log_lines: Lines) -> None:
+    app = cluster(access_log=True, api_key="secret").app
+    ask(app, ("/embed", BODY, {"authorization": "Bearer secret"}), ("/embed", BODY, {"authorization": "Bearer other"}))
+    assert sorted((each["status"], each["key"]) for each in accesses(log_lines)) == [(200, "api key"), (401, None)]
+
+
 def test_the_access_log_is_off_unless_told(cluster: Any, log_lines: Lines) -> None:
     ask(cluster().app, ("/embed", BODY, {}))
     assert accesses(log_lines) == []
