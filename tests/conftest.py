@@ -265,8 +265,9 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
 
 
 @pytest.fixture
-def log_lines(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+def log_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Reads the JSON lines that this process has written since the last call."""
+    monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that starts Ray in this process leaves it behind
     loggers = [logging.getLogger(name) for name in ("", *logs._OURS, *logs._OF_RAY, logs.ACCESS)]
     before = [(each, each.level, list(each.handlers)) for each in loggers]
     logs.set_up("replica of x")

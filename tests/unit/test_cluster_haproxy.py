@@ -365,7 +365,8 @@ def test_a_request_has_one_id_from_its_head_to_its_answer(tmp_path: Path) -> Non
     app = SlowServer()
     app.may.set()
     threading.Thread(target=app.serve_forever, daemon=True).start()
-    with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path):
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/embed", tmp_path) as ask:
+        ask()  # until HAProxy listens
         for given, expected in (
             ({b"x-request-id": b"a,1"}, "a,1"),
             ({b"x-request-id": b"a-1", b"traceparent": TRACEPARENT}, "a-1"),

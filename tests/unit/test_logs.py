@@ -14,10 +14,16 @@ from typing import Any
 
 import pytest
 
+from cluster import logs
 from engine.request_tag import RequestTag, request_tags
 
 Lines = Callable[[], list[dict[str, Any]]]
 SAY = "import logging; from cluster import logs; logs.set_up('serve'); log = logging.getLogger('serve_app.x'); "
+
+
+@pytest.fixture(autouse=True)
+def without_another_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that starts Ray in this process leaves it behind
 
 
 def test_a_line_is_a_json_object_with_these_fields(log_lines: Lines) -> None:
