@@ -19,7 +19,10 @@ def collect_seldom() -> None:
 
 
 def keep_little() -> None:
-    """Give freed memory back to the system soon. Not for processes with tensors: each would get new pages from the system."""
+    """Give freed memory back to the system soon.
+
+    A process with tensors must not call this function: each tensor would get new pages from the system.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries than glibc have no such options
         mallopt(_M_ARENA_MAX, _HEAPS)

@@ -23,7 +23,7 @@ class Rates:
     """
 
     def __init__(self, max_batch_tokens: int) -> None:
-        """`max_batch_tokens`: of a full pass. Where that is few, half of it counts as large."""
+        """`max_batch_tokens` is the size of a full pass. If a full pass is small, half of it counts as large."""
         self.busy_s = 0.0  # that the device has computed, in all
         self._large_bits = min(_LARGE_TOKENS, max_batch_tokens // 2).bit_length()
         self._num_passes = 0

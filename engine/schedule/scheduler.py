@@ -101,7 +101,8 @@ class Scheduler:
         """Whether the request can be done in time at the measured rate; if not, the request hears so.
 
         With nothing before it a request always is: rates are learnt from passes, and nothing else would correct a wrong one.
-        Without a large pass yet it is, too: the few tokens/s of a health check's pass would refuse the first flood.
+        Before the first large pass a request always is, too. The few tokens/s of a health check's pass would refuse the first
+        flood.
         """
         now, latest = perf_counter(), min(request.deadline, request.limit)
         ahead = self.queue.tokens_ahead(request)

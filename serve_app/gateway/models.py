@@ -203,9 +203,10 @@ class PooledModel:
         limit_s = qos.deadline_s
         if limit_s is None:
             limit_s = self._timeout_s if load.replicas else inf
-        is_known = not load.replicas or (load.is_measured and load.queued_tokens(now))
-        if finish_s > limit_s and is_known and self._has_share(qos.owner):
-            raise DeadlineOutOfReach(finish_s, limit_s)
+        if finish_s > limit_s:  # the sums below are not for every request
+            is_known = not load.replicas or (load.is_measured and load.queued_tokens(now))
+            if is_known and self._has_share(qos.owner):
+                raise DeadlineOutOfReach(finish_s, limit_s)
         return pool
 
     def _has_share(self, owner: str) -> bool:

@@ -39,7 +39,11 @@ async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
 
 
 async def _read_all(request: Request, limit: int, hold: Hold) -> bytes:
-    """Without `Request.stream`, and with one timer: both take longer than all else that is done to a short body."""
+    """The bytes of the body.
+
+    One timer serves all messages. `Request.stream` and a timer for each message take longer than all else that is done to a
+    short body.
+    """
     chunks, num_bytes, clock = list[bytes](), 0, asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(_PAUSE_S) as pause:
