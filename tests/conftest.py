@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -266,12 +267,12 @@ def _save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Pat
 
 @pytest.fixture
 def log_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
-    """Reads the JSON lines that this process has written since the last call."""
+    """Reads the JSON lines that this process has written since the last call. Lines of gRPC's C++ code are skipped."""
     monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that starts Ray in this process leaves it behind
     loggers = [logging.getLogger(name) for name in ("", *logs._OURS, *logs._OF_RAY, logs.ACCESS)]
     before = [(each, each.level, list(each.handlers)) for each in loggers]
     logs.set_up("replica of x")
-    yield lambda: [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    yield lambda: [json.loads(line) for line in capfd.readouterr().err.splitlines() if not re.match(r"[IWE]\d{4} ", line)]
     for logger, level, handlers in before:
         logger.setLevel(level)
         logger.handlers[:] = handlers
