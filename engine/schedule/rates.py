@@ -5,6 +5,7 @@ not change that figure. A pause in the middle of a launch does, so the slowest a
 """
 
 from collections import deque
+from collections.abc import Iterator
 
 # The passes of one size that an average is taken over. A quarter of them is left out at either end.
 _WINDOW = 16
@@ -43,26 +44,35 @@ class Rates:
     @property
     def tokens_per_s(self) -> float:
         """Of the best size; 0 before the first pass."""
-        return max((size.tokens_per_s for size in self._known().values()), default=0.0)
+        return self._best(0)
 
     @property
     def large_tokens_per_s(self) -> float:
         """Of the best large size; 0 before the first large pass."""
-        return max((size.tokens_per_s for bits, size in self._known().items() if bits >= self._large_bits), default=0.0)
+        return self._best(self._large_bits)
 
     @property
     def pass_s(self) -> float:
         """Of the quickest size; 0 before the first pass."""
-        return min((size.seconds for size in self._known().values()), default=0.0)
+        return min((size.seconds for _, size in self._known()), default=0.0)
 
     def seconds(self, num_tokens: int) -> float:
         """Seconds that a pass of about as many tokens takes; 0 where none was measured."""
         size = self._sizes.get(num_tokens.bit_length())
         return 0.0 if size is None else size.seconds
 
-    def _known(self) -> "dict[int, _Size]":
-        """The sizes that are not forgotten. A copy: another thread may add one meanwhile."""
-        return {bits: size for bits, size in tuple(self._sizes.items()) if self._num_passes - size.last < _FORGOTTEN_AFTER}
+    def _best(self, least_bits: int) -> float:
+        best = 0.0
+        for bits, size in self._known():
+            if bits >= least_bits and size.tokens_per_s > best:
+                best = size.tokens_per_s
+        return best
+
+    def _known(self) -> "Iterator[tuple[int, _Size]]":
+        """The sizes that are not forgotten, with their bits. They are copied first: another thread may add one meanwhile."""
+        for bits, size in tuple(self._sizes.items()):
+            if self._num_passes - size.last < _FORGOTTEN_AFTER:
+                yield bits, size
 
 
 class _Size:
