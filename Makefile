@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 
-.PHONY: serve chat test test-clients test-lm-eval lint check test-gpu bench bench-gpu proto clean
+.PHONY: serve chat test test-clients test-lm-eval lint check test-gpu bench bench-gpu docs docs-pages proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -65,12 +66,20 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.one_card
 	$(BIN)/python -m loadtests.whole_server
 
+# The documentation site, into site/. Broken links and anchors fail. It lives in an environment of its own.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python -m mkdocs build --strict
+
+# After a change of a setting, a command or a route: the pages that are generated from the code. A test says when this was forgotten.
+docs-pages: $(VENV)/.installed-test
+	$(BIN)/python -m docs.generate
+
 # After a change of tei.proto; a test says when this was forgotten.
 proto: $(VENV)/.installed-test
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve_app/grpc/tei.proto
 
 clean:
-	rm -rf $(VENV) $(CLIENTS)
+	rm -rf $(VENV) $(CLIENTS) $(DOCS) site
 
 # Where python3-venv is missing, Debian's Python leaves a venv without pip behind: it is made again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -100,4 +109,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.
 $(CLIENTS)/.installed-lm-eval: $(CLIENTS)/.installed tests/clients/requirements-lm-eval.txt
 	@echo "installing lm-eval into $(CLIENTS) (once; a minute or two)"
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-lm-eval.txt
+	@touch $@
+
+$(DOCS)/.installed: docs/requirements.txt
+	@echo "installing what builds the documentation into $(DOCS) (once)"
+	@$(DOCS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
 	@touch $@

@@ -137,7 +137,7 @@ def _node() -> Check:
 
 def _way_back(started: Started) -> str:
     if started.head:
-        return "emberforge node stop, then emberforge node start --head (cluster/deploy/README.md says what that ends)"
+        return "emberforge node stop, then emberforge node start --head (docs/operate/head.md says what that ends)"
     return f"emberforge node stop, then emberforge node start --address {started.address} with the options it had"
 
 

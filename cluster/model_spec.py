@@ -56,7 +56,9 @@ class ModelOptions(BaseModel):
     default_prompt: str | None = Field(
         None, description="The same, as a text; empty for none [default: what the model's folder says]"
     )
-    max_batch_tokens: int | None = Field(None, ge=1, description="Token budget of one forward pass [default: by device]")
+    max_batch_tokens: int | None = Field(
+        None, ge=1, description="Token budget of one forward pass [default: measured on a GPU, 2048 on a CPU]"
+    )
     max_input_tokens: int | None = Field(None, ge=1, description="Tokens of the longest input [default: the model's own limit]")
     cache_tokens: int | None = Field(
         None,

@@ -36,7 +36,7 @@ class SettingsError(EmberError):
 class Settings(ServerSettings, ModelOptions):
     """Everything the operator may choose for one server: its settings, its models, and the options that all of them share.
 
-    The field descriptions are the help texts of the command line and the README's table.
+    The field descriptions are the help texts of the command line and of docs/settings.md.
     """
 
     models: Names = Field(

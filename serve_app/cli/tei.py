@@ -21,7 +21,7 @@ class Option:
 
     name: str
     tei_default: str
-    differs: str = ""  # the difference from TEI, for the README
+    differs: str = ""  # the difference from TEI, for docs/coming-from/tei.md
     setting: str = ""  # our setting, if it has another name
     variable: str = ""  # the variable of a library that is set instead
     no_effect: str = ""  # why it has no effect
@@ -42,13 +42,13 @@ OPTIONS = (
     Option("model-id", "required", "one model; several are named as `emberforge serve A B`", setting="models"),
     Option("revision", "none", "becomes `MODEL@REVISION`, which can be written wherever a model is named", setting="models"),
     Option("tokenization-workers", "cores", no_effect="short texts are tokenised in place, long ones by all cores"),
-    Option("dtype", "float16 on a GPU", "auto: bfloat16 where the chip has it; bfloat16 can be asked for"),
+    Option("dtype", "float16 on a GPU", "default auto: bfloat16 where the chip has it"),
     Option("served-model-name", "the model id"),
     Option("pooling", "the model's own"),
     Option("max-concurrent-requests", "512", "counts requests, not inputs"),
-    Option("max-batch-tokens", "16384", "measured on a GPU, 2048 on a CPU; a longer input gets a pass of its own"),
+    Option("max-batch-tokens", "16384", "default measured on a GPU, 2048 on a CPU; a longer input gets a pass of its own"),
     Option("max-batch-requests", "none", no_effect="batches are cut by their tokens alone"),
-    Option("max-client-batch-size", "32", "2048"),
+    Option("max-client-batch-size", "32", "default 2048"),
     Option("auto-truncate", "true"),
     Option("default-prompt-name", "none"),
     Option("default-prompt", "none", "empty turns the model's own default off"),
@@ -56,10 +56,10 @@ OPTIONS = (
     Option("hf-token", "none", variable="HF_TOKEN"),
     Option("hf-api-token", "none", variable="HF_TOKEN"),
     Option("hostname", "0.0.0.0", "HOSTNAME counts only where it is an IP address", setting="host"),  # noqa: S104
-    Option("port", "3000", "so too here, if the model is named with `--model-id` or MODEL_ID"),
+    Option("port", "3000", "default 3000 too if the model is named with `--model-id` or MODEL_ID, else 8000"),
     Option("uds-path", "a temporary file", no_effect="the engine is in the server's own process"),
     Option("huggingface-hub-cache", "none", variable="HF_HUB_CACHE"),
-    Option("payload-limit", "2000000", "8000000"),
+    Option("payload-limit", "2000000", "default 8000000"),
     Option("api-key", "none", "further keys in `--api-keys-file`"),
     Option("json-output", "off", no_effect="logs are JSON wherever they do not go to a terminal", takes_value=False),
     Option("disable-spans", "off", no_effect="logs have no spans", takes_value=False),
@@ -69,9 +69,9 @@ OPTIONS = (
         "OTLP over HTTP (usually port 4318), where TEI speaks gRPC",
         variable="OTEL_EXPORTER_OTLP_ENDPOINT",
     ),
-    Option("otlp-service-name", "text-embeddings-inference.server", "emberforge", variable="OTEL_SERVICE_NAME"),
+    Option("otlp-service-name", "text-embeddings-inference.server", "default emberforge", variable="OTEL_SERVICE_NAME"),
     Option("prometheus-port", "9000", no_effect="metrics are at /metrics of the server's own port, as in TEI's HTTP build"),
-    Option("cors-allow-origin", "any", "pages may send Authorization too"),
+    Option("cors-allow-origin", "any", "pages may send any header and read all headers of a response"),
 )
 
 

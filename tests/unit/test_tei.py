@@ -14,8 +14,6 @@ from serve_app.cli import tei
 from serve_app.cli.hidden import without_secrets
 from serve_app.settings import Settings, SettingsError, load_settings
 
-README = Path(__file__).parents[2] / "README.md"
-
 
 def settings_of(flags: Mapping[str, Any], env: Mapping[str, str]) -> Settings:
     given = tei.translate(flags, env)
@@ -157,8 +155,3 @@ def test_the_command_line_takes_every_option_of_teis() -> None:
     assert (settings["models"], settings["auto_truncate"], settings["pooling"]) == (["7@7"], False, "last_token")
     assert settings["api_key"].startswith("sha256:")
     assert "has no effect here" in done.stderr
-
-
-def test_the_readme_has_every_option() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert [option.name for option in tei.OPTIONS if f"`--{option.name}`" not in text] == []

@@ -1,0 +1,40 @@
+"""The documentation agrees with the code: generated parts, links of README, keys of models.yaml.
+
+`make docs` checks the links of the site.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster.models_file import ModelEntry, ModelsFile
+from docs.generate import DOCS, PARTS, filled
+
+ROOT = DOCS.parent
+GENERATED = [path for path in sorted(DOCS.rglob("*.md")) if "<!-- generated: " in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.name)
+def test_a_generated_part_is_what_the_code_says(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert filled(text) == text, f"{page.name} is out of date: run `make docs-pages`"
+
+
+def test_each_part_has_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in GENERATED)
+    assert set(re.findall(r"<!-- generated: ([\w-]+) -->", text)) == PARTS.keys()
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 90
+    links = re.findall(r"\]\(([^)#:]+)\)", readme)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_each_key_of_models_yaml_is_explained() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    keys = {*ModelEntry.model_fields, *ModelsFile.model_fields}
+    assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
