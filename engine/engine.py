@@ -25,7 +25,7 @@ from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
 from engine.run.cuda_streams import StreamRunner
-from engine.run.fits import check_generator_fits, pass_bytes
+from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.runner import CpuRunner
@@ -305,6 +305,16 @@ class Engine:
     def shares_host_memory(self) -> bool:
         """Whether a pass takes memory that the rest of the machine takes from too."""
         return self.device.type == "cpu" or is_integrated(self.device)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the device's memory that this process has taken."""
+        return reserve.used_bytes(self.device)
+
+    def planned_bytes(self, max_batch_tokens: int | None) -> int:
+        """What a plan counts for this model's `used_bytes`. `max_batch_tokens` is the operator's, None without one."""
+        cache_tokens = None if self.pages is None else self.pages.num_pages * PAGE_SIZE
+        return planned_bytes(self.config, self.dtype, self.device, max_batch_tokens, cache_tokens)
 
     @property
     def dtype_name(self) -> DtypeName:

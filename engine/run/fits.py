@@ -1,4 +1,4 @@
-"""Whether a model that generates fits into a GPU's free memory, asked before its weights are read."""
+"""What a replica is expected to take, and whether a model that generates fits into a GPU's free memory."""
 
 import torch
 
@@ -13,6 +13,14 @@ from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
 def pass_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None) -> int:
     """What passes take besides weights and cache."""
     return footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
+
+
+def planned_bytes(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None, cache_tokens: int | None
+) -> int:
+    """What a plan counts for a replica: of a GPU's memory as torch reports it, or of the host's memory as the system does."""
+    needs = footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens)
+    return needs.total if device.type == "cpu" else needs.reserved
 
 
 def check_generator_fits(

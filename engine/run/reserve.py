@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import psutil
 import torch
 
 from engine.devices import is_integrated
@@ -51,6 +52,11 @@ def keep_freed_memory() -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes of a GPU's memory that this process may still take."""
     return free_unified_bytes() if is_integrated(device) else torch.cuda.mem_get_info(device)[0]
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes that this process has taken: of a GPU's memory as torch reports it, or of the host's memory as the system does."""
+    return int(psutil.Process().memory_info().rss) if device.type == "cpu" else torch.cuda.memory_reserved(device)
 
 
 def check_fits(weight_bytes: int, device: torch.device, model: str) -> None:

@@ -55,6 +55,7 @@ class Service:
 
     def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
         self.settings, self.metrics = settings, metrics
+        metrics.answers_requests = True
         self.keys: Keys | None = None  # None if requests need no key
         self.backend = backend
         self.usage = Usage(metrics.observe_usage, Path(settings.usage_log) if settings.usage_log else None)

@@ -14,7 +14,7 @@ from serve_app.gateway.models import PooledModels
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
-from serve_app.observe.process import observe_process
+from serve_app.observe.process import observe_process, publish
 
 
 class Gateway(TeiServicer):
@@ -31,6 +31,7 @@ class Gateway(TeiServicer):
         self._models.show_in(metrics)
         self._api = Api(self._models, args.settings, metrics, in_serve=True)
         super().__init__(self._api.service)
+        publish(metrics)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app

@@ -96,7 +96,12 @@ class PoolClient:
 
     def show_in(self, metrics: Metrics, model: str) -> None:
         metrics.watch_pool(
-            model, self.ref.name, lambda: len(self.load.heard), lambda: self.queued_tokens, lambda: self.tokens_per_s
+            model,
+            self.ref.name,
+            self.ref.sleeps,
+            lambda: len(self.load.heard),
+            lambda: self.queued_tokens,
+            lambda: self.tokens_per_s,
         )
 
     def show_pages_in(self, metrics: Metrics, model: str) -> None:

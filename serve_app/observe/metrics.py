@@ -1,13 +1,21 @@
-"""Every counter, gauge and histogram of a process, for `GET /metrics`.
+"""Every counter, gauge and histogram of a process, for `GET /metrics`. docs/metrics.md lists them.
 
-A replica that answers HTTP labels its series with its model, a gateway with "gateway".
+A replica labels its series with its model, a gateway with "gateway".
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from engine.loop import BatchReport
 from serve_app.observe import tei_metrics
@@ -21,12 +29,15 @@ _SEQUENCES = tuple(float(2**k) for k in range(13))
 # API keys with series of their own.
 _MOST_KEYS = 1000
 
+disable_created_metrics()  # type: ignore[no-untyped-call] # a gauge beside each counter and histogram, which nobody reads
+
 
 class Metrics:
     """The metrics of one process. `model` is the served name, a label on every series."""
 
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self.requests = self._counter("requests", "Requests answered", "route", "status")
         self.request_seconds = self._histogram("request_seconds", "Whole request, body read to bytes ready", _SECONDS, "route")
         self.tokenize_seconds = self._histogram("tokenize_seconds", "Tokenisation of a request", _SECONDS).labels(model)
@@ -50,6 +61,9 @@ class Metrics:
         self.cache_bytes = self._gauge("cache_bytes", "Bytes that the cache holds").labels(model)
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
         self.tasks = self._gauge("tasks", "Tasks of the event loop; /metrics counts them").labels(model)
+        self.loop_delay = self._gauge(
+            "event_loop_delay_seconds", "Time from this scrape's request until the event loop took it"
+        ).labels(model)
         self.queued_tokens = self._gauge("queue_tokens", "Tokens waiting for a forward pass").labels(model)
         self.queued_requests = self._gauge("queue_requests", "Requests waiting for a forward pass").labels(model)
         self.generated_tokens = self._counter("generated_tokens", "Tokens of answers that were generated").labels(model)
@@ -57,6 +71,7 @@ class Metrics:
             "first_token_seconds", "From a request for text to the first token of an answer", _SECONDS
         ).labels(model)
         self.tei = TeiMetrics()
+        self.answers_requests = False  # a pool's replica has TEI's series of the queue and the batches alone
         self._queued_inputs: Callable[[], int] | None = None
         self._model = model
         self._of_route = cache(self._series_of_route)  # `labels` looks series up under a lock, which costs 10 us a request
@@ -66,6 +81,7 @@ class Metrics:
         self._of_key = cache(self._series_of_key)
         self._keys: set[str] = set()
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
+        self._pool_sleeps = self._gauge("pool_sleeps", "1 if a pool without requests may have no replica", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
         self._pool_pages = self._gauge("pool_kv_pages_held", "Pages of a pool's KV caches that streams hold", "pool")
         self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
@@ -81,10 +97,24 @@ class Metrics:
         self._gauge("kv_pages_held", "Pages of the KV cache that streams hold").labels(self._model).set_function(held)
         self._gauge("kv_pages", "Pages of the KV cache").labels(self._model).set_function(total)
 
+    def watch_memory(self, device: str, planned: float, used: Callable[[], float]) -> None:
+        """Add gauges of the memory that this process's engine takes. `used` is read at each scrape."""
+        text = "Bytes of the device that the plan gives a replica of this model"
+        self._gauge("memory_planned_bytes", text, "device").labels(self._model, device).set(planned)
+        text = "Bytes of the device that this replica has taken"
+        self._gauge("memory_used_bytes", text, "device").labels(self._model, device).set_function(used)
+
     def watch_pool(
-        self, model: str, pool: str, replicas: Callable[[], float], queued: Callable[[], float], rate: Callable[[], float]
+        self,
+        model: str,
+        pool: str,
+        sleeps: bool,
+        replicas: Callable[[], float],
+        queued: Callable[[], float],
+        rate: Callable[[], float],
     ) -> None:
         """Add gauges of a pool, as the gateway sees it. They are read at each scrape."""
+        self._pool_sleeps.labels(model, pool).set(sleeps)
         self._pool_replicas.labels(model, pool).set_function(replicas)
         self._pool_queued.labels(model, pool).set_function(queued)
         self._pool_rate.labels(model, pool).set_function(rate)
@@ -126,7 +156,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All series in the Prometheus text format: ours, then TEI's."""
-        lines = [*self.tei.exposition(), *self._tei_engine()]
+        lines = [*(self.tei.exposition() if self.answers_requests else ()), *self._tei_engine()]
         return generate_latest(self._registry) + "\n".join([*lines, ""]).encode()
 
     def _tei_engine(self) -> Iterator[str]:

@@ -25,7 +25,7 @@ from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
-from serve_app.observe.process import observe_process
+from serve_app.observe.process import observe_process, publish
 from serve_app.replica.cache import CachedModel
 from serve_app.replica.health import Health
 from serve_app.replica.in_flight import InFlight
@@ -59,6 +59,8 @@ class EngineServer:
             self._engine.max_batch_seqs,
         )
         loop = self._loop
+        engine = self._engine
+        self._metrics.watch_memory(str(engine.device), engine.planned_bytes(spec.max_batch_tokens), lambda: engine.used_bytes)
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_requests, lambda: loop.queued_inputs)
         info = ModelInfo.of(
             self._engine.config,
@@ -79,6 +81,7 @@ class EngineServer:
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
         self._health = Health(self._loop, canary_of(self._engine))
         self._in_flight = InFlight.of_this_replica()
+        publish(self._metrics, of_pool=True)
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Benchmarks and tests replace this method, and no other."""

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import psutil
 import pytest
+from monitoring import PROMETHEUS, alert_expressions, dashboard_expressions, prometheus, without_comparisons
 from ray import serve
 
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
@@ -214,3 +216,31 @@ def replica_of(pool: str) -> psutil.Process:
     title = f"ray::ServeReplica:{pool}:Engine"
     (replica,) = (each for each in psutil.process_iter(["cmdline"]) if " ".join(each.info["cmdline"] or ()).startswith(title))
     return replica
+
+
+# The results of these are empty on a healthy server on a CPU without API keys. tests/deploy tests the alerts among them.
+EMPTY = {
+    "server: Tokens/s of API keys: {{key}}",
+    "server: Refusals of API keys: {{key}}",
+    "cluster: Tokens/s of API keys, the most: {{key}}",
+    "cluster: Share of the requests that fail: failed",
+    "EmberforgeNoReplica",
+    "EmberforgeErrors",
+    "EmberforgeMemoryAbovePlan",
+    "EmberforgeKeyRefused",
+}
+
+
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed")
+def test_each_expression_of_dashboards_and_alerts_has_a_result(http: httpx.Client, address: str, tmp_path: Path) -> None:
+    """At the node's address are the series of the gateway, of both replicas and of HAProxy."""
+    assert http.post("embed", json={"inputs": "x"}).status_code == 200
+    assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).status_code == 200
+    expressions = dashboard_expressions() | {name: without_comparisons(each) for name, each in alert_expressions().items()}
+    with prometheus(tmp_path, address.removeprefix("http://")) as query:
+        empty = {name for name, expression in expressions.items() if not query(expression)}
+        pools = {each["metric"]["pool"] for each in query("emberforge_memory_used_bytes")}
+        gateways = query('count by (replica) (te_request_count{pool=""})')
+    assert empty == EMPTY
+    assert {EMBEDDED_MODEL, EMBEDDED_GENERATOR} <= pools
+    assert len(gateways) >= 1

@@ -29,6 +29,7 @@ from cluster import haproxy
 from cluster.error_forms import PATH_RULES, Form, error_body
 from cluster.haproxy import with_ours
 from cluster.local_ray import free_port
+from cluster.node_metrics import HAPROXY_SERIES
 from serve_app.errors import Overloaded, Unhealthy
 from serve_app.http.errors import error_response
 
@@ -258,7 +259,7 @@ def test_the_command_becomes_haproxy_with_the_file_changed(tmp_path: Path, monke
     file.write_text(CONFIG)
     done = subprocess.run([itself, "-f", str(file), "-c"], capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "Configuration file is valid"), done.stderr
-    assert file.read_text() == with_ours(CONFIG)
+    assert file.read_text() == with_ours(CONFIG, tmp_path)
     said = [subprocess.run([each, "-v"], capture_output=True, check=True).stdout for each in (itself, real)]
     assert said[0] == said[1]
 
@@ -435,9 +436,11 @@ def test_haproxy_alone_listens_at_the_host(monkeypatch: pytest.MonkeyPatch, host
 
 
 def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: Path) -> None:
-    port = free_port()
+    """Beside HAProxy a process answers `/metrics` for the node, with HAProxy's own series."""
+    port, exporter = free_port(), free_port()
     file = tmp_path / "haproxy.cfg"
-    file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}"))
+    rays = f"frontend prometheus\n    bind :{exporter}\n    http-request use-service prometheus-exporter if {{ path /metrics }}\n"
+    file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}") + rays)
     wrapper = f"import sys; sys.argv = ['haproxy', '-f', {str(file)!r}, '-db']; from cluster.haproxy import main; main()"
     actor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wrapper!r}])"
     start = f"subprocess.Popen([sys.executable, '-c', {actor!r}])"
@@ -449,7 +452,10 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
             _wait_until(lambda: _listens(port))
             os.kill(pid, signal.SIGKILL)
             sleep(0.3)
-            assert _listens(port)
+            text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+            assert "emberforge_node_processes 0" in text
+            assert 'haproxy_frontend_http_requests_total{proxy="http"} ' in text
+            assert {each for each in HAPROXY_SERIES if f"# TYPE {each} " not in text} == set()
         finally:
             ray.kill()
     _wait_until(lambda: not _listens(port))
