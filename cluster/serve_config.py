@@ -25,6 +25,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
     settings = plan.file.settings
     specs = {name: _pinned(spec_of(plan.entries[name])) for name in dict.fromkeys(pool.model for pool in plan.pools)}
     applications = [_pool_application(plan, pool, specs[pool.model]) for pool in plan.pools]
+    specs = {name: spec.model_copy(update={"cache_tokens": None}) for name, spec in specs.items()}  # a gateway has no cache
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
@@ -46,7 +47,7 @@ def _pinned(spec: ModelSpec) -> ModelSpec:
 
 
 def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[str, Any]:
-    entry = plan.entries[pool.model]
+    entry, spec = plan.entries[pool.model], spec.model_copy(update={"cache_tokens": pool.cache_tokens})
     options: dict[str, Any] = {"num_cpus": pool.num_cpus}
     if pool.num_gpus:
         options["num_gpus"] = pool.num_gpus
