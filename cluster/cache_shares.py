@@ -1,7 +1,7 @@
 """The memory that a placement leaves on the cards -> more cache for the models that generate there."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 Card = TypeVar("Card")
@@ -39,3 +39,30 @@ def more_pages(
         growing -= {pool for card in full for pool in replicas[card]}
         growing -= {pool for pool in growing if given[pool] == most[pool]}
     return given
+
+
+def finds_room(pools: Sequence[tuple[int, int, int]], cards: Sequence[int]) -> bool:
+    """Whether every replica finds a card when the cards are chosen for one replica after the other, as Ray chooses them.
+
+    Ray may take the fullest node with room or the emptiest one. Both ways must succeed. On a node Ray takes the fullest card.
+
+    Args:
+        pools: (share of a card in ten-thousandths, replicas, the most of them on one node), the largest share first.
+        cards: the number of cards of each node.
+    """
+    return all(_all_find_room(pools, cards, sign) for sign in (1, -1))
+
+
+def _all_find_room(pools: Sequence[tuple[int, int, int]], cards: Sequence[int], sign: int) -> bool:
+    free = [[10_000] * count for count in cards]
+    for share, replicas, most in pools:
+        on_node = Counter[int]()
+        for _ in range(replicas):
+            room = [(sign * sum(left), node) for node, left in enumerate(free) if on_node[node] < most and max(left) >= share]
+            if not room:
+                return False
+            node = min(room)[1]
+            fullest = min(left for left in free[node] if left >= share)
+            free[node][free[node].index(fullest)] -= share
+            on_node[node] += 1
+    return True

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cluster.cache_shares import more_pages
+from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import known_model
 from cluster.files import ClusterError
 from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s, settled
@@ -19,7 +19,7 @@ from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
-from cluster.placement import Demand, Placement, Slot, place
+from cluster.placement import Demand, Placement, Replica, Slot, place
 from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName, compute_dtype
 from engine.model.config import ModelConfig
@@ -187,6 +187,7 @@ class Plan:
 
         A model whose entry says `cache_tokens` gets these. No cache holds more streams than a pass computes. The system uses a
         part of a host's memory, and the engine leaves the reserve free beside this part. So as much again is left of such memory.
+        Ray chooses the cards: where larger replicas would not find theirs, the caches get a half, a quarter, and so on.
         """
         left = {slot: slot.capacity - self._kept_of_host(slot.node_class) for slot in self.slots}
         growing: dict[Slot, Counter[tuple[str, str]]] = {}
@@ -200,7 +201,38 @@ class Plan:
             page_bytes[pool] = PAGE_SIZE * self._bytes_per_token(each.model)
             most[pool] = (MOST_STREAMS * whole_pages(entry.context) - entry.cache_tokens) // PAGE_SIZE
         pages = more_pages(left, growing, page_bytes, most)
+        for node_class in {node_class for _, node_class in pages}:
+            here = [pool for pool in pages if pool[1] == node_class]
+            while any(pages[pool] for pool in here) and not self._ray_finds_room(
+                node_class, {pool: pages[pool] * page_bytes[pool] for pool in here}
+            ):
+                pages |= {pool: pages[pool] // 2 for pool in here}
         return {pool: count * PAGE_SIZE for pool, count in pages.items()}
+
+    def _ray_finds_room(self, node_class: str, more_bytes: dict[tuple[str, str], int]) -> bool:
+        """Whether Ray finds a card for each replica on a class of node, if some replicas take more bytes than they need."""
+        nodes = [node for node in self.nodes if node.class_name == node_class]
+        if not nodes[0].cards:  # Ray does not count the host's memory, so it may put all replicas on one node
+            return len(nodes) == 1
+        pools = []
+        for pool, replicas in self._by_pool.items():
+            if pool[1] == node_class:
+                share = self._share(*pool, more_bytes.get(pool, 0))
+                pools.append((share, len(replicas), max(Counter(each.slot.node for each in replicas).values())))
+        return finds_room(sorted(pools, reverse=True), [len(node.cards) for node in nodes])
+
+    def _share(self, name: str, node_class: str, more_bytes: int) -> int:
+        """The share of a card that Ray books for a replica, in ten-thousandths, because Ray counts four decimals. Rounded up,
+        replicas that fit to the byte would exceed the card."""
+        share = (self.demands[name].bytes_on[node_class] + more_bytes) / self.classes[node_class].usable_bytes
+        return max(1, int(share * 1e4))
+
+    @cached_property
+    def _by_pool(self) -> dict[tuple[str, str], list[Replica]]:
+        groups: dict[tuple[str, str], list[Replica]] = {}
+        for each in self.placement.replicas:
+            groups.setdefault((each.model, each.slot.node_class), []).append(each)
+        return groups
 
     def _kept_of_host(self, node_class: str) -> int:
         node = self.classes[node_class]
@@ -248,10 +280,7 @@ class Plan:
     @cached_property
     def pools(self) -> tuple[PlannedPool, ...]:
         """The pools with the largest replicas first. In this order Ray finds the planned arrangement."""
-        groups: dict[tuple[str, str], list[Any]] = {}
-        for each in self.placement.replicas:
-            groups.setdefault((each.model, each.slot.node_class), []).append(each)
-        pools = [self._pool(name, node_class, replicas) for (name, node_class), replicas in groups.items()]
+        pools = [self._pool(name, node_class, replicas) for (name, node_class), replicas in self._by_pool.items()]
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
     def _dtype(self, entry: ModelEntry) -> DtypeName:
@@ -317,10 +346,8 @@ class Plan:
             frozenset(entry.not_nodes),
         )
 
-    def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> PlannedPool:
+    def _pool(self, name: str, node_class: str, replicas: Sequence[Replica]) -> PlannedPool:
         node = self.classes[node_class]
-        # Rounded down, because Ray counts four decimals. Rounded up, replicas that fit to the byte would exceed the card.
-        share = (self.demands[name].bytes_on[node_class] + self._more_bytes(name, node_class)) / node.usable_bytes
         entry = self.entries[name]
         cache = entry.cache_tokens if entry.context else None
         if cache is not None:
@@ -335,7 +362,7 @@ class Plan:
             len(replicas),
             # On the only node of a class any limit does. One that follows the number would make Serve replace all replicas.
             most if has_others else max(most, len(node.cards) or places),
-            max(1e-4, int(share * 1e4) / 1e4) if node.cards else 0.0,
+            self._share(name, node_class, self._more_bytes(name, node_class)) / 1e4 if node.cards else 0.0,
             CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),
             self.rates[name, node_class].tokens_per_s,

@@ -64,7 +64,7 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
             "pool": pool.name,
             "spec": _plain(spec),
             "num_threads": pool.num_threads,
-            "tokens_per_s": round(pool.tokens_per_s),
+            "tokens_per_s": _rate(pool),
             "settings": _plain(plan.file.settings),
         },
         "deployments": [
@@ -82,8 +82,7 @@ def _gateway_application(plan: Plan, specs: dict[str, ModelSpec]) -> dict[str, A
     models = []
     for name, entry in plan.entries.items():
         pools = [
-            {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": round(pool.tokens_per_s)}
-            | {"sleeps": pool.min_replicas == 0}
+            {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": _rate(pool)} | {"sleeps": pool.min_replicas == 0}
             for pool in plan.pools
             if pool.model == name
         ]
@@ -124,6 +123,11 @@ def spec_of(entry: ModelEntry) -> ModelSpec:
     else:
         source = hub_id(entry.model) or entry.model
     return ModelSpec(name=entry.name, model=source, revision=entry.revision, **entry.options)
+
+
+def _rate(pool: PlannedPool) -> int:
+    """Tokens/s for the router, which takes no 0. A large model decodes slower than that on CPUs."""
+    return max(1, round(pool.tokens_per_s))
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stub_hub import stub_hub
 
 from cluster import plan_report
-from cluster.cache_shares import more_pages
+from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import CATALOGUE
 from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.models_file import ModelEntry, ModelsFile
@@ -27,6 +28,7 @@ from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 from loadtests.predict import generated, published
 from loadtests.report import RESULTS
 
+hub = pytest.fixture(stub_hub)
 BF16 = torch.bfloat16
 SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
 PC1, PC2 = (Node(name, "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)),)) for name in ("pc1", "pc2"))
@@ -149,6 +151,21 @@ def test_what_is_left_of_a_card_is_cache() -> None:
         assert 0 <= use.capacity - node.reserved - use.used_bytes < PAGE_SIZE * 2 * 114_688
 
 
+def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
+    """By size alone 5, 3, 2 and 4, 4, 2 fill two cards. One after the other the last does not fit."""
+    halves = [(5000, 1, 1), (4000, 2, 2), (3000, 1, 1), (2000, 2, 2)]
+    assert not finds_room(halves, [2])
+    assert not finds_room(halves, [1, 1])
+    assert finds_room([(share - 1000, *rest) for share, *rest in halves], [2])
+    assert not finds_room([(5000, 2, 1), (4000, 1, 1)], [1])
+    assert finds_room([(5000, 2, 1), (5000, 2, 1)], [1, 1])
+    assert finds_room([(10_000, 1, 1)], [1])
+    two_hosts = (CPU, replace(CPU, name="older"))  # Ray does not count host memory, so replicas of two models may meet
+    models = ({"model": "Qwen/Qwen3-0.6B"}, {"model": "Qwen/Qwen3-1.7B"})
+    assert [pool.streams for pool in planned(two_hosts, *models).pools] == [4, 4]
+    assert all(pool.streams > 4 for pool in planned((CPU,), *models).pools)  # type: ignore[operator]
+
+
 def test_the_replica_gets_the_cache_and_the_gateway_the_context(tmp_path: Path) -> None:
     plan = planned((CPU,), {"model": EMBEDDED_GENERATOR, "context": 1000}, {"model": "all-MiniLM-L6-v2"})
     *pools, gateway = serve_config(plan)["applications"]
@@ -195,3 +212,11 @@ def test_the_report_has_streams_and_rates_by_card() -> None:
     both = planned((SPARK, PC1), {"model": "Qwen/Qwen3-4B"})
     assert not any("decodes faster" in note for note in plan_report.notes(both)), "one card is faster at both"
     assert plan_report.as_data(planned((PC1,), {"model": "all-MiniLM-L6-v2"}))["generation"] == {}
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_rate_below_one_reaches_the_router_as_one() -> None:
+    plan = planned((replace(CPU, ram_bytes=256 * GIB),), {"model": "Qwen/Qwen3-32B", "streams": 1, "dtype": "fp32"})
+    assert 0 < plan.pools[0].tokens_per_s < 0.5
+    pool, gateway = serve_config(plan)["applications"]
+    assert pool["args"]["tokens_per_s"] == gateway["args"]["models"][0]["pools"][0]["tokens_per_s"] == 1
