@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.model.config import DenseConfig, ModelConfig, Pooling, SpladeConfig, WordHeadConfig
+from engine.model.config import DenseConfig, GenerationConfig, ModelConfig, Pooling, SpladeConfig, WordHeadConfig
 from engine.model.decoder import DecoderConfig
 from engine.model.families import MODELS
 from engine.model.families.bert import BertConfig
@@ -61,6 +61,11 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, 
         max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope_theta=1e6,
         qk_norm=True,
     )  # fmt: skip
+
+
+def _qwen3_generator(layers: int, hidden: int, heads: int, intermediate: int, tied: bool) -> ModelConfig:
+    body = _qwen3(layers, hidden, heads, intermediate, 151936, 40960)
+    return replace(body, generation=GenerationConfig(tied=tied))
 
 
 def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -> ModelConfig:
@@ -157,6 +162,12 @@ CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-Reranker-0.6B": _qwen3_reranker(28, 1024, 16, 3072, tied=True),
     "Qwen/Qwen3-Reranker-4B": _qwen3_reranker(36, 2560, 32, 9728, tied=True),
     "Qwen/Qwen3-Reranker-8B": _qwen3_reranker(36, 4096, 32, 12288, tied=False),
+    "Qwen/Qwen3-0.6B": _qwen3_generator(28, 1024, 16, 3072, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3_generator(28, 2048, 16, 6144, tied=True),
+    "Qwen/Qwen3-4B": _qwen3_generator(36, 2560, 32, 9728, tied=True),
+    "Qwen/Qwen3-8B": _qwen3_generator(36, 4096, 32, 12288, tied=False),
+    "Qwen/Qwen3-14B": _qwen3_generator(40, 5120, 40, 17408, tied=False),
+    "Qwen/Qwen3-32B": _qwen3_generator(64, 5120, 64, 25600, tied=False),
     "BAAI/bge-reranker-base": _head(_roberta(12, 768, _CLS), "XLMRobertaForSequenceClassification"),
     "BAAI/bge-reranker-large": _head(_roberta(24, 1024, _CLS), "XLMRobertaForSequenceClassification"),
     "BAAI/bge-reranker-v2-m3": _head(_roberta(24, 1024, _CLS, positions=8192), "XLMRobertaForSequenceClassification"),

@@ -14,15 +14,12 @@ from engine.revision import commit_of, is_commit, revision_of
 from engine.text.tokenizer import Tokenizer
 
 
-def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) -> tuple[Path, ModelConfig]:
+def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfig]:
     """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only if asked for.
 
     With `weights`, also opens every file of weights, and loads the tokenizer. So a server finds damaged files before it starts
     Ray, and not a minute later in a replica.
 
-    Args:
-        generates: the caller serves models that generate, too. A plan of a cluster does not, unless they embed, too, and the size
-            of their cache is given.
     Raises: ModelError.
     """
     folder = resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
@@ -34,14 +31,6 @@ def read_model(spec: ModelSpec, weights: bool = False, generates: bool = False) 
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )
-    if config.generation is not None and not generates and (not config.embeds or spec.cache_tokens is None):
-        way_out = "a plan needs the size of its cache: give `cache_tokens`"
-        if not config.embeds:
-            way_out = (
-                f"plans place no such models yet; `emberforge serve {spec.model}` serves it, also beside other models; for its "
-                "vectors, give `pooling: last_token`"
-            )
-        raise ModelError(f"{spec.model} generates text, and {way_out}")
     config = shortened(config, spec.max_input_tokens)
     if weights:
         Tokenizer.load(folder, config)

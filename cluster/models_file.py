@@ -12,19 +12,31 @@ from cluster.settings import ServerSettings
 
 
 class ModelEntry(ModelSpec):
-    """One model of models.yaml: its spec, and what placement and routing need."""
+    """One model of models.yaml: its spec, and what placement and routing need.
+
+    `context` and `streams` are for models that generate. A card gets a replica only if its cache holds `streams` streams of
+    `context` tokens at once. `cluster/generation.py` has their defaults.
+    """
 
     min_replicas: int = Field(1, ge=0)
     max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
     aliases: tuple[str, ...] = ()
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class
+    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; of a model that generates, decode's
+    context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
+    streams: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}, less than min_replicas, {self.min_replicas}")
+        return self
+
+    @model_validator(mode="after")
+    def _cache_has_one_size(self) -> "ModelEntry":
+        if self.streams is not None and self.cache_tokens is not None:
+            raise ValueError("streams and cache_tokens are both set, and each sets the size of the cache; leave one out")
         return self
 
     @property

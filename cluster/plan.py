@@ -1,6 +1,7 @@
 """A cluster's models and nodes -> which replica goes where, why, and what does not fit."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,19 +11,22 @@ from typing import Any
 
 import torch
 
+from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import known_model
 from cluster.files import ClusterError
+from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s, settled
 from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
-from cluster.placement import Demand, Placement, Slot, place
+from cluster.placement import Demand, Placement, Replica, Slot, place
 from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
-from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
+from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName, compute_dtype
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
-from engine.model.footprint import MOST_BATCH_TOKENS, Footprint, MemoryKind, footprint
+from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
 from engine.model_id import is_path, split_revision
+from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 
 # A CPU replica computes with this many cores or more.
 _CORES_A_REPLICA = 4
@@ -39,12 +43,16 @@ _AUTO: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A replica of the plan, and why it is there. A replica that is not `required` is room for autoscaling."""
+    """A replica of the plan, and why it is there. A replica that is not `required` is room for autoscaling.
+
+    A model that generates takes `more_cache_bytes` beside what it needs.
+    """
 
     model: str
     node: str
     card: int | None  # None on a node without cards
     needs_bytes: int
+    more_cache_bytes: int
     capacity: int
     tokens_per_s: float
     basis: Basis  # of tokens_per_s
@@ -66,10 +74,21 @@ class PlannedPool:
     num_cpus: float
     num_threads: int
     tokens_per_s: float
+    cache_tokens: int | None  # of a model that generates
+    streams: int | None  # how many of the longest streams that cache holds at once
 
     @property
     def name(self) -> str:
         return f"{pool_name(self.model)}.{self.node_class}"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRates:
+    """Tokens/s of a model that generates on one class of node, with half of its context full."""
+
+    decode_alone: float  # of one stream
+    decode: float  # of as many streams as the model's entry asks for, all together
+    prefill: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +108,7 @@ def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's configuration from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     ours = entry.backend == "emberforge" and not is_path(entry.model)
     config = known_model(split_revision(entry.model)[0]) if ours else None  # a revision has other values in the same shape
-    if config is None:
+    if config is None or (config.generation is not None and entry.pooling is not None):  # a pooling may end generation
         _, config = read_model(entry)
     return shortened(config, entry.max_input_tokens)
 
@@ -101,8 +120,10 @@ class Plan:
         """Raises: ClusterError for a pin to an unknown node, or a dtype that the model cannot have; ModelError for a model that
         cannot be read."""
         self.file, self.nodes = file, tuple(nodes)
-        self.given = {entry.name: entry for entry in file.models}
-        self.shapes = {name: shape_of(entry) for name, entry in self.given.items()}
+        self.written = {entry.name: entry for entry in file.models}
+        self.shapes = {name: shape_of(entry) for name, entry in self.written.items()}
+        # The entries as written, with a context and a cache for models that generate.
+        self.given = {name: settled(entry, self.shapes[name]) for name, entry in self.written.items()}
         self.classes = _classes(nodes)
         self.class_of = {node.name: node.class_name for node in nodes}
         self.gateways_a_node = math.ceil(file.gateways / max(1, len(nodes)))
@@ -137,11 +158,97 @@ class Plan:
         return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
-        """The rate in the model's entry, or else the best known estimate."""
+        """The rate in the model's entry, or else the best known estimate. Of a model that generates: decode's, of all the streams
+        that its entry asks for."""
         if node_class in entry.tokens_per_s:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
+        if entry.streams is not None:
+            return Rate(self._decode(entry, node, entry.streams), "estimated")
         return tokens_per_s(config, dtype_on(entry, node, config), node)
+
+    def _decode(self, entry: ModelEntry, node: Node, streams: int) -> float:
+        config = self.shapes[entry.name]
+        return decode_tokens_per_s(config, dtype_on(entry, node, config), node, streams, _half(entry))
+
+    def generation_rates(self, name: str) -> dict[str, GenerationRates]:
+        """The rates of a model that generates, by class of node that can hold it. Empty for another model."""
+        entry, config, found = self.entries[name], self.shapes[name], {}
+        for each, needs in self.demands[name].bytes_on.items():
+            node = self.classes[each]
+            if entry.streams is not None and needs <= node.usable_bytes:
+                prefill = prefill_tokens_per_s(config, dtype_on(entry, node, config), node, _half(entry))
+                found[each] = GenerationRates(self._decode(entry, node, 1), self.rates[name, each].tokens_per_s, prefill)
+        return found
+
+    @cached_property
+    def more_cache_tokens(self) -> dict[tuple[str, str], int]:
+        """What each replica of a pool gets beyond the cache that its model needs, by model and class of node.
+
+        A model whose entry says `cache_tokens` gets these. No cache holds more streams than a pass computes. The system uses a
+        part of a host's memory, and the engine leaves the reserve free beside this part. So as much again is left of such memory.
+        Ray chooses the cards: where larger replicas would not find theirs, the caches get a half, a quarter, and so on.
+        """
+        left = {slot: slot.capacity - self._kept_of_host(slot.node_class) for slot in self.slots}
+        growing: dict[Slot, Counter[tuple[str, str]]] = {}
+        page_bytes, most = dict[tuple[str, str], int](), dict[tuple[str, str], int]()
+        for each in self.placement.replicas:
+            left[each.slot] -= self.demands[each.model].bytes_on[each.slot.node_class]
+            entry, pool = self.entries[each.model], (each.model, each.slot.node_class)
+            if entry.context is None or entry.cache_tokens is None or self.written[each.model].cache_tokens is not None:
+                continue
+            growing.setdefault(each.slot, Counter())[pool] += 1
+            page_bytes[pool] = PAGE_SIZE * self._bytes_per_token(each.model)
+            most[pool] = (MOST_STREAMS * whole_pages(entry.context) - entry.cache_tokens) // PAGE_SIZE
+        pages = more_pages(left, growing, page_bytes, most)
+        for node_class in {node_class for _, node_class in pages}:
+            here = [pool for pool in pages if pool[1] == node_class]
+            while any(pages[pool] for pool in here) and not self._ray_finds_room(
+                node_class, {pool: pages[pool] * page_bytes[pool] for pool in here}
+            ):
+                pages |= {pool: pages[pool] // 2 for pool in here}
+        return {pool: count * PAGE_SIZE for pool, count in pages.items()}
+
+    def _ray_finds_room(self, node_class: str, more_bytes: dict[tuple[str, str], int]) -> bool:
+        """Whether Ray finds a card for each replica on a class of node, if some replicas take more bytes than they need."""
+        nodes = [node for node in self.nodes if node.class_name == node_class]
+        if not nodes[0].cards:  # Ray does not count the host's memory, so it may put all replicas on one node
+            return len(nodes) == 1
+        pools = []
+        for pool, replicas in self._by_pool.items():
+            if pool[1] == node_class:
+                share = self._share(*pool, more_bytes.get(pool, 0))
+                pools.append((share, len(replicas), max(Counter(each.slot.node for each in replicas).values())))
+        return finds_room(sorted(pools, reverse=True), [len(node.cards) for node in nodes])
+
+    def _share(self, name: str, node_class: str, more_bytes: int) -> int:
+        """The share of a card that Ray books for a replica, in ten-thousandths, because Ray counts four decimals. Rounded up,
+        replicas that fit to the byte would exceed the card."""
+        share = (self.demands[name].bytes_on[node_class] + more_bytes) / self.classes[node_class].usable_bytes
+        return max(1, int(share * 1e4))
+
+    @cached_property
+    def _by_pool(self) -> dict[tuple[str, str], list[Replica]]:
+        groups: dict[tuple[str, str], list[Replica]] = {}
+        for each in self.placement.replicas:
+            groups.setdefault((each.model, each.slot.node_class), []).append(each)
+        return groups
+
+    def _kept_of_host(self, node_class: str) -> int:
+        node = self.classes[node_class]
+        return 0 if memory_kind(node) == "gpu" else node.reserved
+
+    def _bytes_per_token(self, name: str) -> int:
+        """Of a token in the cache of a model that generates."""
+        return bytes_per_token(self.shapes[name], compute_dtype(DTYPES[self.dtypes[name]]))
+
+    def cache_bytes(self, pool: PlannedPool) -> int:
+        """Of a replica that generates. 0 for another one."""
+        return pool.cache_tokens * self._bytes_per_token(pool.model) if pool.cache_tokens else 0
+
+    def _more_bytes(self, name: str, node_class: str) -> int:
+        tokens = self.more_cache_tokens.get((name, node_class), 0)
+        return tokens * self._bytes_per_token(name) if tokens else 0
 
     @cached_property
     def assigned(self) -> tuple[Assigned, ...]:
@@ -155,6 +262,7 @@ class Plan:
                     slot.node,
                     slot.index if node.cards else None,
                     self.demands[each.model].bytes_on[slot.node_class],
+                    self._more_bytes(each.model, slot.node_class),
                     slot.capacity,
                     *self.rates[each.model, slot.node_class],
                     each.required,
@@ -172,10 +280,7 @@ class Plan:
     @cached_property
     def pools(self) -> tuple[PlannedPool, ...]:
         """The pools with the largest replicas first. In this order Ray finds the planned arrangement."""
-        groups: dict[tuple[str, str], list[Any]] = {}
-        for each in self.placement.replicas:
-            groups.setdefault((each.model, each.slot.node_class), []).append(each)
-        pools = [self._pool(name, node_class, replicas) for (name, node_class), replicas in groups.items()]
+        pools = [self._pool(name, node_class, replicas) for (name, node_class), replicas in self._by_pool.items()]
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
     def _dtype(self, entry: ModelEntry) -> DtypeName:
@@ -195,7 +300,7 @@ class Plan:
     def _potential(self, entry: ModelEntry, dtype: DtypeName) -> tuple[int, float]:
         """(required replicas that find a place, tokens/s of the fastest cards for all replicas) if the model were alone."""
         bytes_on = self._demand(entry, dtype).bytes_on
-        speed_on = {each: estimated_tokens_per_s(self.shapes[entry.name], DTYPES[dtype], self.classes[each]) for each in bytes_on}
+        speed_on = {each: self._estimate(_in_dtype(entry, dtype), self.classes[each]) for each in bytes_on}
         on_node, speeds = Counter[str](), []
         for slot in self.slots:
             if _may(entry, slot.node) and slot.node_class in bytes_on and slot.node_places != 0:
@@ -203,6 +308,13 @@ class Plan:
                 on_node[slot.node] = min(on_node[slot.node] + fitting, slot.node_places or entry.most_replicas)
                 speeds += [speed_on[slot.node_class]] * bool(fitting)
         return min(entry.min_replicas, on_node.total()), sum(sorted(speeds, reverse=True)[: entry.most_replicas])
+
+    def _estimate(self, entry: ModelEntry, node: Node) -> float:
+        """Tokens/s from FLOPs and bytes alone."""
+        if entry.streams is not None:
+            return self._decode(entry, node, entry.streams)
+        config = self.shapes[entry.name]
+        return estimated_tokens_per_s(config, dtype_on(entry, node, config), node)
 
     def _has(self, dtype: DtypeName, entry: ModelEntry, node: Node) -> bool:
         """Whether the node computes in this dtype at full speed and the model can have it."""
@@ -234,10 +346,12 @@ class Plan:
             frozenset(entry.not_nodes),
         )
 
-    def _pool(self, name: str, node_class: str, replicas: Sequence[Any]) -> PlannedPool:
+    def _pool(self, name: str, node_class: str, replicas: Sequence[Replica]) -> PlannedPool:
         node = self.classes[node_class]
-        # Rounded down, because Ray counts four decimals. Rounded up, replicas that fit to the byte would exceed the card.
-        share = self.demands[name].bytes_on[node_class] / node.usable_bytes
+        entry = self.entries[name]
+        cache = entry.cache_tokens if entry.context else None
+        if cache is not None:
+            cache += self.more_cache_tokens.get((name, node_class), 0)
         places, has_others = _places(node), list(self.class_of.values()).count(node_class) > 1
         most = max(Counter(each.slot.node for each in replicas).values())
         return PlannedPool(
@@ -248,10 +362,12 @@ class Plan:
             len(replicas),
             # On the only node of a class any limit does. One that follows the number would make Serve replace all replicas.
             most if has_others else max(most, len(node.cards) or places),
-            max(1e-4, int(share * 1e4) / 1e4) if node.cards else 0.0,
+            self._share(name, node_class, self._more_bytes(name, node_class)) / 1e4 if node.cards else 0.0,
             CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),
             self.rates[name, node_class].tokens_per_s,
+            cache,
+            cache // whole_pages(entry.context) if cache and entry.context else None,
         )
 
     def _why(self, name: str, slot: Slot) -> str:
@@ -313,8 +429,11 @@ class Plan:
         smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
         for kind in self._changes(name):
-            if kind and self._would_fit(name, kind[-1][1]):  # if the largest change is not enough, no smaller one is
-                found.append(next(text for text, changes in kind if changes is kind[-1][1] or self._would_fit(name, changes)))
+            smallest = bisect_left(
+                kind, True, key=partial(self._would_fit, name)
+            )  # a larger change fits where a smaller one does
+            if smallest < len(kind):
+                found.append(_written_out(kind[smallest]))
         return (*found, self._another_node(name))
 
     def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
@@ -328,26 +447,39 @@ class Plan:
         lacks_float8 = any(_runs("int8", node) and not _runs("float8", node) for node in self.classes.values())
         return (*wide, "float8", "int8") if lacks_float8 else (*wide, "float8")
 
-    def _changes(self, name: str) -> list[list[tuple[str, dict[str, Any]]]]:
-        """Changes of the model's entry to try, by kind, the smallest first; each with the text that an operator would write."""
+    def _changes(self, name: str) -> list[list[dict[str, Any]]]:
+        """Changes of the model's entry to try, by kind, the smallest first."""
+        entry = self.entries[name]
+        fewer = entry.min_replicas - self.placement.missing.get(name, 0)
+        kinds = [*self._smaller(name), [{"min_replicas": fewer}] if fewer else []]
+        if entry.nodes is not None or entry.not_nodes:
+            kinds.append([{"nodes": None, "not_nodes": ()}])
+        return kinds
+
+    def _smaller(self, name: str) -> list[list[dict[str, Any]]]:
+        """Changes, by kind, with which a replica takes less memory."""
         entry, longest = self.entries[name], self.shapes[name].max_input_length
+        if entry.context is not None and entry.streams is not None:
+            if (cache := self.written[name].cache_tokens) is not None:
+                least = self.written[name].context or PAGE_SIZE
+                return [[{"cache_tokens": tokens} for tokens in range(cache - PAGE_SIZE, least - 1, -PAGE_SIZE)]]
+            contexts = range(whole_pages(entry.context) - PAGE_SIZE, 0, -PAGE_SIZE)
+            return [
+                [{"context": tokens} for tokens in contexts],
+                [{"streams": count} for count in range(entry.streams - 1, 0, -1)],
+            ]
         budget = entry.max_batch_tokens or MOST_BATCH_TOKENS
-        shorter = [
+        shorter: list[dict[str, Any]] = [
             {"max_input_tokens": tokens} if budget <= tokens else
             {"max_batch_tokens": tokens} if longest <= tokens else
             {"max_input_tokens": tokens, "max_batch_tokens": tokens}
             for tokens in (16384, 8192, 4096, 2048, 512)
             if tokens < max(longest, budget)
         ]  # fmt: skip
-        fewer = entry.min_replicas - self.placement.missing.get(name, 0)
-        kinds: list[list[dict[str, Any]]] = [shorter, [{"min_replicas": fewer}] if fewer else []]
-        texts = [[(" and ".join(f"{key}: {value}" for key, value in each.items()), each) for each in kind] for kind in kinds]
-        if entry.nodes is not None or entry.not_nodes:
-            texts.append([("no nodes and not_nodes", {"nodes": None, "not_nodes": ()})])
-        return texts
+        return [shorter]
 
     def _would_fit(self, name: str, changes: dict[str, Any]) -> bool:
-        entry = self.given[name].model_copy(update=changes)
+        entry = settled(self.written[name].model_copy(update=changes), self.shapes[name])
         changed = self._demand(entry, self._dtype(entry))
         if changed == self.demands[name] or not self._tries:
             return False
@@ -361,12 +493,14 @@ class Plan:
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
 
     def _another_node(self, name: str) -> str:
-        entry, config = self.given[name], self.shapes[name]
+        entry = self.given[name]
+        config = shortened(self.shapes[name], entry.max_input_tokens)
         count = self.placement.missing.get(name, 0)
         # A model without any replica can have bfloat16 on the new nodes. Otherwise the new nodes must have the others' dtype.
         free = entry.dtype == "auto" and count == entry.min_replicas
         dtype = torch.bfloat16 if free else DTYPES[self.dtypes[name]]
-        card = _gib_up(footprint(config, dtype, "gpu", entry.max_batch_tokens).total + CARD_RESERVE)
+        needs_bytes = footprint(config, dtype, "gpu", entry.max_batch_tokens, cache_tokens=entry.cache_tokens).total
+        card = _gib_up(needs_bytes + CARD_RESERVE)
         more = f"{count} more nodes, each with" if count > 1 else "another node with"
         needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
         return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
@@ -374,6 +508,17 @@ class Plan:
     def guesses(self) -> tuple[str, ...]:
         """The classes of node with an unknown card. Their speed is a cautious guess."""
         return tuple(name for name, node in self.classes.items() if not is_known(node))
+
+
+def _half(entry: ModelEntry) -> int:
+    """Half of the context of a model that generates: the rates are of streams that are half full on average."""
+    assert entry.context is not None, "the model generates"
+    return max(1, entry.context // 2)
+
+
+def _written_out(changes: dict[str, Any]) -> str:
+    """Changes of an entry as an operator would write them."""
+    return "no nodes and not_nodes" if "nodes" in changes else " and ".join(f"{key}: {value}" for key, value in changes.items())
 
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:

@@ -1,8 +1,9 @@
 """Reports of a `Plan`: rich tables for people, plain data for programs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from rich import box
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, Plan, Unplaced
+from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, Unplaced
 from cluster.throughput import Basis
 from engine.model.footprint import HOST_BYTES
 
@@ -26,6 +27,12 @@ _BASES: dict[Basis, str] = {
     "predicted": "our measurement on another card, scaled by the speeds of both cards",
     "estimated": "computed from FLOPs and bytes, for short texts and no other model on the card",
 }
+_GENERATION = (
+    "at once: streams as long as the context that each cache holds; memory that was left on a card made it larger than asked",
+    "decode, prefill: tokens/s with half of the context full; a model that generates is placed by decode of all streams asked",
+    "decode: computed from the bytes that a step reads; on an H200 within a factor of 1.3 of what we measured",
+    "prefill: computed from FLOPs",
+)
 # Requests/s that a gateway can take if each request has one text of `_TEXT_TOKENS` tokens. Measured: 760 on the host of an H200,
 # up to 1,800 on another machine (loadtests/results/whole_server.md and gateways.md).
 _REQUESTS_PER_GATEWAY, _TEXT_TOKENS = 800, 100
@@ -73,7 +80,7 @@ def cpu_uses(plan: Plan) -> tuple[CpuUse, ...]:
 
 
 def card_uses(plan: Plan) -> tuple[CardUse, ...]:
-    """The use of every card of the cluster, also of empty cards."""
+    """The use of every card of the cluster, also of empty cards. What is left is handed out as cache, and counts as used."""
     on: dict[tuple[str, int | None], list[Assigned]] = {}
     for each in plan.assigned:
         on.setdefault((each.node, each.card), []).append(each)
@@ -81,7 +88,7 @@ def card_uses(plan: Plan) -> tuple[CardUse, ...]:
     for slot in plan.slots:
         card = None if slot.shared_out else slot.index
         here = on.get((slot.node, card), [])
-        used = sum(each.needs_bytes for each in here)
+        used = sum(each.needs_bytes + each.more_cache_bytes for each in here)
         uses.append(CardUse(slot.node, card, slot.node_class, used, slot.capacity, tuple(each.model for each in here)))
     return tuple(uses)
 
@@ -94,6 +101,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "replicas": replicas,
         "cards": [asdict(each) for each in card_uses(plan)],
         "cpus": [asdict(each) for each in cpu_uses(plan)],
+        "generation": {name: {each: asdict(rates) for each, rates in found.items()} for name, found in _generating(plan).items()},
         "pools": [asdict(each) | {"name": each.name, "tokens_per_s": round(each.tokens_per_s)} for each in plan.pools],
         "unplaced": [asdict(each) for each in plan.unplaced],
         "notes": list(notes(plan)),
@@ -110,6 +118,8 @@ def as_text(plan: Plan) -> Iterator[RenderableType]:
     yield _replicas(plan)
     yield _cards(plan)
     yield _pools(plan)
+    if generating := _generating(plan):
+        yield _generation(plan, generating)
     if plan.unplaced:
         yield Text("Does not fit", style="bold red")
         for each in plan.unplaced:
@@ -134,6 +144,8 @@ def summary(plan: Plan) -> tuple[str, ...]:
     fullest = max(cpus, key=lambda each: each.booked / each.num_cpus)
     missing = [each.model for each in plan.unplaced]
     more = f" and {len(missing) - 3} more" if missing[3:] else ""
+    if handed_out := sum(each.more_cache_bytes for each in plan.assigned):
+        memory += f" ({handed_out / GIB:,.1f} of them handed out as more cache for streams)"
     return (
         f"Some replicas have no place: of {', '.join(missing[:3])}{more}"
         if missing
@@ -155,8 +167,11 @@ def notes(plan: Plan) -> tuple[str, ...]:
         for node_class in entry.tokens_per_s:
             if node_class not in plan.classes:
                 found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
-    bases = {each.basis for each in plan.assigned}
+    bases = {each.basis for each in plan.assigned if each.basis == "given" or plan.entries[each.model].streams is None}
     found += [f"{basis}: {meaning}" for basis, meaning in _BASES.items() if basis in bases]
+    generating = _generating(plan)
+    found += _GENERATION if generating else ()
+    found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
     return (*_warnings(plan), *found, *_gateways_note(plan), _placement_note(plan))
 
 
@@ -197,12 +212,24 @@ def _warnings(plan: Plan) -> Iterator[str]:
 
 def _gateways_note(plan: Plan) -> Iterator[str]:
     """A note if requests of one text each would reach the limit of the gateways before the limit of the cards."""
-    texts = sum(each.tokens_per_s for each in plan.assigned) / _TEXT_TOKENS
+    texts = sum(each.tokens_per_s for each in plan.assigned if plan.entries[each.model].streams is None) / _TEXT_TOKENS
     needed = math.ceil(texts / _REQUESTS_PER_GATEWAY)
     if needed > plan.file.gateways:
         most = plan.file.gateways * _REQUESTS_PER_GATEWAY
         rate = f"the replicas' {_rounded(texts):,} texts/s of {_TEXT_TOKENS} tokens"
         yield f"gateways: {plan.file.gateways} can take about {most:,} one-text requests/s; {rate} need {needed} gateways"
+
+
+def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str]:
+    """A note if two classes of node change places between decode and prefill."""
+    fastest = sorted(rates, key=lambda each: -rates[each].decode)
+    for first, second in pairwise(fastest):
+        if rates[first].prefill < rates[second].prefill:
+            yield (
+                f"{name}: {first} decodes faster and {second} computes prompts faster: bytes limit decode, FLOPs limit "
+                "prefill; replicas go where decode is faster"
+            )
+            return
 
 
 def _placement_note(plan: Plan) -> str:
@@ -243,7 +270,26 @@ def _pools(plan: Plan) -> Table:
     return table
 
 
-_NUMBERS = ("needs GiB", "used GiB", "of GiB", "tokens/s", "full", "replicas", "num_gpus", "num_cpus")
+def _generating(plan: Plan) -> dict[str, dict[str, GenerationRates]]:
+    """The rates of the models that generate, by class of node that can hold them."""
+    return {name: rates for name in plan.entries if (rates := plan.generation_rates(name))}
+
+
+def _generation(plan: Plan, generating: Mapping[str, Mapping[str, GenerationRates]]) -> Table:
+    """Also has the classes that could hold a model and get no replica: a dash in place of streams and cache."""
+    table = _table("Streams", *("model", "class", *_STREAM_NUMBERS))
+    pools = {(pool.model, pool.node_class): pool for pool in plan.pools}
+    for name, rates in generating.items():
+        for node_class, rate in rates.items():
+            entry, pool = plan.entries[name], pools.get((name, node_class))
+            streams, cache = ("-", "-") if pool is None else (f"{pool.streams:,}", _gib(plan.cache_bytes(pool)))
+            speeds = (f"{_rounded(each):,}" for each in (rate.decode_alone, rate.decode, rate.prefill))
+            table.add_row(name, node_class, f"{entry.context:,}", f"{entry.streams}", streams, cache, *speeds)
+    return table
+
+
+_STREAM_NUMBERS = ("context", "asked", "at once", "cache GiB", "decode of 1", "of all asked", "prefill")
+_NUMBERS = ("needs GiB", "used GiB", "of GiB", "tokens/s", "full", "replicas", "num_gpus", "num_cpus", *_STREAM_NUMBERS)
 
 
 def _table(title: str, *columns: str) -> Table:

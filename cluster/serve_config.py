@@ -25,6 +25,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
     settings = plan.file.settings
     specs = {name: _pinned(spec_of(plan.entries[name])) for name in dict.fromkeys(pool.model for pool in plan.pools)}
     applications = [_pool_application(plan, pool, specs[pool.model]) for pool in plan.pools]
+    specs = {name: spec.model_copy(update={"cache_tokens": None}) for name, spec in specs.items()}  # a gateway has no cache
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
@@ -46,7 +47,7 @@ def _pinned(spec: ModelSpec) -> ModelSpec:
 
 
 def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[str, Any]:
-    entry = plan.entries[pool.model]
+    entry, spec = plan.entries[pool.model], spec.model_copy(update={"cache_tokens": pool.cache_tokens})
     options: dict[str, Any] = {"num_cpus": pool.num_cpus}
     if pool.num_gpus:
         options["num_gpus"] = pool.num_gpus
@@ -63,7 +64,7 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
             "pool": pool.name,
             "spec": _plain(spec),
             "num_threads": pool.num_threads,
-            "tokens_per_s": round(pool.tokens_per_s),
+            "tokens_per_s": _rate(pool),
             "settings": _plain(plan.file.settings),
         },
         "deployments": [
@@ -81,8 +82,7 @@ def _gateway_application(plan: Plan, specs: dict[str, ModelSpec]) -> dict[str, A
     models = []
     for name, entry in plan.entries.items():
         pools = [
-            {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": round(pool.tokens_per_s)}
-            | {"sleeps": pool.min_replicas == 0}
+            {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": _rate(pool)} | {"sleeps": pool.min_replicas == 0}
             for pool in plan.pools
             if pool.model == name
         ]
@@ -123,6 +123,11 @@ def spec_of(entry: ModelEntry) -> ModelSpec:
     else:
         source = hub_id(entry.model) or entry.model
     return ModelSpec(name=entry.name, model=source, revision=entry.revision, **entry.options)
+
+
+def _rate(pool: PlannedPool) -> int:
+    """Tokens/s for the router, which takes no 0. A large model decodes slower than that on CPUs."""
+    return max(1, round(pool.tokens_per_s))
 
 
 def _plain(model: BaseModel) -> dict[str, Any]:

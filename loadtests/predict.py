@@ -1,5 +1,7 @@
 """The planner's table, cluster/throughput.json, of what engine.json has of mixed texts; and what other cards should reach.
 
+Also the planner's rates of models that generate, beside generate.json of an H200 and what others publish of other cards.
+
 python -m loadtests.predict
 """
 
@@ -7,11 +9,15 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from cluster.catalogue import CATALOGUE, hub_id
+from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.nodes import GIB, Card, Node
 from cluster.throughput import TABLE_FILE, Measured, Table, card_speed, predicted_tokens_per_s, speed_of
 from engine.devices import DTYPES
 from engine.model.footprint import body_parameters, footprint
+from loadtests.generate import BATCHES, PREFILL
 from loadtests.report import RESULTS, write
 
 BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the bodies of those that were measured
@@ -22,6 +28,50 @@ SOURCES = {
     "GB10 (DGX Spark)": "GEMM and copy as others measured them",
     "RTX 5080 16 GB": "NVIDIA's figures, dense with fp32 accumulation; 90 % of the bandwidth",
 }
+H200 = Node("h200", "amd64", 512 * GIB, 16, (Card("NVIDIA H200", 140 * GIB),))
+# Decode tokens/s of one stream, as others publish them for their engines, in bf16. Nobody publishes figures of a model without
+# experts on an RTX 5080: its neighbours stand for it.
+PUBLISHED_DECODE = (
+    ("NVIDIA GB10", "Qwen/Qwen3-8B", "vLLM", 13.1),
+    ("NVIDIA GB10", "Qwen/Qwen3-32B", "vLLM", 3.7),
+    ("NVIDIA GeForce RTX 5080", "Qwen/Qwen3-4B", "-", None),
+    ("NVIDIA GeForce RTX 5070 Ti", "Qwen/Qwen3-4B", "pegainfer", 81.0),
+    ("NVIDIA GeForce RTX 5090", "Qwen/Qwen3-4B", "pegainfer", 172.0),
+    ("NVIDIA GeForce RTX 5090", "Qwen/Qwen3-8B", "vLLM", 86.0),
+    ("NVIDIA GeForce RTX 4090", "Qwen/Qwen3-4B", "pegainfer", 97.0),
+    ("NVIDIA GeForce RTX 4090", "Qwen/Qwen3-8B", "vLLM", 58.7),
+)
+_PUBLISHED_LENGTH = 512  # tokens of the stream; most sources do not tell theirs
+
+
+def generated(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each rate of generate.json beside the planner's for an H200."""
+    rows = []
+    for row in results["tables"]["Decode"]:
+        length = row["prompts of"] + BATCHES[row["streams"]] // 2
+        rate = decode_tokens_per_s(CATALOGUE[f"Qwen/{row['model']}"], torch.bfloat16, H200, row["streams"], length)
+        what = f"decode behind {row['prompts of']}, temperature {row['temperature']}"
+        rows.append(_compared(row["model"], what, row["streams"], row["tokens/s"], rate))
+    for row in results["tables"]["Prompts"]:
+        rate = prefill_tokens_per_s(CATALOGUE[f"Qwen/{row['model']}"], torch.bfloat16, H200, PREFILL)
+        rows.append(_compared(row["model"], f"prefill of {PREFILL}", 1, row[f"prefill of {PREFILL}, tokens/s"], rate))
+    return rows
+
+
+def _compared(model: str, what: str, streams: int, measured_rate: float, rate: float) -> dict[str, Any]:
+    found = {"model": model, "what": what, "streams": streams, "measured tokens/s": measured_rate, "planner's": rate}
+    return found | {"planner's / measured": rate / measured_rate}
+
+
+def published() -> list[dict[str, Any]]:
+    """The planner's decode rates beside those of other engines, on cards that we have not measured."""
+    rows = []
+    for name, model, engine, theirs in PUBLISHED_DECODE:
+        node = Node("n", "amd64", 64 * GIB, 8, (Card(name, 32 * GIB),))
+        rate = decode_tokens_per_s(CATALOGUE[model], torch.bfloat16, node, 1, _PUBLISHED_LENGTH)
+        found = {"card": name.removeprefix("NVIDIA "), "model": model.removeprefix("Qwen/"), "planner's tokens/s": rate}
+        rows.append(found | {"engine": engine, "theirs": theirs or "-", "planner's / theirs": rate / theirs if theirs else "-"})
+    return rows
 
 
 def measured(rows: list[dict[str, Any]]) -> list[Measured]:
@@ -55,7 +105,14 @@ def main() -> None:
             for name, speed in speeds.items()
         ),
     ]
-    write("predicted", "python -m loadtests.predict", {"Predicted": predicted}, notes)
+    notes += [
+        "models that generate: cluster/generation.py, which the planner goes by; its constants are fitted to the H200's figures, "
+        "so the table shows how well one formula fits them, and does not test a prediction",
+        f"other engines: one stream of {_PUBLISHED_LENGTH} tokens, bf16; the figures are their users' and authors', not ours",
+    ]
+    generation = json.loads((RESULTS / "generate.json").read_text(encoding="utf-8"))
+    tables = {"Predicted": predicted, "Generation on an H200": generated(generation), "Decode beside other engines": published()}
+    write("predicted", "python -m loadtests.predict", tables, notes)
 
 
 def _gemm_flops(model: str, rows: list[dict[str, Any]]) -> float:

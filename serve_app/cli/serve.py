@@ -53,7 +53,7 @@ def serve(settings: Settings) -> None:
         report(f"model {spec.model}")
         pin = pinned(spec)  # a replica that starts a week later must not load what the Hub has then
         models.append(pin.model)
-        folder, config = read_model(pin, weights=True, generates=True)
+        folder, config = read_model(pin, weights=True)
         configs.append(config)
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:

@@ -283,7 +283,7 @@ class PooledGenerator(PooledModel):
 def _pooled(given: GatewayModel, asleep: Asleep, timeout_s: float) -> PooledModel:
     """Raises: ModelError."""
     given = given.model_copy(update={"spec": pinned(given.spec)})
-    folder, config = read_model(given.spec, generates=True)
+    folder, config = read_model(given.spec)
     if config.generation is not None:
         return PooledGenerator(given, asleep, folder, config)
     return PooledModel(given, asleep, folder, config, timeout_s)

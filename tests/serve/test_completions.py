@@ -1,4 +1,4 @@
-"""SmolLM2 and MiniLM behind one address over real HTTP, as `emberforge serve A B` runs them and the openai SDK asks."""
+"""SmolLM2 and MiniLM behind one address over real HTTP, as a plan deploys them and the openai SDK asks."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,20 +12,40 @@ import pytest
 from monitoring import PROMETHEUS, alert_expressions, dashboard_expressions, prometheus, without_comparisons
 from ray import serve
 
+from cluster.models_file import ModelsFile
+from cluster.nodes import GIB, Node
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
-from serve_app.app import Share, targets
-from serve_app.settings import Settings
+from serve_app.gateway import app as gateway
+from serve_app.gateway.config import GatewayArgs
+from serve_app.replica import pool
+from serve_app.replica.pool import PoolArgs
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 COUNT = "1, 2, 3, 4, 5, 6,"
 PREFIX = "/both"
+NODE = Node("here", "amd64", 14 * GIB, 8)
+MODELS = [
+    {"name": EMBEDDED_MODEL, "model": EMBEDDED_MODEL, "dtype": "float32"},
+    {"name": EMBEDDED_GENERATOR, "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": 4096},
+]
+PLAN = Plan(ModelsFile.model_validate({"models": MODELS, "settings": {"max_client_batch_size": 16}}), [NODE])
+POOLS = {each.model: each.name for each in PLAN.pools}
 
 
 @pytest.fixture(scope="module")
 def http(address: str) -> Iterator[httpx.Client]:
-    models = EMBEDDED_MODEL, EMBEDDED_GENERATOR
-    settings = Settings(models=models, num_threads=2, dtype="float32", max_client_batch_size=16)
-    applications = targets(settings, Share(num_threads=2, num_cpus=0.1, num_gpus=0, max_surge_percent=0), PREFIX)
+    *pools, front = serve_config(PLAN)["applications"]
+    applications = [
+        serve.RunTarget(
+            pool.bind(PoolArgs.model_validate(each["args"] | {"num_threads": 2}), ray_actor_options={"num_cpus": 0.1}),
+            each["name"],
+            None,
+        )
+        for each in pools
+    ]
+    applications.append(serve.RunTarget(gateway.build(GatewayArgs.model_validate(front["args"])), "planned", PREFIX))
     serve.run_many(applications)
     with httpx.Client(base_url=address + PREFIX, timeout=60) as client:
         wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of it a moment later
@@ -167,7 +187,7 @@ def test_errors_have_their_status_with_and_without_stream(http: httpx.Client, sd
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             chat(sdk, messages=[{"role": "user", "content": "long " * 9000}], stream=stream)
-        assert "maximum context length is 8192 tokens" in caught.value.message
+        assert "maximum context length is 4096 tokens" in caught.value.message
         assert caught.value.param == "input_tokens"
     with pytest.raises(openai.BadRequestError, match="tools") as caught:
         chat(sdk, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -179,14 +199,14 @@ def test_errors_have_their_status_with_and_without_stream(http: httpx.Client, sd
 
 def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) -> None:
     embedder, generator = sdk.models.list()
-    assert (embedder.id, generator.id, generator.max_model_len) == (EMBEDDED_MODEL, EMBEDDED_GENERATOR, 8192)
+    assert (embedder.id, generator.id, generator.max_model_len) == (EMBEDDED_MODEL, EMBEDDED_GENERATOR, 4096)
     assert http.get("info").json()["model_type"] == {"embedding": {"pooling": "mean"}}
     assert http.get("info", params={"model": EMBEDDED_GENERATOR}).json()["model_type"] == {"generation": {}}
     assert http.get("info", params={"model": "nope"}).status_code == 404
     assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
     assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model that can, where a request names none
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
-    replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{name}"}} 1.0' for name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR)}
+    replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{pool}"}} 1.0' for name, pool in POOLS.items()}
     assert replicas <= set(http.get("metrics").text.splitlines())
     with pytest.raises(openai.NotFoundError, match=f"there is {EMBEDDED_MODEL}, {EMBEDDED_GENERATOR}"):
         chat(sdk, model="nope")
@@ -205,7 +225,7 @@ def test_a_stream_goes_on_when_its_replica_dies(sdk: openai.OpenAI) -> None:
     for chunk in complete(sdk, stream=True, stream_options={"include_usage": True}, **asked):
         chunks.append(chunk)
         if len(chunks) == 10:
-            replica_of(EMBEDDED_GENERATOR).kill()
+            replica_of(POOLS[EMBEDDED_GENERATOR]).kill()
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-2:] == [None, "length"]
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (whole.usage.prompt_tokens, 60)

@@ -14,7 +14,7 @@ from tiny_generators import folder_without_pooling
 from cluster import router
 from cluster.model_folder import read_model
 from cluster.model_spec import ModelSpec
-from engine import Engine, ModelError
+from engine import Engine
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, EncodeOptions
 from engine.schedule.request import Request
@@ -105,7 +105,7 @@ def test_the_gateway_embeds_with_such_a_model(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(router, "LOADS", {})
     spec = ModelSpec(name="both", model=str(folder), pooling="last_token")
     pools = (PoolRef(name="p", node_class="cpu", tokens_per_s=100),)
-    model = PooledGenerator(GatewayModel(spec=spec, pools=pools), "wait", *read_model(spec, generates=True))
+    model = PooledGenerator(GatewayModel(spec=spec, pools=pools), "wait", *read_model(spec))
     handle = Handle(vectors)
     model.pools[0].connection._handle = handle  # type: ignore[assignment]
     ids = model.tokenizer.encode(["w1"], EncodeOptions())
@@ -115,12 +115,3 @@ def test_the_gateway_embeds_with_such_a_model(folder: Path, monkeypatch: pytest.
     assert len(handle.calls) == 1
     entry = model.entry()
     assert (entry["task"], entry["dimensions"], entry["max_model_len"]) == ("generation", 64, 512)
-
-
-def test_a_plan_wants_the_size_of_the_cache(folder: Path) -> None:
-    spec = ModelSpec(name="both", model=str(folder), pooling="last_token", cache_tokens=1024)
-    assert read_model(spec)[1].embeds
-    with pytest.raises(ModelError, match="a plan needs the size of its cache: give `cache_tokens`"):
-        read_model(spec.model_copy(update={"cache_tokens": None}))
-    with pytest.raises(ModelError, match="give `pooling: last_token`"):
-        read_model(spec.model_copy(update={"pooling": None}))

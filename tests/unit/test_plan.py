@@ -194,12 +194,12 @@ def apply(plan: Plan, name: str, way: str) -> Plan:
         count = int(way.split()[0]) if way[0].isdigit() else 1
         new = [Node(f"new{index}", "amd64", 64 * GIB, 8, (Card("New", int(gib * GIB)),)) for index in range(count)]
         nodes = (*plan.nodes, *new)
-        more = {"nodes": [*(plan.entries[name].nodes or ()), *(node.name for node in new)]} if "named in its nodes" in way else {}
+        more = {"nodes": [*(plan.written[name].nodes or ()), *(node.name for node in new)]} if "named in its nodes" in way else {}
     else:
         nodes = plan.nodes
         more = {"nodes": None, "not_nodes": []} if way == "no nodes and not_nodes" else yaml.safe_load(way.replace(" and ", "\n"))
     changed = {
-        key: ModelEntry.model_validate(each.model_dump() | (more if key == name else {})) for key, each in plan.entries.items()
+        key: ModelEntry.model_validate(each.model_dump() | (more if key == name else {})) for key, each in plan.written.items()
     }
     return Plan(plan.file.model_copy(update={"models": tuple(changed.values())}), nodes)
 
@@ -243,6 +243,11 @@ UNPLACED = {
     "float8 elsewhere": (planned([A100, CPU], entry(model="intfloat/e5-mistral-7b-instruct", dtype="float8")), "8.9 or later"),
     "int8": (planned([CPU], entry(dtype="int8", nodes=["old"])), "named in its nodes"),
     "float16": (planned([CPU], entry(model="BAAI/bge-base-en-v1.5", dtype="fp16")), "dtype: bfloat16"),
+    "context": (planned([rtx_5080()], entry(model="Qwen/Qwen3-4B", streams=16)), "context: 2"),
+    "streams": (planned([rtx_5080()], entry(model="Qwen/Qwen3-4B", context=32768)), "streams: 1"),
+    "weights and streams": (planned([rtx_5080()], entry(model="Qwen/Qwen3-8B", context=4096)), "dtype: float8"),
+    "cache": (planned([rtx_5080()], entry(model="Qwen/Qwen3-4B", cache_tokens=100_000)), "cache_tokens: "),
+    "card for streams": (planned([rtx_5080()], entry(model="Qwen/Qwen3-14B", streams=64)), "another node with a card"),
 }
 
 
@@ -462,6 +467,23 @@ BAD_MODELS = [
     ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
     ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
     ("models: [{name: a, model: qwen3-embedding-4b, dtype: fp16}]", ["model a has dtype float16", "bfloat16 or float32"]),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, context: 0}]", ["models.0.context = 0", "greater than 0"]),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, streams: 0}]", ["models.0.streams = 0", "greater than 0"]),
+    (
+        "models: [{name: a, model: Qwen/Qwen3-4B, streams: 2, cache_tokens: 9}]",
+        ["models.0", "streams and cache_tokens", "leave one"],
+    ),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, context: 50000}]", ["context: 50000", "Qwen/Qwen3-4B takes 40960 tokens at most"]),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, max_input_tokens: 99}]", ["generates text", "context: 99", "max_input_tokens"]),
+    (
+        "models: [{name: a, model: Qwen/Qwen3-4B, context: 900, cache_tokens: 800}]",
+        ["hold no stream of context: 900", "more cache"],
+    ),
+    (
+        "models: [{name: a, model: qwen3-embedding-4b, streams: 2}]",
+        ["a has streams: 2", "does not generate text; leave streams out"],
+    ),
+    ("models: [{name: a, model: qwen3-embedding-4b, context: 9}]", ["a has context: 9", "leave context out"]),
     ("models: [{name: a, model: ./no-such}]", ["./no-such is not a folder"]),
     ("models: [{name: a, model: HERE}]", ["has no config.json", "not a model folder"]),
 ]

@@ -1,0 +1,96 @@
+"""A model that generates, as a plan sees it: its context, the size of its cache, and its rates on a class of nodes."""
+
+import torch
+
+from cluster.files import ClusterError
+from cluster.models_file import ModelEntry
+from cluster.nodes import Node
+from cluster.throughput import speed_of, tokens_per_s
+from engine.devices import compute_dtype
+from engine.model.config import ModelConfig
+from engine.model.decoder import DecoderConfig
+from engine.model.footprint import body_parameters
+from engine.run.kv_cache import bytes_per_token, whole_pages
+
+# The defaults are what a card must have at least. The memory that is left becomes more cache, so a low number costs nothing.
+_CONTEXT = 8192
+_STREAMS = 4
+
+# Measured on an H200 with models of 28 and 36 layers (loadtests/results/generate.md): time of a decode step in which the GPU
+# starts kernels or waits for their ends, for each layer; and time of the host, for each step and for each stream of a step.
+_LAYER_S = 18e-6
+_HOST_S, _HOST_STREAM_S = 650e-6, 16e-6
+# Of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
+_CPU_READ_SHARE = 0.36
+# Of the attention rate of the card, as prompts of 8,192 tokens reach it on an H200.
+_ATTENTION_SHARE = 0.74
+
+
+def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
+    """The entry of a model that generates with the context, the streams and the least cache that the plan takes. Another model's
+    entry is returned as it is.
+
+    Raises: ClusterError for a context or streams that the model cannot have.
+    """
+    if config.generation is None:
+        for key in ("context", "streams"):
+            if getattr(entry, key) is not None:
+                raise ClusterError(
+                    f"model {entry.name} has {key}: {getattr(entry, key)}, and does not generate text; leave {key} out"
+                )
+        return entry
+    longest, cache = config.max_input_length, entry.cache_tokens
+    if entry.max_input_tokens is not None:
+        raise ClusterError(
+            f"model {entry.name} generates text, so its limit is of prompt and answer together: write context: "
+            f"{entry.max_input_tokens} in place of max_input_tokens"
+        )
+    if entry.context is not None and entry.context > longest:
+        raise ClusterError(f"model {entry.name} has context: {entry.context}, and {entry.model} takes {longest} tokens at most")
+    context = entry.context or min(_CONTEXT, longest, cache or longest)
+    if cache is not None and cache < context:
+        raise ClusterError(
+            f"model {entry.name} has cache_tokens: {cache}, which hold no stream of context: {context}; give more cache_tokens "
+            "or a shorter context"
+        )
+    pages = whole_pages(context)
+    streams = entry.streams or (_STREAMS if cache is None else max(1, cache // pages))
+    changes = {"context": context, "streams": streams, "max_input_tokens": context, "cache_tokens": cache or streams * pages}
+    return entry.model_copy(update=changes)
+
+
+def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
+    """Tokens/s of all streams together, each of them `length` tokens long, while no prompt is computed.
+
+    A step reads all weights, and the keys and values of all streams. It multiplies each stream's token with the weights.
+    """
+    speed = speed_of(node)
+    weights = body_parameters(config) * dtype.itemsize + config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize
+    read = weights + streams * _cached_bytes(config, dtype, length)
+    # A weight of 2 bytes is 2 FLOPs at the rate for bf16. Half the bytes take half the time, and twice the bytes twice.
+    multiplied_s = streams * weights / speed.gemm
+    if not node.cards:
+        return streams / (read / (_CPU_READ_SHARE * speed.copy) + multiplied_s)
+    gpu_s = config.n_layers * _LAYER_S + read / speed.copy + multiplied_s
+    return streams / max(gpu_s, _HOST_S + streams * _HOST_STREAM_S)
+
+
+def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:
+    """Tokens/s of prompts of `length` tokens: the rate of texts of mixed lengths, with the attention of a long prompt added."""
+    width = config.n_heads * config.head_dim
+    flops = 2 * width * sum(_seen(config, length))  # of a token that sees half of the prompt
+    attention_s = flops / (_ATTENTION_SHARE * speed_of(node).attention(wgmma=True))
+    if compute_dtype(dtype).itemsize == 4:
+        attention_s *= 2
+    return 1 / (1 / tokens_per_s(config, dtype, node).tokens_per_s + attention_s)
+
+
+def _cached_bytes(config: ModelConfig, dtype: torch.dtype, length: int) -> float:
+    """Bytes of the keys and values that one token's attention reads."""
+    return bytes_per_token(config, compute_dtype(dtype)) * sum(_seen(config, length)) / config.n_layers
+
+
+def _seen(config: ModelConfig, length: int) -> list[int]:
+    """Tokens that the last of `length` tokens sees, for each layer."""
+    windows = [config.layer_window(layer) if isinstance(config, DecoderConfig) else None for layer in range(config.n_layers)]
+    return [length if window is None else min(length, window + 1) for window in windows]

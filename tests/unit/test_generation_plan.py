@@ -1,0 +1,222 @@
+"""Models that generate in the plan of a cluster: their caches fit and hold their streams, and their rates are near the truth."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stub_hub import stub_hub
+
+from cluster import plan_report
+from cluster.cache_shares import finds_room, more_pages
+from cluster.catalogue import CATALOGUE
+from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
+from cluster.models_file import ModelEntry, ModelsFile
+from cluster.nodes import GIB, Card, Node
+from cluster.plan import Plan, dtype_on, memory_kind
+from cluster.serve_config import serve_config
+from engine.hub import EMBEDDED_GENERATOR, resolve_model
+from engine.model.config import ModelConfig
+from engine.model.decoder import DecoderConfig
+from engine.model.folder import load_model_config
+from engine.model.footprint import MOST_STREAMS, footprint
+from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
+from loadtests.predict import generated, published
+from loadtests.report import RESULTS
+
+hub = pytest.fixture(stub_hub)
+BF16 = torch.bfloat16
+SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
+PC1, PC2 = (Node(name, "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)),)) for name in ("pc1", "pc2"))
+L40S = Node("srv", "amd64", 64 * GIB, 8, (Card("NVIDIA L40S", 48 * GIB),) * 2)
+CPU = Node("old", "amd64", 64 * GIB, 16)
+MIXED = (SPARK, PC1, PC2, L40S, CPU)
+MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-Embedding-0.6B")
+
+
+def planned(nodes: tuple[Node, ...], *entries: dict[str, object]) -> Plan:
+    named = [{"name": f"m{index}"} | each for index, each in enumerate(entries)]
+    return Plan(ModelsFile.model_validate({"models": named, "gateways": len(nodes)}), nodes)
+
+
+def test_rates_on_an_h200_are_near_the_measured_ones() -> None:
+    rows = generated(json.loads((RESULTS / "generate.json").read_text()))
+    assert len(rows) == 51
+    for row in rows:
+        assert 1 / 1.3 < row["planner's / measured"] < 1.3, row
+    for row in published():
+        assert row["theirs"] == "-" or 1 / 1.2 < row["planner's / theirs"] < 1.2, row
+
+
+def test_decode_on_a_cpu_is_near_the_measured_rate() -> None:
+    config, node = load_model_config(resolve_model(EMBEDDED_GENERATOR)), Node("vm", "amd64", 24 * GIB, 2)
+    rows = json.loads((RESULTS / "generate_cpu.json").read_text())["tables"]["SmolLM2-135M-Instruct"]
+    measured = {row["system"]: row for row in rows}
+    for dtype, name in ((BF16, "bf16"), (torch.float32, "fp32")):
+        for streams in (1, 8):
+            rate = decode_tokens_per_s(config, dtype, node, streams, 108)
+            assert 1 / 1.4 < rate / measured[f"emberforge {name}"][f"decode tokens/s, batch {streams}"] < 1.4
+
+
+def test_decode_is_no_faster_than_memory_and_prefill_no_faster_than_products() -> None:
+    config = CATALOGUE["Qwen/Qwen3-8B"]
+    weights = 2 * (8_190_735_360 - config.vocab_size * config.hidden_size)  # of the table of words a step reads single rows
+    for node, peak_bytes, peak_flops in ((SPARK, 273e9, 92e12), (PC1, 960e9, 113e12)):
+        assert 0.7 < decode_tokens_per_s(config, BF16, node, 1, 1) * weights / peak_bytes < 1
+        assert 0.4 < prefill_tokens_per_s(config, BF16, node, 4096) * weights / peak_flops < 1
+    alone, long = (decode_tokens_per_s(config, BF16, SPARK, 1, length) for length in (1, 40_000))
+    assert 1 / long - 1 / alone == pytest.approx(39_999 * bytes_per_token(config, BF16) / 218e9)
+    float8 = decode_tokens_per_s(config, torch.float8_e4m3fn, SPARK, 1, 1)
+    assert 1.6 < float8 / alone < 2  # the head stays in bf16
+
+
+def test_a_window_bounds_what_decode_reads() -> None:
+    config = CATALOGUE["Qwen/Qwen3-8B"]
+    assert isinstance(config, DecoderConfig)
+    local = replace(config, window=1023, local_layers=tuple(range(config.n_layers)))
+    rates = [decode_tokens_per_s(each, BF16, SPARK, 4, length) for each, length in ((local, 30_000), (config, 1024))]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.integers(1, 50), min_size=5, max_size=5),
+    st.lists(st.integers(0, 40), min_size=5, max_size=5),
+    st.lists(st.integers(-5, 1000), min_size=4, max_size=4),
+)
+def test_all_memory_is_handed_out_and_no_more(cards: list[list[int]], sizes: list[int], most: list[int], left: list[int]) -> None:
+    replicas = {card: Counter(pools) for card, pools in enumerate(cards)}
+    pools = {pool for each in replicas.values() for pool in each}
+    free = dict(enumerate(left))
+    given_pages = more_pages(free, replicas, {pool: sizes[pool] for pool in pools}, dict(enumerate(most)))
+    taken = {
+        card: sum(given_pages[pool] * sizes[pool] * count for pool, count in each.items()) for card, each in replicas.items()
+    }
+    assert all(size <= max(0, free[card]) for card, size in taken.items())
+    for pool in pools:
+        tight = [card for card, each in replicas.items() if pool in each]
+        wanted = {card: sum(sizes[other] * count for other, count in replicas[card].items()) for card in tight}
+        assert 0 <= given_pages[pool] <= most[pool]
+        assert given_pages[pool] == most[pool] or any(taken[card] + wanted[card] > max(0, free[card]) for card in tight)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(MODELS), st.integers(1, 40_960), st.integers(1, 40), st.integers(0, 2), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_every_cache_fits_and_holds_its_streams(chosen: list[tuple[str, int, int, int, int]]) -> None:
+    entries = []
+    for model, context, streams, least, most in chosen:
+        generates = {"context": context, "streams": streams} if CATALOGUE[model].generation else {}
+        entries.append({"model": model, "min_replicas": least, "max_replicas": max(least, most)} | generates)
+    plan = planned(MIXED, *entries)
+    taken: Counter[tuple[str, int | None]] = Counter()
+    pools = {(pool.model, pool.node_class): pool for pool in plan.pools}
+    for each in plan.assigned:
+        pool, entry = pools[each.model, plan.class_of[each.node]], plan.entries[each.model]
+        node, config = plan.classes[pool.node_class], plan.shapes[each.model]
+        dtype = dtype_on(entry, node, config)
+        config = replace(config, max_input_length=entry.max_input_tokens or config.max_input_length)
+        taken[each.node, each.card] += footprint(config, dtype, memory_kind(node), cache_tokens=pool.cache_tokens).total
+        assert (pool.cache_tokens is None) == (config.generation is None)
+        if entry.context and entry.streams:
+            assert pool.cache_tokens
+            assert entry.streams * -(-entry.context // PAGE_SIZE) <= pool.cache_tokens // PAGE_SIZE
+            assert pool.streams == pool.cache_tokens // whole_pages(entry.context) >= entry.streams
+            assert pool.streams <= max(MOST_STREAMS, entry.streams)
+    for use in plan_report.card_uses(plan):
+        assert taken[use.node, use.card] == use.used_bytes <= use.capacity
+
+
+def test_what_is_left_of_a_card_is_cache() -> None:
+    plan = planned((PC1,), {"model": "Qwen/Qwen3-4B"}, {"model": "all-MiniLM-L6-v2"})
+    (use,) = plan_report.card_uses(plan)
+    assert use.capacity - use.used_bytes < PAGE_SIZE * bytes_per_token(CATALOGUE["Qwen/Qwen3-4B"], BF16)
+    (pool,) = (pool for pool in plan.pools if pool.streams)
+    assert pool.num_gpus > 0.9
+    assert pool.streams == 4 < planned((L40S,), {"model": "Qwen/Qwen3-4B"}).pools[0].streams  # type: ignore[operator]
+    exact = planned((PC1,), {"model": "Qwen/Qwen3-4B", "cache_tokens": 20_000})
+    assert (exact.pools[0].cache_tokens, exact.pools[0].streams) == (20_000, 2)
+    for node in (SPARK, CPU):  # the engine leaves the reserve beside what the system uses
+        (use,) = plan_report.card_uses(planned((node,), {"model": "Qwen/Qwen3-0.6B", "context": 40_960}))
+        assert 0 <= use.capacity - node.reserved - use.used_bytes < PAGE_SIZE * 2 * 114_688
+
+
+def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
+    """By size alone 5, 3, 2 and 4, 4, 2 fill two cards. One after the other the last does not fit."""
+    halves = [(5000, 1, 1), (4000, 2, 2), (3000, 1, 1), (2000, 2, 2)]
+    assert not finds_room(halves, [2])
+    assert not finds_room(halves, [1, 1])
+    assert finds_room([(share - 1000, *rest) for share, *rest in halves], [2])
+    assert not finds_room([(5000, 2, 1), (4000, 1, 1)], [1])
+    assert finds_room([(5000, 2, 1), (5000, 2, 1)], [1, 1])
+    assert finds_room([(10_000, 1, 1)], [1])
+    two_hosts = (CPU, replace(CPU, name="older"))  # Ray does not count host memory, so replicas of two models may meet
+    models = ({"model": "Qwen/Qwen3-0.6B"}, {"model": "Qwen/Qwen3-1.7B"})
+    assert [pool.streams for pool in planned(two_hosts, *models).pools] == [4, 4]
+    assert all(pool.streams > 4 for pool in planned((CPU,), *models).pools)  # type: ignore[operator]
+
+
+def test_the_replica_gets_the_cache_and_the_gateway_the_context(tmp_path: Path) -> None:
+    plan = planned((CPU,), {"model": EMBEDDED_GENERATOR, "context": 1000}, {"model": "all-MiniLM-L6-v2"})
+    *pools, gateway = serve_config(plan)["applications"]
+    (spec,) = (pool["args"]["spec"] for pool in pools if pool["args"]["spec"]["name"] == "m0")
+    (pool,) = (pool for pool in plan.pools if pool.model == "m0")
+    assert (spec["max_input_tokens"], spec["cache_tokens"]) == (1000, pool.cache_tokens)
+    assert gateway["args"]["models"][0]["spec"] == {key: value for key, value in spec.items() if key != "cache_tokens"}
+    assert "max_input_tokens" not in gateway["args"]["models"][1]["spec"]
+
+
+def test_a_pooling_may_end_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(spec: ModelEntry) -> tuple[Path, ModelConfig]:
+        return Path(), replace(CATALOGUE["Qwen/Qwen3-4B"], generation=None, pooling=spec.pooling)
+
+    monkeypatch.setattr("cluster.plan.read_model", read)
+    plan = planned((SPARK,), {"model": "Qwen/Qwen3-4B", "pooling": "mean"}, {"model": "Qwen/Qwen3-4B"})
+    assert [pool.streams is None for pool in sorted(plan.pools, key=lambda pool: pool.model)] == [True, False]
+
+
+@pytest.mark.parametrize(("key", "step"), [("context", PAGE_SIZE), ("streams", 1)])
+def test_ways_out_name_the_most_that_fits(key: str, step: int) -> None:
+    model: dict[str, object] = {"model": "Qwen/Qwen3-4B", "context": 8192, "streams": 16}
+    (unplaced,) = planned((PC1,), model).unplaced
+    (way,) = (way for way in unplaced.ways_out if way.startswith(key))
+    most = int(way.split(": ")[1])
+    assert planned((PC1,), model | {key: most}).unplaced == ()
+    assert planned((PC1,), model | {key: most + step}).unplaced
+
+
+def test_the_report_has_streams_and_rates_by_card() -> None:
+    a100, rtx_5090 = (
+        Node(name, "amd64", 64 * GIB, 8, (Card(card, gib * GIB),))
+        for name, card, gib in (("a", "NVIDIA L40S", 48), ("b", "NVIDIA GeForce RTX 3090", 24))
+    )
+    plan = planned((a100, rtx_5090), {"model": "Qwen/Qwen3-4B"}, {"model": "Qwen/Qwen3-Embedding-0.6B", "nodes": ["a"]})
+    (chosen,) = (each for each in plan.assigned if each.model == "m0")
+    assert chosen.node == "b", "it decodes faster"
+    rates = plan_report.as_data(plan)["generation"]
+    assert rates.keys() == {"m0"}
+    assert rates["m0"][a100.class_name]["prefill"] > rates["m0"][rtx_5090.class_name]["prefill"]
+    notes = plan_report.notes(plan)
+    assert any(f"{rtx_5090.class_name} decodes faster and {a100.class_name} computes prompts faster" in note for note in notes)
+    assert any("handed out as more cache" in line for line in plan_report.summary(plan))
+    both = planned((SPARK, PC1), {"model": "Qwen/Qwen3-4B"})
+    assert not any("decodes faster" in note for note in plan_report.notes(both)), "one card is faster at both"
+    assert plan_report.as_data(planned((PC1,), {"model": "all-MiniLM-L6-v2"}))["generation"] == {}
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_rate_below_one_reaches_the_router_as_one() -> None:
+    plan = planned((replace(CPU, ram_bytes=256 * GIB),), {"model": "Qwen/Qwen3-32B", "streams": 1, "dtype": "fp32"})
+    assert 0 < plan.pools[0].tokens_per_s < 0.5
+    pool, gateway = serve_config(plan)["applications"]
+    assert pool["args"]["tokens_per_s"] == gateway["args"]["models"][0]["pools"][0]["tokens_per_s"] == 1
