@@ -142,8 +142,8 @@ _ID = (
 )
 _ID_IN_ANSWER = "    http-after-response set-header x-request-id %[var(txn.id)] if { var(txn.id) -m found }\n"
 
-# HAProxy's socket for commands is for this user. Its statistics are for this machine, if the server runs on one machine alone: on
-# the nodes of a cluster Prometheus reads them.
+# HAProxy's socket for commands is for this user. Its statistics and its exporter are for this machine, if the server runs on one
+# machine alone.
 ALONE_VARIABLE = "EMBERFORGE_ON_ONE_MACHINE"
 _OPEN_TO_ALL = re.compile(r"^( +bind )\*?(:\d+)$", re.MULTILINE)
 # Ray's servers then listen on 127.0.0.1, and Ray writes that address here, too. Clients are served at the server's own address.

