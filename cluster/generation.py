@@ -54,7 +54,7 @@ def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
             "or a shorter context"
         )
     pages = whole_pages(context)
-    streams = entry.streams or (_STREAMS if cache is None else max(1, cache // pages))
+    streams = entry.streams or (_STREAMS if cache is None else whole_pages(cache) // pages)
     changes = {"context": context, "streams": streams, "max_input_tokens": context, "cache_tokens": cache or streams * pages}
     return entry.model_copy(update=changes)
 

@@ -174,9 +174,10 @@ class Plan:
     def generation_rates(self, name: str) -> dict[str, GenerationRates]:
         """The rates of a model that generates, by class of node that can hold it. Empty for another model."""
         entry, config, found = self.entries[name], self.shapes[name], {}
+        allowed = self._allowed_classes(entry)
         for each, needs in self.demands[name].bytes_on.items():
             node = self.classes[each]
-            if entry.streams is not None and needs <= node.usable_bytes:
+            if entry.streams is not None and each in allowed and needs <= node.usable_bytes:
                 prefill = prefill_tokens_per_s(config, dtype_on(entry, node, config), node, _half(entry))
                 found[each] = GenerationRates(self._decode(entry, node, 1), self.rates[name, each].tokens_per_s, prefill)
         return found
@@ -367,7 +368,7 @@ class Plan:
             1 if node.cards else max(1, node.num_cpus // places),
             self.rates[name, node_class].tokens_per_s,
             cache,
-            cache // whole_pages(entry.context) if cache and entry.context else None,
+            whole_pages(cache) // whole_pages(entry.context) if cache and entry.context else None,
         )
 
     def _why(self, name: str, slot: Slot) -> str:
@@ -429,9 +430,8 @@ class Plan:
         smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
         for kind in self._changes(name):
-            smallest = bisect_left(
-                kind, True, key=partial(self._would_fit, name)
-            )  # a larger change fits where a smaller one does
+            # A larger change fits wherever a smaller one does.
+            smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
             if smallest < len(kind):
                 found.append(_written_out(kind[smallest]))
         return (*found, self._another_node(name))

@@ -146,6 +146,8 @@ def test_what_is_left_of_a_card_is_cache() -> None:
     assert pool.streams == 4 < planned((L40S,), {"model": "Qwen/Qwen3-4B"}).pools[0].streams  # type: ignore[operator]
     exact = planned((PC1,), {"model": "Qwen/Qwen3-4B", "cache_tokens": 20_000})
     assert (exact.pools[0].cache_tokens, exact.pools[0].streams) == (20_000, 2)
+    one = planned((PC1,), {"model": "Qwen/Qwen3-4B", "cache_tokens": 1000, "context": 1000})
+    assert (one.entries["m0"].streams, one.pools[0].streams) == (1, 1), "a page is always whole"
     for node in (SPARK, CPU):  # the engine leaves the reserve beside what the system uses
         (use,) = plan_report.card_uses(planned((node,), {"model": "Qwen/Qwen3-0.6B", "context": 40_960}))
         assert 0 <= use.capacity - node.reserved - use.used_bytes < PAGE_SIZE * 2 * 114_688
@@ -196,19 +198,21 @@ def test_ways_out_name_the_most_that_fits(key: str, step: int) -> None:
 
 
 def test_the_report_has_streams_and_rates_by_card() -> None:
-    a100, rtx_5090 = (
+    l40s, rtx_3090 = (
         Node(name, "amd64", 64 * GIB, 8, (Card(card, gib * GIB),))
         for name, card, gib in (("a", "NVIDIA L40S", 48), ("b", "NVIDIA GeForce RTX 3090", 24))
     )
-    plan = planned((a100, rtx_5090), {"model": "Qwen/Qwen3-4B"}, {"model": "Qwen/Qwen3-Embedding-0.6B", "nodes": ["a"]})
+    plan = planned((l40s, rtx_3090), {"model": "Qwen/Qwen3-4B"}, {"model": "Qwen/Qwen3-Embedding-0.6B", "nodes": ["a"]})
     (chosen,) = (each for each in plan.assigned if each.model == "m0")
     assert chosen.node == "b", "it decodes faster"
     rates = plan_report.as_data(plan)["generation"]
     assert rates.keys() == {"m0"}
-    assert rates["m0"][a100.class_name]["prefill"] > rates["m0"][rtx_5090.class_name]["prefill"]
+    assert rates["m0"][l40s.class_name]["prefill"] > rates["m0"][rtx_3090.class_name]["prefill"]
     notes = plan_report.notes(plan)
-    assert any(f"{rtx_5090.class_name} decodes faster and {a100.class_name} computes prompts faster" in note for note in notes)
+    assert any(f"{rtx_3090.class_name} decodes faster and {l40s.class_name} computes prompts faster" in note for note in notes)
     assert any("handed out as more cache" in line for line in plan_report.summary(plan))
+    pinned = planned((l40s, rtx_3090), {"model": "Qwen/Qwen3-4B", "nodes": ["a"]})
+    assert plan_report.as_data(pinned)["generation"]["m0"].keys() == {l40s.class_name}
     both = planned((SPARK, PC1), {"model": "Qwen/Qwen3-4B"})
     assert not any("decodes faster" in note for note in plan_report.notes(both)), "one card is faster at both"
     assert plan_report.as_data(planned((PC1,), {"model": "all-MiniLM-L6-v2"}))["generation"] == {}
