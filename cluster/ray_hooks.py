@@ -49,7 +49,9 @@ HOOKS = (
     Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="return await start_asgi_http_server("),
     Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="self._direct_ingress_asgi,"),
     Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="self._route_prefix = route_prefix"),
-    Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="self._direct_ingress_http_server.should_exit = True"),
+    Hook(
+        "ray.serve._private.replica", "", "serve_app/http/server.py", text="self._direct_ingress_http_server.should_exit = True"
+    ),
     Hook("ray._private.worker", "global_worker.node", "serve_app/replica/in_flight.py"),
     Hook("ray._private.node", "Node.get_session_dir_path", "serve_app/replica/in_flight.py"),
     Hook("ray._private.worker", "", "cluster/driver_path.py", text="job_config._py_driver_sys_path.extend("),

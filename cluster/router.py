@@ -110,7 +110,7 @@ class PoolLoad:
         self.dtypes: frozenset[str] = frozenset()
         self.revisions: frozenset[str] = frozenset()
         self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
-        self._unrouted: dict[int, Ticket] = {}  # the open requests that are not routed yet
+        self._unrouted: set[int] = set()  # the open requests that are not routed yet, by ticket
         self._unrouted_tokens = {False: 0, True: 0}  # of these requests, by whether they have batch priority
         self.on_deaths: Callable[[Sequence[Sequence[Any]]], None] | None = None  # gets the deaths that replicas report
         self.on_loaded: Callable[[], None] | None = None  # called when `dtypes` or `revisions` have changed
@@ -146,10 +146,11 @@ class PoolLoad:
             self.on_loaded()
 
     def opened(self, ticket: Ticket) -> None:
-        """A request is about to be sent to this pool. From now on it counts as load."""
+        """A request is about to be sent to this pool. From now on it counts as load, and once if it is opened twice."""
         self._replica_of[ticket.id] = None
-        self._unrouted[ticket.id] = ticket
-        self._unrouted_tokens[ticket.batch] += ticket.num_tokens
+        if ticket.id not in self._unrouted:
+            self._unrouted.add(ticket.id)
+            self._unrouted_tokens[ticket.batch] += ticket.num_tokens
 
     def routed(self, replica: str, ticket: Ticket) -> None:
         """The request goes to this replica, and no longer to an earlier one. Does nothing if the request has ended."""
@@ -181,7 +182,8 @@ class PoolLoad:
 
     def _release(self, ticket: Ticket) -> ReplicaLoad | None:
         """Removes the request from the load. Returns its replica if that is known and still exists."""
-        if self._unrouted.pop(ticket.id, None) is not None:
+        if ticket.id in self._unrouted:
+            self._unrouted.remove(ticket.id)
             self._unrouted_tokens[ticket.batch] -= ticket.num_tokens
         load = self.replicas.get(self._replica_of.get(ticket.id) or "")
         if load is not None:

@@ -30,7 +30,7 @@ class Gateway(TeiServicer):
         self._models = PooledModels(args)
         metrics = Metrics("gateway")
         self._models.show_in(metrics)
-        self._api = Api(self._models, args.settings, metrics, in_serve=True)
+        self._api = Api(self._models, args.settings, metrics, in_serve=True, sharing=args.gateways)
         answer_directly(self._api.app)
         super().__init__(self._api.service)
 

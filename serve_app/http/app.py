@@ -24,9 +24,15 @@ from serve_app.observe.metrics import Metrics
 class Api:
     """The HTTP API over one backend. `app` is the ASGI application, `service` is shared with gRPC's methods."""
 
-    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics, *, in_serve: bool = False) -> None:
-        """`in_serve`: HAProxy, or Ray Serve's proxy, adds the request's id to the answer."""
-        self.service = Service(backend, settings, metrics)
+    def __init__(
+        self, backend: ServedModels, settings: ServerSettings, metrics: Metrics, *, in_serve: bool = False, sharing: int = 1
+    ) -> None:
+        """
+        Args:
+            in_serve: HAProxy, or Ray Serve's proxy, adds the request's id to the answer.
+            sharing: the number of processes that share `max_concurrent_requests`.
+        """
+        self.service = Service(backend, settings, metrics, sharing)
         responders = {(route.method, route.path): guarded(route, self.service) for route in ROUTES}
         routes = [routing.Route(path, respond, methods=[method]) for (method, path), respond in responders.items()]
         starlette = Starlette(
@@ -36,7 +42,11 @@ class Api:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette's layers take 20 us. A POST to a known path needs none of them, unless a web page sends it (CORS).
-            if scope["type"] == "http" and scope["method"] == "POST" and not any(name == b"origin" for name, _ in scope["headers"]):
+            if (
+                scope["type"] == "http"
+                and scope["method"] == "POST"
+                and not any(name == b"origin" for name, _ in scope["headers"])
+            ):
                 respond = responders.get(("POST", scope["path"].removeprefix(scope.get("root_path", ""))))
                 if respond is not None:
                     response = await respond(Request(scope, receive))

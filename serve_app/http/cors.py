@@ -12,4 +12,6 @@ def cors(origins: Sequence[str]) -> Middleware:
     Pages may send any header: OpenAI's SDK has a dozen of its own. No cookie is accepted, so a header adds no power. Pages may
     read all headers of a response, as the SDK does with Retry-After.
     """
-    return Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
+    return Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"]
+    )

@@ -7,7 +7,7 @@ stops the server in order. HAProxy's health checks and Serve's other paths below
 import asyncio
 import socket
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -57,7 +57,8 @@ class _Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):
-            return await self._serves(scope, receive, send)
+            await self._serves(scope, receive, send)
+            return
         if (prefix := self._replica._route_prefix) != "/":
             scope["root_path"] += prefix
         scope[_TASK] = asyncio.current_task()
@@ -69,5 +70,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.cycle is not None and self.cycle.disconnected and (task := self.cycle.scope.get(_TASK)) is not None:
-            task.cancel()
+        if self.cycle is not None and self.cycle.disconnected:
+            task: asyncio.Task[None] | None = cast(dict[str, Any], self.cycle.scope).get(_TASK)
+            if task is not None:
+                task.cancel()

@@ -58,7 +58,8 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any) 
         task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
         with pytest.raises(RuntimeError) as taken:  # Serve then takes the next port
             await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
-        assert isinstance(taken.value.__cause__, OSError) and taken.value.__cause__.errno == errno.EADDRINUSE
+        assert isinstance(taken.value.__cause__, OSError)
+        assert taken.value.__cause__.errno == errno.EADDRINUSE
         async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}") as client:
             assert (await client.get("/-/healthz")).text == "Serve's"
             assert (await client.post("/x/fast", content=b"{}")).text == "ours at /x"
