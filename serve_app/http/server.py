@@ -5,6 +5,7 @@ stops the server in order. HAProxy's health checks and Serve's other paths below
 """
 
 import asyncio
+import logging
 import socket
 from importlib import import_module
 from typing import Any, cast
@@ -21,6 +22,7 @@ def answer_directly(app: ASGIApp) -> None:
     """Makes the HTTP server that Serve will start in this process call `app`. To be called on the event loop of `app`."""
     replica: Any = import_module("ray.serve._private.replica")
     starts, loop = replica.start_asgi_http_server, asyncio.get_running_loop()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients can cause the warnings as often as they like
 
     async def start_asgi_http_server(serves: Any, options: Any, *, event_loop: asyncio.AbstractEventLoop, **others: Any) -> Any:
         if event_loop is not loop:  # Serve was told to run applications in a thread of their own
@@ -62,7 +64,11 @@ class _Front:
         if (prefix := self._replica._route_prefix) != "/":
             scope["root_path"] += prefix
         scope[_TASK] = asyncio.current_task()
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not cast(Any, receive).__self__.disconnected:
+                raise  # not by `_Protocol`
 
 
 class _Protocol(HttpToolsProtocol):

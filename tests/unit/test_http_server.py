@@ -50,7 +50,7 @@ def serves(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return replica
 
 
-def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any) -> None:
+def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         app, options = Slow(), HTTPOptions(host="127.0.0.1", port=free_port())
         answer_directly(app)
@@ -71,3 +71,4 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any) 
             await task
 
     asyncio.run(main())
+    assert caplog.messages == [], "a client that leaves is no error"
