@@ -1,6 +1,5 @@
 """Reports of a `Plan`: rich tables for people, plain data for programs."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -11,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.nodes import GIB
 from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, Unplaced
 from cluster.throughput import Basis
@@ -33,9 +33,6 @@ _GENERATION = (
     "decode: computed from the bytes that a step reads; on an H200 within a factor of 1.3 of what we measured",
     "prefill: computed from FLOPs",
 )
-# Requests/s that a gateway can take if each request has one text of `_TEXT_TOKENS` tokens. Measured: 760 on the host of an H200,
-# up to 1,800 on another machine (loadtests/results/whole_server.md and gateways.md).
-_REQUESTS_PER_GATEWAY, _TEXT_TOKENS = 800, 100
 # The mapping of a file of weights counts as the host's memory until the file has been copied. Large models have several files.
 _MOST_FILE_BYTES = 5 * GIB
 
@@ -212,12 +209,11 @@ def _warnings(plan: Plan) -> Iterator[str]:
 
 def _gateways_note(plan: Plan) -> Iterator[str]:
     """A note if requests of one text each would reach the limit of the gateways before the limit of the cards."""
-    texts = sum(each.tokens_per_s for each in plan.assigned if plan.entries[each.model].streams is None) / _TEXT_TOKENS
-    needed = math.ceil(texts / _REQUESTS_PER_GATEWAY)
-    if needed > plan.file.gateways:
-        most = plan.file.gateways * _REQUESTS_PER_GATEWAY
-        rate = f"the replicas' {_rounded(texts):,} texts/s of {_TEXT_TOKENS} tokens"
-        yield f"gateways: {plan.file.gateways} can take about {most:,} one-text requests/s; {rate} need {needed} gateways"
+    tokens = sum(each.tokens_per_s for each in plan.assigned if plan.entries[each.model].streams is None)
+    if needed(tokens) > plan.file.gateways:
+        most = plan.file.gateways * REQUESTS_PER_GATEWAY
+        rate = f"the replicas' {_rounded(tokens / TEXT_TOKENS):,} texts/s of {TEXT_TOKENS} tokens"
+        yield f"gateways: {plan.file.gateways} can take about {most:,} one-text requests/s; {rate} need {needed(tokens)} gateways"
 
 
 def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str]:

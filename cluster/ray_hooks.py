@@ -46,6 +46,12 @@ HOOKS = (
     Hook("ray.serve._private.grpc_util", "", "cluster/listening.py", text="default_impl import add_grpc_address"),
     Hook("ray.serve._private.default_impl", "add_grpc_address", "cluster/listening.py", takes="server_address"),
     Hook("ray.serve._private.replica", "", "cluster/listening.py", text="= add_port_to_grpc_server(self._server,"),
+    Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="return await start_asgi_http_server("),
+    Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="self._direct_ingress_asgi,"),
+    Hook("ray.serve._private.replica", "", "serve_app/http/server.py", text="self._route_prefix = route_prefix"),
+    Hook(
+        "ray.serve._private.replica", "", "serve_app/http/server.py", text="self._direct_ingress_http_server.should_exit = True"
+    ),
     Hook("ray._private.worker", "global_worker.node", "serve_app/replica/in_flight.py"),
     Hook("ray._private.node", "Node.get_session_dir_path", "serve_app/replica/in_flight.py"),
     Hook("ray._private.worker", "", "cluster/driver_path.py", text="job_config._py_driver_sys_path.extend("),

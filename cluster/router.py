@@ -110,13 +110,13 @@ class PoolLoad:
         self.dtypes: frozenset[str] = frozenset()
         self.revisions: frozenset[str] = frozenset()
         self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
-        self._unrouted: dict[int, Ticket] = {}  # the open requests that are not routed yet
+        self._unrouted: set[int] = set()  # the open requests that are not routed yet, by ticket
+        self._unrouted_tokens = {False: 0, True: 0}  # of these requests, by whether they have batch priority
         self.on_deaths: Callable[[Sequence[Sequence[Any]]], None] | None = None  # gets the deaths that replicas report
+        self.on_loaded: Callable[[], None] | None = None  # called when `dtypes` or `revisions` have changed
 
     def queued_tokens(self, now: float) -> float:
-        return self._unrouted_tokens(batch=True) + sum(
-            each.queued_tokens(self.rate(each), now) for each in self.replicas.values()
-        )
+        return self._ahead(batch=True) + sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
 
     def rate(self, replica: ReplicaLoad) -> float:
         """Tokens/s of one replica."""
@@ -139,13 +139,18 @@ class PoolLoad:
                 self._heard.at = max(self._heard.at, now)
                 if report.deaths and self.on_deaths is not None:
                     self.on_deaths(report.deaths)
+        loaded = self.dtypes, self.revisions
         self.dtypes = frozenset(report.dtype for report in reports.values() if report.dtype)
         self.revisions = frozenset(report.revision for report in reports.values() if report.revision)
+        if (self.dtypes, self.revisions) != loaded and self.on_loaded is not None:
+            self.on_loaded()
 
     def opened(self, ticket: Ticket) -> None:
-        """A request is about to be sent to this pool. From now on it counts as load."""
+        """A request is about to be sent to this pool. From now on it counts as load, and once if it is opened twice."""
         self._replica_of[ticket.id] = None
-        self._unrouted[ticket.id] = ticket
+        if ticket.id not in self._unrouted:
+            self._unrouted.add(ticket.id)
+            self._unrouted_tokens[ticket.batch] += ticket.num_tokens
 
     def routed(self, replica: str, ticket: Ticket) -> None:
         """The request goes to this replica, and no longer to an earlier one. Does nothing if the request has ended."""
@@ -177,7 +182,9 @@ class PoolLoad:
 
     def _release(self, ticket: Ticket) -> ReplicaLoad | None:
         """Removes the request from the load. Returns its replica if that is known and still exists."""
-        self._unrouted.pop(ticket.id, None)
+        if ticket.id in self._unrouted:
+            self._unrouted.remove(ticket.id)
+            self._unrouted_tokens[ticket.batch] -= ticket.num_tokens
         load = self.replicas.get(self._replica_of.get(ticket.id) or "")
         if load is not None:
             (load.sent_batch if ticket.batch else load.sent).pop(ticket.id, None)
@@ -222,7 +229,7 @@ class PoolLoad:
             return COLD_START_S + ticket.num_tokens / self._planned
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]
         if able:
-            ahead_s = self._unrouted_tokens(ticket.batch) / sum(self.rate(self.replicas[name]) for name in able)
+            ahead_s = self._ahead(ticket.batch) / sum(self.rate(self.replicas[name]) for name in able)
             return ahead_s + min(self._finish_s(name, ticket, now) for name in able)
         # A replica that has just failed is better than none.
         waits = [max(0.0, load.shunned_until - now) for load in self.replicas.values() if _holds(load, ticket)]
@@ -241,8 +248,9 @@ class PoolLoad:
         rate = self.rate(load)
         return load.report.pass_s + (load.queued_tokens(rate, now, ticket.batch) + ticket.num_tokens) / rate
 
-    def _unrouted_tokens(self, batch: bool) -> int:
-        return sum(each.num_tokens for each in self._unrouted.values() if batch or not each.batch)
+    def _ahead(self, batch: bool) -> int:
+        """Tokens of the requests that are not routed yet. An interactive request counts no batch work."""
+        return self._unrouted_tokens[False] + (self._unrouted_tokens[True] if batch else 0)
 
 
 def _holds(load: ReplicaLoad, ticket: Ticket) -> bool:

@@ -10,8 +10,7 @@ KIND is one of
   model          emberforge with the embedded model
   model-cut      the same, but `@serve.batch` cuts the batches instead of the packer
   st             sentence-transformers behind FastAPI with its own batching, as one would write it in an afternoon
-  serve          what `emberforge serve FOLDER` starts, the folder in BENCH_MODEL
-  gateways       what `emberforge plan` makes of this machine for that folder, with BENCH_GATEWAYS gateways
+  serve          what `emberforge serve FOLDER --gateways 0` starts, the folder in BENCH_MODEL
 """
 
 import asyncio
@@ -224,7 +223,7 @@ def _serve_stub_behind_gateways(kind: str, port: int) -> None:
 
 
 def _serve_folder(port: int) -> None:
-    """As the command does, until standard input closes."""
+    """As the command does without gateways, until standard input closes."""
     from cluster.inventory import available_cpus
     from cluster.local_ray import local_ray
 
@@ -234,34 +233,6 @@ def _serve_folder(port: int) -> None:
 
         settings = Settings(models=(os.environ["BENCH_MODEL"],), served_model_name=(SERVED_NAME,), host="127.0.0.1", port=port)
         app.run(settings, app.machine_share(1, available_cpus(), torch.cuda.device_count()))
-        sys.stdin.read()
-
-
-def _serve_gateways(port: int) -> None:
-    """The Serve config that `emberforge plan` writes for this machine, deployed as `serve deploy` does."""
-    from cluster.inventory import available_cpus, this_node
-    from cluster.local_ray import local_ray
-    from cluster.models_file import ModelsFile
-    from cluster.plan import Plan
-    from cluster.serve_config import serve_config
-
-    entry = {"name": SERVED_NAME, "model": os.environ["BENCH_MODEL"]}
-    settings = {"host": "127.0.0.1", "port": port}
-    gateways = int(os.environ["BENCH_GATEWAYS"])
-    file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": settings})
-    content = serve_config(Plan(file, [this_node()]))
-    for application in content["applications"]:
-        for deployment in application["deployments"]:
-            deployment["ray_actor_options"].pop("label_selector", None)  # the one node of this Ray has no labels
-    with local_ray(available_cpus()):
-        from ray import serve
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
-        serve.start(proxy_location="HeadOnly", http_options=content["http_options"])
-        client = _get_global_client()
-        assert client is not None
-        client.deploy_apps(ServeDeploySchema.model_validate(content))
         sys.stdin.read()
 
 
@@ -362,7 +333,5 @@ if __name__ == "__main__":
         _serve_stub_behind_gateways(chosen, on)
     elif chosen == "serve":
         _serve_folder(on)
-    elif chosen == "gateways":
-        _serve_gateways(on)
     else:
         _serve(chosen, on)

@@ -1,6 +1,6 @@
 """The whole server beside its engine alone: the highest open-loop rate through HTTP, and where the time goes.
 
-python -m loadtests.whole_server [MODEL] [--tokenizer FOLDER] [--gateways 0,1,2,4,8]
+python -m loadtests.whole_server [MODEL] [--tokenizer FOLDER] [--gateways default,0,1,2,4,8]
 
 MODEL is one of `checkpoints.PUBLISHED`, of random weights, or whatever the server itself would load.
 """
@@ -29,7 +29,7 @@ from loadtests.checkpoints import PUBLISHED, save_random
 from loadtests.clients import WARM_S, Clients, Requests
 from loadtests.engine_alone import BATCH, ROUNDS, in_a_process
 from loadtests.report import write
-from loadtests.servers import SERVED_NAME, cpu_seconds, running, thread_seconds
+from loadtests.servers import SERVED_NAME, cpu_seconds, serving, thread_seconds
 
 MODEL = "Qwen3-Embedding-0.6B"
 # More than 512 requests in flight are refused; a phase has a few hundred requests at least, or its share would be noise.
@@ -40,7 +40,8 @@ REQUESTS = (
     Requests("short", 1, connections=384, seconds=4.0),
 )
 AS_FLOATS = Requests("mixed", BATCH, connections=48, seconds=6.0, path="/embed")
-GATEWAYS = (0, 1, 2, 4, 8)  # 0: `emberforge serve`, whose replica answers itself
+# "default": as many as `emberforge serve` chooses. "0": the replica answers itself.
+GATEWAYS = ("default", "0", "1", "2", "4", "8")
 CLOSED_S = 3.0
 MOST_REQUESTS_PER_S = 15_000  # more than any server here has answered
 # Shares of the closed loop's rate that are offered: upwards while they are sustained, downwards where none was.
@@ -72,7 +73,7 @@ class Tables:
     phases: list[dict[str, Any]]
 
 
-def main(model: str, tokenizer: Path, gateways: Sequence[int]) -> None:
+def main(model: str, tokenizer: Path, gateways: Sequence[str]) -> None:
     tables, failures = Tables([], [], [], []), list[str]()
     with tempfile.TemporaryDirectory() as path:
         folder = _model_folder(model, tokenizer, Path(path) / "model")
@@ -81,8 +82,9 @@ def main(model: str, tokenizer: Path, gateways: Sequence[int]) -> None:
         engine = {row["texts"]: row for row in tables.engine if row["a request"] == BATCH}
         with Clients(_num_clients(), folder, SERVED_NAME) as clients:
             for number in gateways:
-                wanted = [each for each in REQUESTS if not _enough(each, tables)] if number else [*REQUESTS, AS_FLOATS]
-                with _noting(failures, f"{number} gateways"), _site(folder, number, clients, engine) as site:
+                more = number not in ("default", "0")
+                wanted = [each for each in REQUESTS if not _enough(each, tables)] if more else [*REQUESTS, AS_FLOATS]
+                with _noting(failures, f"gateways {number}"), _site(folder, number, clients, engine) as site:
                     for requests in wanted:
                         with _noting(failures, f"{site.name}: {requests}"):
                             _measure(site, requests, tables)
@@ -106,11 +108,14 @@ def _noting(failures: list[str], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _site(folder: Path, gateways: int, clients: Clients, engine: dict[str, dict[str, Any]]) -> Iterator[Site]:
-    """The server with so many gateways; with none, its replica answers."""
-    port, kind = free_port(), "gateways" if gateways else "serve"
-    name = f"{gateways} gateway{'s' * (gateways > 1)}, 1 replica" if gateways else "emberforge serve"
-    with running(kind, port, BENCH_MODEL=str(folder), BENCH_GATEWAYS=str(gateways)) as process:
+def _site(folder: Path, gateways: str, clients: Clients, engine: dict[str, dict[str, Any]]) -> Iterator[Site]:
+    """What `emberforge serve` starts with this number of gateways, once it answers."""
+    port, chosen = free_port(), [] if gateways == "default" else ["--gateways", gateways]
+    name = "emberforge serve" if not chosen else f"gateways: {gateways}"
+    with (
+        tempfile.TemporaryDirectory() as said,
+        serving(Path(said) / "log", str(folder), "--served-model-name", SERVED_NAME, "--port", str(port), *chosen) as process,
+    ):
         site = Site(name, port, process, clients, engine)
         clients.closed_loop(port, REQUESTS[-1], CLOSED_S, 1_000)  # until every process has computed
         yield site
@@ -118,7 +123,7 @@ def _site(folder: Path, gateways: int, clients: Clients, engine: dict[str, dict[
 
 def _enough(requests: Requests, tables: Tables) -> bool:
     """Whether more gateways would be of no use, as far as fewer tell."""
-    shares = [row["of the engine"] for row in tables.best if row["requests"] == str(requests) and "gateway" in row["server"]]
+    shares = [row["of the engine"] for row in tables.best if row["requests"] == str(requests) and "gateways" in row["server"]]
     return bool(shares) and (max(shares) >= ENOUGH or (len(shares) > 1 and shares[-1] < GAIN * max(shares[:-1])))
 
 
@@ -273,8 +278,8 @@ def _write(model: str, tables: Tables, failures: Sequence[str]) -> None:
         f"open loop: Poisson for {min(each.seconds for each in REQUESTS):g} to {max(each.seconds for each in REQUESTS):g} s, of "
         f"which the first {WARM_S:g} s is not counted; a latency counts from when the request was due. The row is the highest "
         f"rate of those tried at which {SUSTAINED:.0%} of the tokens due were answered in the same time, and nothing failed",
-        "emberforge serve: ingress and engine in one replica; gateways: the config of `emberforge plan`, ingress processes in "
-        f"front of one replica; more are not tried once {ENOUGH:.0%} of the engine is reached, or twice as many gain less than "
+        "emberforge serve: as many gateways as the command chooses; gateways: with `--gateways`, 0 is ingress and engine in "
+        f"one process; more are not tried once {ENOUGH:.0%} of the engine is reached, or twice as many gain less than "
         f"{GAIN - 1:.0%}",
         "where the time goes: CPU time of the server's processes in that open loop; a process of Python's that takes one core is "
         "at its limit, but for what its threads do outside the interpreter (tokenising many texts, copying)",
@@ -293,11 +298,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?", default=MODEL)
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json; without it the embedded model's")
-    parser.add_argument("--gateways", default=",".join(map(str, GATEWAYS)))
+    parser.add_argument("--gateways", default=",".join(GATEWAYS))
     given = parser.parse_args()
-    numbers = [int(number) for number in given.gateways.split(",") if number]
+    numbers = [number for number in given.gateways.split(",") if number]
     main(
         given.model,
         given.tokenizer or Path(resolve_model(EMBEDDED_MODEL)),
-        [number for number in numbers if number <= available_cpus()],
+        [number for number in numbers if number == "default" or int(number) <= available_cpus()],
     )

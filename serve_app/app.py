@@ -1,7 +1,7 @@
 """The Serve applications of a server on one machine. Read this first.
 
-One model is one application, whose replica answers HTTP itself. Several models are a pool each behind a gateway, which has the
-address: `model` in a request's body chooses (docs/decisions/032).
+A model with a process to itself is one application, whose replica answers HTTP itself. With gateways, each model is a pool, and
+the gateways have the address: `model` in a request's body chooses (docs/decisions/032 and 039).
 
 `emberforge serve` runs the applications on this machine. `emberforge config` writes them as YAML for `serve deploy`.
 """
@@ -92,7 +92,7 @@ def deploy_config(settings: Settings, share: Share) -> dict[str, Any]:
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
         **settings.grpc_options,
-        "applications": _one_model(settings, share) if len(settings.models) == 1 else _several_models(settings, share),
+        "applications": _behind_gateways(settings, share) if settings.num_gateways else _one_model(settings, share),
     }
 
 
@@ -109,7 +109,7 @@ def _one_model(settings: Settings, share: Share) -> list[dict[str, Any]]:
     ]
 
 
-def _several_models(settings: Settings, share: Share) -> list[dict[str, Any]]:
+def _behind_gateways(settings: Settings, share: Share) -> list[dict[str, Any]]:
     pools = [
         {
             "name": args.pool,
@@ -125,7 +125,7 @@ def _several_models(settings: Settings, share: Share) -> list[dict[str, Any]]:
         "route_prefix": "/",
         "import_path": "serve_app.gateway.app:build",
         "args": _plain(_gateway(settings)),
-        "deployments": [{"name": "Gateway", "num_replicas": 1, **_GATEWAY_OPTIONS}],
+        "deployments": [{"name": "Gateway", "num_replicas": settings.num_gateways, **_GATEWAY_OPTIONS}],
     }
     return [*pools, front]
 
@@ -136,7 +136,7 @@ def run(settings: Settings, share: Share) -> None:
     http = HTTPOptions(host="127.0.0.1" if ALONE_VARIABLE in os.environ else settings.host, port=settings.port)
     serve.start(proxy_location="HeadOnly", http_options=http, **settings.grpc_options)
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
-    if len(settings.models) == 1:
+    if not settings.num_gateways:
         app = bind(ModelArgs(model=settings.models[0], settings=settings), **share.options())
         serve.run(app, name=pool_name(settings.names[0]), route_prefix="/")
     else:
@@ -144,9 +144,10 @@ def run(settings: Settings, share: Share) -> None:
 
 
 def targets(settings: Settings, share: Share, route_prefix: str = "/") -> list[serve.RunTarget]:
-    """The applications of a server with several models, to start at once."""
+    """The applications of a server with gateways, to start at once."""
     pools = [serve.RunTarget(pool.bind(args, **share.options()), args.pool, None) for args in _pools(settings)]
-    return [*pools, serve.RunTarget(gateway.bind(_gateway(settings), **_GATEWAY_OPTIONS), GATEWAY, route_prefix)]
+    front = gateway.bind(_gateway(settings), num_replicas=settings.num_gateways, **_GATEWAY_OPTIONS)
+    return [*pools, serve.RunTarget(front, GATEWAY, route_prefix)]
 
 
 # The gateway books no core: a redeploy needs room for a second one.
@@ -168,7 +169,8 @@ def _pools(settings: Settings) -> list[PoolArgs]:
 
 def _gateway(settings: Settings) -> GatewayArgs:
     models = [_gateway_model(spec) for spec in settings.specs]
-    return GatewayArgs(models=tuple(models), default=settings.names[0], settings=_shared(settings))
+    shared = _shared(settings)
+    return GatewayArgs(models=tuple(models), default=settings.names[0], gateways=settings.num_gateways, settings=shared)
 
 
 def _gateway_model(spec: ModelSpec) -> GatewayModel:

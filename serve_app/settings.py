@@ -43,6 +43,11 @@ class Settings(ServerSettings, ModelOptions):
         (EMBEDDED_MODEL,), description="Models to serve: local folders or Hub ids; the default needs no network", min_length=1
     )
     served_model_name: Names = Field((), description="Names clients use, one per model [default: the model's own]")
+    gateways: int | None = Field(
+        None,
+        ge=0,
+        description="Processes that take requests; with 0 a single model's process takes them [default: by cores and model]",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
 
     @model_validator(mode="after")
@@ -52,10 +57,12 @@ class Settings(ServerSettings, ModelOptions):
                 f"served_model_name has {len(self.served_model_name)} names for {len(self.models)} models; "
                 "give one per model or none"
             )
+        if self.gateways == 0 and len(self.models) > 1:
+            raise ValueError("gateways is 0, and several models need a gateway in front of them: set 1 or more")
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):
             raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
-        if len(slugs) > 1 and GATEWAY in slugs:
+        if (len(slugs) > 1 or self.gateways) and GATEWAY in slugs:
             raise ValueError(
                 f"a model named {GATEWAY} would have the name of the server's front; choose another served_model_name"
             )
@@ -65,6 +72,11 @@ class Settings(ServerSettings, ModelOptions):
     def names(self) -> tuple[str, ...]:
         """The name clients use for each model."""
         return self.served_model_name or tuple(split_revision(model)[0] for model in self.models)
+
+    @property
+    def num_gateways(self) -> int:
+        """The processes that take requests, besides those of the models. 0: the process of the only model takes them."""
+        return self.gateways if self.gateways is not None else int(len(self.models) > 1)
 
     @property
     def specs(self) -> tuple[ModelSpec, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import ceil
 
 from cluster.settings import ServerSettings
 from serve_app.admission.accounts import Account, calling
@@ -23,11 +24,20 @@ class Admission:
     """
 
     def __init__(
-        self, settings: ServerSettings, metrics: Metrics, backlog_s: Callable[[str | None], float], num_models: int = 1
+        self,
+        settings: ServerSettings,
+        metrics: Metrics,
+        backlog_s: Callable[[str | None], float],
+        num_models: int = 1,
+        sharing: int = 1,
     ) -> None:
-        """`backlog_s` gives the seconds of queued work of a model, for `retry-after`."""
+        """
+        Args:
+            backlog_s: gives the seconds of queued work of a model, for `retry-after`.
+            sharing: the number of processes that share `max_concurrent_requests` equally.
+        """
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
-        most = settings.max_concurrent_requests
+        most = ceil(settings.max_concurrent_requests / sharing)
         self._places, self._streams, self._stream_slots = Places(most, num_models), Places(most), Slots(most)
         # Half of the places: clients that send their bodies slowly leave the others to the rest.
         self._reading = Places(max(1, most // 2))

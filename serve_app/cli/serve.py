@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from math import ceil
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
@@ -62,9 +63,12 @@ def serve(settings: Settings) -> None:
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
+    settings = _with_gateways(settings, configs, num_gpus)
+    # HAProxy limits each process that takes requests.
+    most_requests = ceil(settings.max_concurrent_requests / max(1, settings.num_gateways))
     report(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
-        with _in_one_sentence(settings.port), local_ray(num_cpus, settings.max_concurrent_requests, settings.host):
+        with _in_one_sentence(settings.port), local_ray(num_cpus, most_requests, settings.host):
             _end_on_signal()  # again, because Ray has set its own handlers
             report("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)
@@ -83,9 +87,14 @@ def config(settings: Settings, output: Path | None) -> None:
 
     from cluster.inventory import available_cpus
     from cluster.local_ray import SERVE_ENV
+    from cluster.model_folder import pinned, read_model
     from serve_app import app
 
-    share = app.machine_share(len(settings.models), available_cpus(), torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count()
+    if num_gpus and settings.gateways is None:
+        configs = [read_model(pinned(spec))[1] for spec in settings.specs]
+        settings = _with_gateways(settings, configs, num_gpus)
+    share = app.machine_share(len(settings.models), available_cpus(), num_gpus)
     traced = {
         name: value
         for name, value in os.environ.items()
@@ -239,6 +248,27 @@ def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -
     tokens = shared_cache_tokens(node, list(zip(settings.specs, configs, strict=True)), count)
     report(f"{count} models share a card: whatever generates gets a cache of {tokens} tokens")
     return settings.model_copy(update={"cache_tokens": tokens})
+
+
+def _with_gateways(settings: Settings, configs: list[ModelConfig], num_gpus: int) -> Settings:
+    """The settings with a number of gateways that the engines' rates and this machine's cores call for.
+
+    Without a GPU there are as many as without this call: the engines take the cores.
+    """
+    from cluster.files import ClusterError
+    from cluster.gateways import gateways_beside_engines
+    from cluster.inventory import this_node
+
+    if settings.gateways is None and num_gpus:
+        try:
+            number = gateways_beside_engines(list(zip(settings.specs, configs, strict=True)), this_node())
+        except ClusterError as error:  # as of a machine with cards of different kinds
+            report(f"the number of gateways is not known, so there are few: {error}")
+            return settings
+        settings = settings.model_copy(update={"gateways": max(number, settings.num_gateways)})
+        if settings.num_gateways:
+            report(f"{settings.num_gateways} gateways take the requests; gateways sets another number")
+    return settings
 
 
 def _gives(config: ModelConfig) -> str:

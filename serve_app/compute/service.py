@@ -53,7 +53,8 @@ _hold: ContextVar[Hold | None] = ContextVar("hold", default=None)
 class Service:
     """The models of one backend, with API keys, admission, timeouts and metrics. Called on one event loop."""
 
-    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, backend: ServedModels, settings: ServerSettings, metrics: Metrics, sharing: int = 1) -> None:
+        """`sharing`: the number of processes that share `max_concurrent_requests`."""
         self.settings, self.metrics = settings, metrics
         metrics.answers_requests = True
         self.keys: Keys | None = None  # None if requests need no key
@@ -62,7 +63,7 @@ class Service:
         if settings.has_keys:
             gateways = Gateways()
             self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
-        self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())))
+        self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())), sharing)
         self.encoding = asyncio.Lock()  # held while a part of a large answer is encoded
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 

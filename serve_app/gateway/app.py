@@ -13,6 +13,7 @@ from serve_app.gateway.config import GatewayArgs
 from serve_app.gateway.models import PooledModels
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
+from serve_app.http.server import answer_directly
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.process import observe_process, publish
 
@@ -29,7 +30,8 @@ class Gateway(TeiServicer):
         self._models = PooledModels(args)
         metrics = Metrics("gateway")
         self._models.show_in(metrics)
-        self._api = Api(self._models, args.settings, metrics, in_serve=True)
+        self._api = Api(self._models, args.settings, metrics, in_serve=True, sharing=args.gateways)
+        answer_directly(self._api.app)
         super().__init__(self._api.service)
         publish(metrics)
 

@@ -42,4 +42,5 @@ class GatewayArgs(BaseModel):
     models: tuple[GatewayModel, ...] = Field(min_length=1)
     default: str
     asleep: Asleep = "wait"
+    gateways: int = Field(1, ge=1)  # on one machine: how many gateways share `settings.max_concurrent_requests`
     settings: ServerSettings = ServerSettings()

@@ -58,6 +58,7 @@ class PooledModel:
         self._open_tokens = Counter[str]()  # of the requests that are not answered, by owner
         for pool in self.pools:
             pool.load.on_deaths = self.suspects.learn
+            pool.load.on_loaded = self._note_loaded
         self.num_parameters = num_parameters(config)
         self._info = ModelInfo.of(
             config,
@@ -70,7 +71,7 @@ class PooledModel:
             max_input_length=self.tokenizer.max_input_length,
             max_batch_tokens=MOST_BATCH_TOKENS,  # an upper bound: each pool measures its own
         )
-        self._loaded: list[tuple[frozenset[str], frozenset[str]]] = []
+        self._note_loaded()
 
     def show_in(self, metrics: Metrics) -> None:
         for pool in self.pools:
@@ -79,13 +80,14 @@ class PooledModel:
     @property
     def info(self) -> ModelInfo:
         """`info.dtype` and `info.revision` are the replicas', or the spec's before any report. Several are joined by commas."""
-        loaded = [(pool.load.dtypes, pool.load.revisions) for pool in self.pools]
-        if loaded != self._loaded:
-            self._loaded = loaded
-            dtypes, revisions = (", ".join(sorted(frozenset().union(*each))) for each in zip(*loaded, strict=True))
-            spec, pools = self.given.spec, tuple(pool.info for pool in self.pools)
-            self._info = replace(self._info, dtype=dtypes or spec.dtype, revision=revisions or spec.revision, pools=pools)
         return self._info
+
+    def _note_loaded(self) -> None:
+        """A request reads `info` a dozen times, so it is made when the replicas report something else."""
+        loaded = [(pool.load.dtypes, pool.load.revisions) for pool in self.pools]
+        dtypes, revisions = (", ".join(sorted(frozenset().union(*each))) for each in zip(*loaded, strict=True))
+        spec, pools = self.given.spec, tuple(pool.info for pool in self.pools)
+        self._info = replace(self._info, dtype=dtypes or spec.dtype, revision=revisions or spec.revision, pools=pools)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`. A request is split over several replicas if that is sooner done."""

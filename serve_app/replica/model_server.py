@@ -23,6 +23,7 @@ from engine.schedule.request import Request, Waiting
 from serve_app.garbage import collect_seldom
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
+from serve_app.http.server import answer_directly
 from serve_app.models import ModelInfo, ServedModel
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.process import observe_process, publish
@@ -117,6 +118,7 @@ class ModelServer(EngineServer, TeiServicer):
             self._model = WatchedModel(self._model, self._in_flight)
         models = LocalModels(self._model, self._loop, self._health)
         self._api = Api(models, settings, self._metrics, in_serve=True)
+        answer_directly(self._api.app)
         TeiServicer.__init__(self, self._api.service)
         if idle := self._engine.config.idle_prompts:
             log.info(IDLE_PROMPTS.format(model=spec.name, names=", ".join(idle)))

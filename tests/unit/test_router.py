@@ -220,3 +220,12 @@ def test_of_two_replicas_the_one_without_batch_work_is_taken() -> None:
     assert load.ranked(ticket(10), 0.0) == ["a1", "a0"]
     send(load, "a1", ticket(600, number=2))
     assert load.ranked(ticket(10), 0.0) == ["a0", "a1"]
+
+
+def test_a_request_that_is_opened_twice_counts_once() -> None:
+    load, each = pool("a", 1_000), ticket(500)
+    load.opened(each)
+    load.opened(each)  # by the pool's client, and by the connection that sends the request alone
+    assert load.queued_tokens(0.0) == 500
+    load.finished(each, 0.0)
+    assert load.queued_tokens(0.0) == 0

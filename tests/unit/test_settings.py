@@ -107,6 +107,18 @@ def test_several_models_are_pools_behind_one_address() -> None:
     assert {each.settings.max_client_batch_size for each in (*args, gateway)} == {7}
 
 
+def test_one_model_behind_gateways() -> None:
+    settings = load_settings({"models": ["b/y"], "gateways": "3"}, {})
+    pool, front = deploy_config(settings, SHARE)["applications"]
+    assert (pool["name"], pool["import_path"]) == ("y", "serve_app.replica.pool:build")
+    assert front["deployments"][0]["num_replicas"] == 3
+    assert GatewayArgs.model_validate(front["args"]).gateways == 3
+    with pytest.raises(SettingsError, match="several models need a gateway"):
+        load_settings({"models": ["a/x", "b/y"], "gateways": "0"}, {})
+    with pytest.raises(SettingsError, match="a model named gateway"):
+        load_settings({"models": ["a/gateway"], "gateways": "1"}, {})
+
+
 def test_a_misspelt_key_in_the_config_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_token"):
         ModelArgs.model_validate({"model": "x", "settings": {"models": ["x"], "max_batch_token": 5}})

@@ -1,0 +1,82 @@
+"""The HTTP server of a process that takes requests: uvicorn, which calls the API without Ray Serve's layers around it.
+
+Serve's layers take 100 us or more of each request (docs/decisions/039). Serve still chooses the port, tells HAProxy of it, and
+stops the server in order. HAProxy's health checks and Serve's other paths below `/-/` go to Serve's application.
+"""
+
+import asyncio
+import logging
+import socket
+from importlib import import_module
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_TLS = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
+_TASK = "emberforge.task"  # in a request's scope: the task that answers the request
+
+
+def answer_directly(app: ASGIApp) -> None:
+    """Makes the HTTP server that Serve will start in this process call `app`. To be called on the event loop of `app`."""
+    replica: Any = import_module("ray.serve._private.replica")
+    starts, loop = replica.start_asgi_http_server, asyncio.get_running_loop()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients can cause the warnings as often as they like
+
+    async def start_asgi_http_server(serves: Any, options: Any, *, event_loop: asyncio.AbstractEventLoop, **others: Any) -> Any:
+        if event_loop is not loop:  # Serve was told to run applications in a thread of their own
+            return await starts(serves, options, event_loop=event_loop, **others)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                _Front(app, serves),
+                http=_Protocol,
+                lifespan="off",
+                proxy_headers=False,
+                access_log=False,
+                log_config=None,
+                root_path=options.root_path,
+                timeout_keep_alive=options.keep_alive_timeout_s,
+                **{name: getattr(options, name) for name in _TLS},
+            )
+        )
+        sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+        try:
+            sock.bind((options.host, options.port))
+        except OSError as error:
+            sock.close()
+            raise RuntimeError(f"{options.host}:{options.port} is taken") from error  # Serve then tries another port
+        return loop.create_task(server.serve([sock])), server
+
+    replica.start_asgi_http_server = start_asgi_http_server
+
+
+class _Front:
+    """The ASGI application of the server. `serves` is Serve's own application, a method of Serve's replica."""
+
+    def __init__(self, app: ASGIApp, serves: Any) -> None:
+        self._app, self._serves, self._replica = app, serves, serves.__self__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):
+            await self._serves(scope, receive, send)
+            return
+        if (prefix := self._replica._route_prefix) != "/":
+            scope["root_path"] += prefix
+        scope[_TASK] = asyncio.current_task()
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not cast(Any, receive).__self__.disconnected:
+                raise  # not by `_Protocol`
+
+
+class _Protocol(HttpToolsProtocol):
+    """Cancels a request whose client leaves. A task that waits for this would take 20 us of each request."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.cycle is not None and self.cycle.disconnected:
+            task: asyncio.Task[None] | None = cast(dict[str, Any], self.cycle.scope).get(_TASK)
+            if task is not None:
+                task.cancel()
