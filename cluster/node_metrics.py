@@ -30,7 +30,7 @@ _PROCESSES, _NODE = "p", "n"
 _END = b"# EOF\n"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# HAProxy has 140 series for each of its sections. These are the ones that dashboards and alert rules need.
+# HAProxy's exporter has over a hundred series. Dashboards and alert rules need these.
 HAPROXY_SERIES = (
     "haproxy_process_current_connections",
     "haproxy_process_max_connections",
