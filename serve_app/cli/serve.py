@@ -17,12 +17,12 @@ from typing import Any
 import yaml
 from rich.markup import escape
 
-from cluster.model_spec import IDLE_PROMPTS
+from cluster.model_spec import IDLE_PROMPTS, pool_name
 from engine.errors import EmberError, ModelError
 from engine.model.config import ModelConfig
 from serve_app.admission.key_file import read_keys
 from serve_app.cli.console import console, report
-from serve_app.settings import Settings, SettingsError
+from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _READY_TIMEOUT_S = 60.0
 
@@ -259,7 +259,8 @@ def _with_gateways(settings: Settings, configs: list[ModelConfig], num_gpus: int
     from cluster.gateways import gateways_beside_engines
     from cluster.inventory import this_node
 
-    if settings.gateways is None and num_gpus:
+    # A single model named `gateway` would have the name of the gateways' application.
+    if settings.gateways is None and num_gpus and pool_name(settings.names[0]) != GATEWAY:
         try:
             number = gateways_beside_engines(list(zip(settings.specs, configs, strict=True)), this_node())
         except ClusterError as error:  # as of a machine with cards of different kinds

@@ -56,3 +56,4 @@ def test_the_operators_number_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.inventory.this_node", lambda: machine("NVIDIA H200", 16))
     assert _with_gateways(Settings(gateways=0), [SMALL], num_gpus=1).num_gateways == 0
     assert _with_gateways(Settings(), [SMALL], num_gpus=1).num_gateways == 8
+    assert _with_gateways(Settings(models=("a/gateway",)), [SMALL], num_gpus=1).num_gateways == 0, "the name is taken"
