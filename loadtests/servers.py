@@ -150,6 +150,7 @@ class StubEngine:
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
         self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
         self.pages = None
+        self.used_bytes = 0
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
 
     def launch(self, sequences: Sequence[Any], options: Any = None, outputs: Any = ()) -> Any:
@@ -158,6 +159,9 @@ class StubEngine:
         start = perf_counter()
         self.compute(sequences)
         return Finished(Output(self._vector.repeat(len(sequences), 0), device_s=perf_counter() - start))
+
+    def planned_bytes(self, max_batch_tokens: int | None) -> int:
+        return 0
 
     def compute(self, sequences: Sequence[Any]) -> None:
         """Takes no time."""

@@ -34,8 +34,11 @@ class StreamingEngine:
         self.pages = Pages(8192, PAGE_SIZE)
         self.max_batch_tokens, self.dtype_name, self.device, self.dtype = 8192, "float32", torch.device("cpu"), torch.float32
         self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
-        self.longest_input, self.shares_host_memory = self.config.max_input_length, False
+        self.longest_input, self.shares_host_memory, self.used_bytes = self.config.max_input_length, False, 0
         self._pass_s, self._due = float(os.environ.get(PASS_S, "0")), 0.0
+
+    def planned_bytes(self, max_batch_tokens: int | None) -> int:
+        return 0
 
     def new_stream(self, prompt: Any, options: Any) -> Any:
         from engine.schedule.stream import Stream
