@@ -96,6 +96,7 @@ _PLACES_OF_ALWAYS = 32  # for each ingress process
 # The first rule that chooses a backend, and the port of HAProxy's exporter.
 _CHOICE = re.compile(r"(?<=\n)(?=    (?:use|default)_backend )")
 _EXPORTER = re.compile(r"(?<=^frontend prometheus\n) +bind \S*:(\d+)$", re.MULTILINE)
+_MOST_SCRAPES = 8  # at a time; each takes a thread of the process that answers, and the route is public
 _TO_METRICS = "    use_backend emberforge_metrics if METH_GET { path /metrics }\n"
 
 _HTTP = re.compile(r"^frontend http.*\n +bind .*\n", re.MULTILINE)
@@ -256,7 +257,8 @@ def with_ours(text: str, folder: Path | None = None) -> str:
     if (connections := _CONNECTIONS.search(text)) is not None:
         text = _HTTP.sub(lambda frontend: frontend[0] + _edge(int(connections[0])), text)
     if folder is not None:
-        server = f"\nbackend emberforge_metrics\n    server node unix@{node_metrics.node_socket(folder)}\n"
+        node = f"server node unix@{node_metrics.node_socket(folder)} maxconn {_MOST_SCRAPES}"
+        server = f"\nbackend emberforge_metrics\n    {node}\n"
         text = _CHOICE.sub(_TO_METRICS, text, count=1) + server
     if not _BACKEND.search(text):
         text = _NOWHERE.sub(_PATH + _refusals("request", *_NO_MODEL), text)

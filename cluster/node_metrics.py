@@ -8,6 +8,7 @@ HAProxy, and merges their answers. Between scrapes nothing happens.
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,11 @@ class NodeServer(ThreadingMixIn, UnixStreamServer):
                 self._metrics = collect(self._folder, self._haproxy_port)
                 self._collected_at = monotonic()
             return self._metrics
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves within its answer is no error of ours."""
+        if not isinstance(sys.exception(), OSError):
+            log.exception("the metrics of the node failed")
 
 
 class _Scrape(BaseHTTPRequestHandler):

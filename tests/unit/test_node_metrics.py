@@ -1,6 +1,7 @@
 """The metrics of a node, put together from processes that run, hang and end."""
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import node_metrics
-from cluster.node_metrics import collect, labelled, merged
+from cluster.node_metrics import NodeServer, collect, labelled, merged
 
 ONE = """# HELP a_total Of a
 # TYPE a_total counter
@@ -85,3 +86,18 @@ def test_an_answer_that_breaks_off_does_not_count(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(node_metrics, "_END", b"# another end\n")
     with process(tmp_path, ONE):
         assert samples(collect(tmp_path).decode())["emberforge_node_silent_processes",] == 1
+
+
+def test_a_client_that_leaves_within_its_answer_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(node_metrics, "collect", lambda *_: bytes(1 << 23))
+    server = NodeServer(tmp_path, None)
+    server.daemon_threads = False  # `server_close` then waits for the answer's thread
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(node_metrics.node_socket(tmp_path)))
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        server.handle_request()
+        assert client.recv(100).startswith(b"HTTP/1.0 200")
+    server.server_close()
+    assert (capfd.readouterr().err, caplog.messages) == ("", [])
