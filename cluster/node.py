@@ -246,7 +246,9 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
             process.wait()
         if status:
             output.seek(0)
-            raise ClusterError("; ".join([explain(output.read(), address), *machine_limits.problems()]))
+            raise ClusterError(
+                "; ".join([f"{explain(output.read(), address)} (exit status {status})", *machine_limits.problems()])
+            )
     return process.pid
 
 

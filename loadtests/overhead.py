@@ -1,8 +1,12 @@
-"""What serving costs around a free engine: our path, Ray Serve's default proxy, and plain uvicorn.
+"""What serving costs around a free engine: our path, also with the access log and with traces, Ray Serve's proxy, plain uvicorn.
 
 python -m loadtests.overhead
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -14,8 +18,16 @@ from loadtests.servers import cpu_seconds, running
 from loadtests.traces import percentile, short_texts
 
 DEFAULT_PROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}
+TRACES_PORT = free_port()
+TRACES = {
+    "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{TRACES_PORT}",
+    "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+    "OTEL_TRACES_SAMPLER_ARG": "0.01",
+}
 TARGETS: list[tuple[str, str, dict[str, str], int]] = [
     ("emberforge (HAProxy to the replica)", "stub", {}, 20_000),
+    ("the same with the access log", "stub", {"BENCH_ACCESS_LOG": "1"}, 20_000),
+    ("the same with traces of 1 % of the requests", "stub", TRACES, 20_000),
     ("behind a gateway", "stub-gateway", {}, 10_000),
     ("same app, Ray Serve's default proxy", "stub", DEFAULT_PROXY, 2_000),
     ("same API on plain uvicorn, no Ray", "stub-uvicorn", {}, 20_000),
@@ -50,7 +62,29 @@ def _run(server: psutil.Process, port: int, connections: int, count: int) -> dic
     }
 
 
+class _Collector(BaseHTTPRequestHandler):
+    """Takes spans."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """A collector of traces at `TRACES_PORT`."""
+    with HTTPServer(("127.0.0.1", TRACES_PORT), _Collector) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
+
+
 if __name__ == "__main__":
-    table = [row for target in TARGETS for row in measure(*target)]
+    with collecting():
+        table = [row for target in TARGETS for row in measure(*target)]
     notes = ["closed loop, one short text a request (4-8 words, never repeated), the client on the same cores"]
     write("overhead", "python -m loadtests.overhead", {"A stub engine that gives a fixed vector": table}, notes)

@@ -183,6 +183,7 @@ def _serve(kind: str, port: int) -> None:
             num_threads=os.cpu_count(),
             max_client_batch_size=MAX_CLIENT_BATCH,
             max_concurrent_requests=4096,
+            access_log="BENCH_ACCESS_LOG" in os.environ,
         )
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         serve.run(bind(ModelArgs(model=settings.models[0], settings=settings), REPLICAS[kind]), name="bench", route_prefix="/")

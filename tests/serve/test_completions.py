@@ -259,8 +259,8 @@ def test_each_expression_of_dashboards_and_alerts_has_a_result(http: httpx.Clien
     expressions = dashboard_expressions() | {name: without_comparisons(each) for name, each in alert_expressions().items()}
     with prometheus(tmp_path, address.removeprefix("http://")) as query:
         empty = {name for name, expression in expressions.items() if not query(expression)}
-        pools = {each["metric"]["pool"] for each in query("emberforge_memory_used_bytes")}
+        models = {each["metric"]["model"] for each in query("emberforge_memory_used_bytes")}
         gateways = query('count by (replica) (te_request_count{pool=""})')
     assert empty <= EMPTY
-    assert {EMBEDDED_MODEL, EMBEDDED_GENERATOR} <= pools
+    assert {EMBEDDED_MODEL, EMBEDDED_GENERATOR} <= models
     assert len(gateways) >= 1
