@@ -1,4 +1,4 @@
-"""What serving costs around a free engine: our path, also with the access log and with traces, Ray Serve's proxy, plain uvicorn.
+"""What serving costs around a free engine. Compares our server, also with the access log and with traces, to other servers.
 
 python -m loadtests.overhead
 """

@@ -62,11 +62,7 @@ class Rates:
         return 0.0 if size is None else size.seconds
 
     def _best(self, least_bits: int) -> float:
-        best = 0.0
-        for bits, size in self._known():
-            if bits >= least_bits and size.tokens_per_s > best:
-                best = size.tokens_per_s
-        return best
+        return max((size.tokens_per_s for bits, size in self._known() if bits >= least_bits), default=0.0)
 
     def _known(self) -> "Iterator[tuple[int, _Size]]":
         """The sizes that are not forgotten, with their bits. They are copied first: another thread may add one meanwhile."""
