@@ -74,7 +74,7 @@ class StreamReader(asyncio.Protocol):
         if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
             self._end(RuntimeError(str(data[:300])))
         self.times += [perf_counter()] * data.count(b"data: ")
-        if data.endswith(b"0\r\n\r\n"):
+        if self.times and data.endswith(b"0\r\n\r\n"):  # the head alone may end like this, too
             self._end()
 
     def connection_lost(self, _: Exception | None) -> None:

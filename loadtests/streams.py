@@ -48,7 +48,7 @@ class Reader(asyncio.Protocol):
         self.num_events += data.count(b"data: ")
         if self.num_events and not self.first_s:
             self.first_s = perf_counter() - self._start
-        if data.endswith(b"0\r\n\r\n"):
+        if self.num_events and data.endswith(b"0\r\n\r\n"):  # the head alone may end like this, too
             self._transport.close()
             self.ended.set_result(None)
 
