@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
-.PHONY: serve chat test test-clients test-lm-eval lint check test-gpu bench bench-gpu docs docs-pages proto clean
+.PHONY: serve chat test test-clients test-lm-eval test-redis lint check test-gpu bench bench-gpu docs docs-pages proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -25,6 +25,10 @@ test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 # lm-eval against the real server: its log-likelihoods are those of transformers.
 test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_lm_eval.py $(ARGS)
+
+# A head that dies and comes back with a real Redis. It needs the program redis-server.
+test-redis: $(VENV)/.installed-test
+	EMBERFORGE_TEST_REDIS=1 $(BIN)/python -m pytest tests/cluster/test_node_command.py -k redis $(ARGS)
 
 # What CI runs besides the tests.
 lint: $(VENV)/.installed-test

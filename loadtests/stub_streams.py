@@ -5,18 +5,25 @@ from collections.abc import Sequence
 from time import perf_counter, sleep
 from typing import Any
 
+from pydantic import Field
+from ray import serve
+
 from cluster.model_spec import ModelSpec
+from serve_app.replica import pool
 from serve_app.replica.model_server import ModelServer
-from serve_app.replica.pool import PoolServer
 
 PASS_S = "BENCH_PASS_S"
-_TOKEN = 338  # " the"
+
+
+def token_at(position: int) -> int:
+    """The token of every stream at this position: a word, or a part of a word, of the embedded generator."""
+    return 12126 + position % 200
 
 
 class StreamingEngine:
-    """A pass takes BENCH_PASS_S and gives each stream the same token."""
+    """A pass takes `pass_s`, or BENCH_PASS_S, and gives each stream its next token."""
 
-    def __init__(self) -> None:
+    def __init__(self, pass_s: float | None = None) -> None:
         import torch
 
         from engine.hub import resolve_model
@@ -35,7 +42,7 @@ class StreamingEngine:
         self.max_batch_tokens, self.dtype_name, self.device, self.dtype = 8192, "float32", torch.device("cpu"), torch.float32
         self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
         self.longest_input, self.shares_host_memory, self.used_bytes = self.config.max_input_length, False, 0
-        self._pass_s, self._due = float(os.environ.get(PASS_S, "0")), 0.0
+        self._pass_s, self._due = float(os.environ.get(PASS_S, "0")) if pass_s is None else pass_s, 0.0
 
     def planned_bytes(self, max_batch_tokens: int | None) -> int:
         return 0
@@ -54,7 +61,7 @@ class StreamingEngine:
         now = perf_counter()
         self._due = max(self._due + self._pass_s, now)  # what the passes of a pace take besides is part of the pace
         sleep(self._due - now)
-        tokens = [Token(_TOKEN) for piece in pieces if piece.row is not None]
+        tokens = [Token(token_at(each.start + len(each.token_ids))) for each in pieces if each.row is not None]
         return Finished(Output(np.zeros((len(sequences), 1), dtype=np.float32), device_s=self._pass_s, tokens=tokens))
 
 
@@ -63,8 +70,19 @@ class StreamingServer(ModelServer):
         return StreamingEngine()
 
 
-class StreamingPool(PoolServer):
+class StreamingPool(pool.PoolServer):
     planned_tokens_per_s = 1e4
+    pass_s: float | None = None
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Any:
-        return StreamingEngine()
+        return StreamingEngine(self.pass_s)
+
+
+class StreamingArgs(pool.PoolArgs):
+    """`pass_s`: seconds a pass."""
+
+    pass_s: float = Field(ge=0)
+
+
+def build(args: StreamingArgs) -> serve.Application:
+    return pool.bind(args, type("StreamingPool", (StreamingPool,), {"pass_s": args.pass_s}))

@@ -190,7 +190,8 @@ def redeployed_under_load(
 
 def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, tmp_path: Path) -> None:
     environment = {"num_cpus": 0.1, "runtime_env": {"env_vars": {MARKER: str(tmp_path / "hung")}}}
-    with deployed("/hang", HangingServer, options={"ray_actor_options": environment}) as client, ThreadPoolExecutor(1) as pool:
+    options = {"ray_actor_options": environment, "health_check_period_s": 1}
+    with deployed("/hang", HangingServer, options) as client, ThreadPoolExecutor(1) as pool:
 
         def health() -> int:
             try:

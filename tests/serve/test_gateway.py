@@ -236,8 +236,8 @@ def test_replicas_follow_the_load_and_no_request_is_lost(clustered: Clustered) -
             for _ in range(12):
                 threads.submit(ask)
             try:
-                wait_for(lambda: replicas() == 3, 30)
+                wait_for(lambda: replicas() == 3, 60)
             finally:
                 ended.set()  # else the threads would ask for ever
-        wait_for(lambda: replicas() == 1, 45)
+        wait_for(lambda: replicas() == 1, 60)
         assert set(statuses) == {200}

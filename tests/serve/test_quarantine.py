@@ -37,6 +37,7 @@ def test_a_request_ends_two_replicas_of_a_pool(clustered: Clustered, tmp_path: P
 
 def test_a_request_ends_the_only_replica_twice(deployed: Deploy, tmp_path: Path) -> None:
     options = {"ray_actor_options": {"num_cpus": 0.1, "runtime_env": {"env_vars": {MARKER: str(tmp_path)}}}}
+    options |= {"health_check_period_s": 1}
     with deployed("/killsone", KilledServer, options) as client:
         statuses, deadline = list[int](), time.monotonic() + 60
         while (not statuses or statuses[-1] != 422) and time.monotonic() < deadline:

@@ -1,0 +1,244 @@
+"""Streams of text while replicas, nodes and gateways fail: how many break, and how long the others stand still.
+
+python -m loadtests.stream_faults [FAULT ...]
+
+The nodes and the load balancer are those of `loadtests.cluster`. The engines compute nothing. Each token is a function of its
+position, so a stream that has lost a token, or has a token twice, has another text than an undisturbed one.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+from cluster.models_file import ModelsFile
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
+from engine.model_id import EMBEDDED_GENERATOR
+from loadtests.cluster import apply, balanced, build, rtx_5080
+from loadtests.cluster_load import Site
+from loadtests.lab import lab, possible, wait_for
+from loadtests.report import write
+from loadtests.stub_streams import token_at
+
+NODES = tuple(rtx_5080(name) for name in ("pc1", "pc2", "pc3"))
+INGRESS = ("pc1", "pc2")
+STREAMS, TOKENS, PASS_S = 100, 500, 0.05
+PROMPT = [338, 339, 340, 341]
+FAULT_AT_S = 8.0  # after the first request
+MOST_S = 120.0  # a stream without an end by then counts as broken
+
+
+def config(gateways: int = 2, payload_limit: int = 2_000_000, context: int = 1024) -> dict[str, Any]:
+    """The Serve config of one model with a replica on each node, and of gateways on different nodes."""
+    entry: dict[str, Any] = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": context, "streams": 64}
+    entry |= {"min_replicas": len(NODES), "max_replicas": len(NODES)}
+    settings = {"request_timeout_s": MOST_S, "payload_limit": payload_limit}
+    file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": settings})
+    content = serve_config(Plan(file, NODES)) | {"proxy_location": "EveryNode"}
+    *pools, gateway = content["applications"]
+    for pool in pools:
+        pool["import_path"] = "loadtests.stub_streams:build"
+        pool["args"] |= {"pass_s": PASS_S}
+    where = {"emberforge-node": f"in({','.join(node.name for node in NODES)})"}
+    gateway["deployments"][0] |= {"max_replicas_per_node": 1}
+    gateway["deployments"][0]["ray_actor_options"] |= {"label_selector": where, "num_cpus": 0.25}
+    return content
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Site]:
+    """The cluster, once all replicas are ready."""
+    with lab() as laboratory:
+        build(laboratory, NODES)
+        site = balanced(laboratory, folder, INGRESS)
+        apply(laboratory, config(), folder)
+        wait_for("all replicas", lambda: site.pools() and site.ready() >= len(NODES), 180)
+        wait_for("a whole answer", lambda: outcomes(ask(site, 1, 2)) == {"whole": 1}, 60)
+        yield site
+
+
+def ask(site: Site, streams: int = STREAMS, tokens: int = TOKENS) -> "subprocess.Popen[str]":
+    """Starts the clients, all at once. Returns when they have begun."""
+    arguments = json.dumps({"port": site.port, "streams": streams, "tokens": tokens})
+    process = site.laboratory.start(site.member, "-m", "loadtests.stream_faults", "--clients", arguments)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def results(process: "subprocess.Popen[str]") -> list[tuple[str, float, float]]:
+    """Of each stream: "whole" or what went wrong, its longest pause in s, and its seconds."""
+    output, _ = process.communicate()
+    return [(outcome, pause, seconds) for outcome, pause, seconds in json.loads(output)]
+
+
+def outcomes(process: "subprocess.Popen[str]") -> dict[str, int]:
+    return dict(Counter(outcome for outcome, *_ in results(process)))
+
+
+def kill(what: str, *names: str) -> Callable[[Site, Path], None]:
+    """Kills the first process with `what` in its command line on these nodes."""
+
+    def fault(site: Site, _: Path) -> None:
+        everyone = [each for name in names for each in site.laboratory.members[name].processes()]
+        next(each for each in everyone if what in " ".join(each.cmdline())).kill()
+
+    return fault
+
+
+def redeploy_gateways(site: Site, folder: Path) -> None:
+    apply(site.laboratory, config(payload_limit=3_000_000), folder)
+
+
+def redeploy_replicas(site: Site, folder: Path) -> None:
+    apply(site.laboratory, config(context=1152), folder)
+
+
+def kill_node(site: Site, _: Path) -> None:
+    site.laboratory.members["pc3"].kill()
+
+
+def unplug_node(site: Site, _: Path) -> None:
+    site.laboratory.members["pc3"].unplug()
+
+
+def kill_head(site: Site, _: Path) -> None:
+    site.laboratory.members["head"].kill()
+
+
+FAULTS: dict[str, Callable[[Site, Path], None]] = {
+    "a replica is killed": kill("ServeReplica:chat", "pc3"),
+    "a node is killed": kill_node,
+    "a node is unplugged (packets vanish)": unplug_node,
+    "the replicas are redeployed": redeploy_replicas,
+    "the gateways are redeployed": redeploy_gateways,
+    "a gateway is killed": kill("ServeReplica:gateway", *(node.name for node in NODES)),
+    "the head is killed": kill_head,
+}
+
+
+def main(wanted: Sequence[str]) -> None:
+    if not possible():
+        raise SystemExit("this needs network namespaces: run it as root where iproute2 is installed")
+    folder = Path("/tmp/ef-configs")
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for name in wanted or FAULTS:
+        with running(folder) as site:
+            clients = ask(site)
+            sleep(FAULT_AT_S)
+            FAULTS[name](site, folder)
+            rows.append({"fault": name} | row(results(clients)))
+        print(rows[-1], flush=True)
+    notes = [
+        f"{STREAMS} streams at once, {TOKENS} tokens each, {PASS_S * 1e3:.0f} ms a pass; the fault after {FAULT_AT_S:.0f} s",
+        "three nodes in network namespaces on one machine, a replica on each, two gateways; cluster/deploy/haproxy.cfg in front "
+        "of two of the nodes",
+        "whole: the text of an undisturbed stream, and its end; broken: the answer ended early or with an error; other text: a "
+        "token is missing or comes twice",
+        "longest pause: between two tokens of one stream, over all whole streams",
+    ]
+    write("stream_faults", "python -m loadtests.stream_faults", {"Streams under faults": rows}, notes)
+
+
+def row(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
+    kinds = Counter(outcome for outcome, *_ in found)
+    others = sum(number for kind, number in kinds.items() if kind not in ("whole", "other text"))
+    pauses = sorted(pause for outcome, pause, _ in found if outcome == "whole")
+    print(kinds.most_common(5), flush=True)
+    return {
+        "whole": kinds["whole"],
+        "broken": others,
+        "other text": kinds["other text"],
+        "longest pause s": pauses[-1] if pauses else "-",
+        "median of the streams' longest pauses s": pauses[len(pauses) // 2] if pauses else "-",
+    }
+
+
+class Client(asyncio.Protocol):
+    """Sends one request. Keeps the text, the times of its events, and how the answer ended."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request, self._data = request, bytearray()
+        self.text, self.error, self.times = "", "", [perf_counter()]
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        *events, rest = self._data.split(b"\n\n")
+        self._data = bytearray(rest)
+        for event in events:
+            _, found, content = event.partition(b"data: ")
+            if not found:
+                continue
+            if content == b"[DONE]":
+                self._end("")
+                return
+            answer = orjson.loads(content)
+            if "error" in answer:
+                self._end(f"error: {answer['error']['message'][:80]}")
+                return
+            self.text += answer["choices"][0]["text"]
+            self.times.append(perf_counter())
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._end(f"closed: {bytes(self._data[:80])!r}")
+
+    def _end(self, error: str) -> None:
+        self._transport.close()
+        if not self.ended.done():
+            self.error = error
+            self.ended.set_result(None)
+
+
+def expected(num_tokens: int) -> str:
+    """The text of an undisturbed stream."""
+    from engine.hub import resolve_model
+
+    tokenizer = Tokenizer.from_file(str(resolve_model(EMBEDDED_GENERATOR) / "tokenizer.json"))
+    text: str = tokenizer.decode([token_at(len(PROMPT) + index) for index in range(num_tokens)])
+    return text
+
+
+async def clients(port: int, streams: int, tokens: int) -> list[tuple[str, float, float]]:
+    body = orjson.dumps({"prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    whole, loop = expected(tokens), asyncio.get_running_loop()
+    print("started", flush=True)
+
+    async def one() -> Client:
+        _, client = await loop.create_connection(lambda: Client(head.encode() + body), "127.0.0.1", port)
+        try:
+            await asyncio.wait_for(client.ended, MOST_S)
+        except TimeoutError:
+            client.error = "no end"
+        return client
+
+    found = await asyncio.gather(*(one() for _ in range(streams)))
+    return [(each.error or ("whole" if each.text == whole else "other text"), *_pause(each.times)) for each in found]
+
+
+def _pause(times: Sequence[float]) -> tuple[float, float]:
+    return max((after - before for before, after in pairwise(times)), default=0.0), times[-1] - times[0]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--clients"]:
+        print(json.dumps(asyncio.run(clients(**json.loads(sys.argv[2])))))
+    else:
+        main(sys.argv[1:])
