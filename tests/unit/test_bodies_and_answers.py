@@ -208,7 +208,7 @@ _VECTORS = np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32
 def test_an_answer_in_parts_is_the_answer(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encode.to_json(content)
     monkeypatch.setattr(encode, "_PART_BYTES", 2000)
-    parts = list(encode.json_parts(content))
+    parts = list(encode.json_parts(content, encode.json_size(content)))
     assert b"".join(parts) == whole
     if not isinstance(content, str) and len(content):
         assert len(parts) > 3
