@@ -15,14 +15,17 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import uvicorn
+from byte_tokenizer import byte_tokenizer
+from fake_generator import FakeGenerator
 from fake_models import WIDTH, FakeBackend, FakeModel, vector
 from starlette.types import ASGIApp
+from tiny_generators import folder_without_pooling
 from typer.testing import CliRunner
 
 from engine import Engine
 from engine.errors import InvalidInput
 from engine.model.folder import load_model_config
-from engine.options import EmbedOptions, EncodeOptions
+from engine.options import EmbedOptions, EncodeOptions, SamplingOptions
 from engine.text.tokenizer import Tokenizer
 from loadtests.embed_corpus import COLUMNS, hashed, read_results, start_stub, stub_job, vectors_of, write_corpus
 from serve_app.cli.commands import cli
@@ -292,6 +295,44 @@ def test_a_served_reranker_scores(tokenizer: Tokenizer) -> None:
             worker.compute([("a", "\0")])
         with pytest.raises(CorpusError, match="fake is a reranker"):
             RemoteWorker(address, None, None, 4, Task(), ranks=False)
+
+
+def test_a_served_model_answers_each_text(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "an answer")
+    with served(Api(FakeBackend(model), Settings(), Metrics("fake")).app) as address:  # type: ignore[arg-type]
+        worker = RemoteWorker(address, None, None, 4, Task(prompt="is it so? ", max_tokens=20), ranks=False)
+        results = worker.compute([("text",)])
+    assert results.values.tolist() == ["an answer"]
+    (stream,) = model.streams
+    assert model.prompts.decode(stream.prompt) == "<user>is it so? text<a>"
+    assert (stream.options.max_tokens, stream.options.temperature) == (20, 0.0)
+    assert (worker.kind, worker.rows_per_call, results.num_tokens) == ("answer", 1, len(stream.prompt) + 9)
+
+
+def test_a_generating_model_answers_each_text(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    folder = folder_without_pooling(tiny, "llama_lm", tmp_path / "model")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write_corpus(tmp_path / "a.parquet", ["one", "two", "three"])
+    arguments = [
+        "embed",
+        str(tmp_path / "a.parquet"),
+        "-o",
+        str(tmp_path / "out"),
+        "-m",
+        str(folder),
+        "--max-tokens",
+        "5",
+        "-p",
+        "a ",
+    ]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    engine = Engine.load(folder)
+    assert engine.prompts is not None
+    prompts = [engine.prompts.encode(f"a {text}") for text in ("one", "two", "three")]
+    expected = engine.generate(prompts, SamplingOptions(max_tokens=5, temperature=0.0))
+    texts = [engine.prompts.tokenizer.decode([token.id for token in each.tokens]) for each in expected]
+    assert read_results(tmp_path / "out")["answer"].to_pylist() == texts
 
 
 def test_a_server_that_is_not_there_is_told_at_once() -> None:
