@@ -54,7 +54,7 @@ def hashed(texts: Sequence[str]) -> NDArray[np.float32]:
 
 
 def stub_job(corpus: Path, output: Path, rows_per_file: int, pause_s: float) -> Progress:
-    files = Corpus([str(corpus)], COLUMNS.texts)
+    files = Corpus([corpus], COLUMNS.texts)
     folder = Folder(output, "parquet", rows_per_file, {"model": "stub", "corpus": files.fingerprint})
     progress = Progress(estimated_rows=files.estimated_rows)
     run(files, folder, StubWorker(pause_s), COLUMNS, progress, lambda _: None)
@@ -128,7 +128,7 @@ def rates(folder: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
         return np.concatenate(vectors)
 
     def job(output: Path) -> None:
-        files = Corpus([str(corpus)], COLUMNS.texts)
+        files = Corpus([corpus], COLUMNS.texts)
         worker = LocalWorker(EMBEDDED_MODEL, engine, Task(), ranks=False)
         run(files, Folder(output, "parquet", 2048, {}), worker, COLUMNS, Progress(), lambda _: None)
 

@@ -18,7 +18,9 @@ from engine.model_id import EMBEDDED_MODEL
 from serve_app.cli.console import console, say
 
 if TYPE_CHECKING:
-    from serve_app.corpus.job import Progress, Worker
+    from serve_app.corpus.local import LocalWorker
+    from serve_app.corpus.progress import Progress
+    from serve_app.corpus.remote import RemoteWorker
     from serve_app.corpus.task import Task
 
 # Seconds between two lines, where there is no terminal.
@@ -26,7 +28,12 @@ _LINE_EVERY_S = 10.0
 
 
 def embed(
-    corpus: Annotated[list[str], Argument(help="Files or folders: parquet, jsonl, csv, or txt with a text on each line")],
+    corpus: Annotated[
+        list[str],
+        Argument(
+            help="Files or folders: parquet, jsonl, csv, or txt with a text on each line; or hf://datasets/ORG/NAME, of the Hub"
+        ),
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the results")],
     model: Annotated[
         str | None,
@@ -73,14 +80,13 @@ def embed(
     from serve_app.corpus.task import Task
 
     texts = (column,) if rerank is None else (rerank, column)
-    files = Corpus(corpus, texts)  # before the model: this check is quicker
+    files = Corpus(_paths(corpus), texts)  # before the model: this check is quicker
     task = Task(dimensions, output_dtype, prompt, prompt_name, input_type, max_tokens)
+    worker: LocalWorker | RemoteWorker
     if url is None:
         worker = _local(model or EMBEDDED_MODEL, dtype, task, rerank is not None)
     else:
-        from serve_app.corpus.remote import RemoteWorker
-
-        worker = RemoteWorker(url, model, api_key, in_flight, task, rerank is not None)
+        worker = _remote(url, model, api_key, in_flight, task, rerank is not None)
     if worker.kind in files.schema.names:
         raise InvalidInput(f"the corpus has a column {worker.kind!r} already; rename it")
     if worker.kind == "answer" and file_format == "npy":
@@ -104,7 +110,20 @@ def embed(
         say(f"{progress.num_faults:,} of these rows have no result")
 
 
-def _local(model: str, dtype: Any, task: "Task", ranks: bool) -> "Worker":
+def _paths(inputs: list[str]) -> list[Path]:
+    """The files and folders that the command line names. Datasets of the Hub are downloaded."""
+    paths: list[Path] = []
+    for each in inputs:
+        if each.startswith("hf://"):
+            from serve_app.corpus.hub import download  # its import takes 0.2 s, which files need not pay for
+
+            paths += download(each)
+        else:
+            paths.append(Path(each).expanduser())
+    return paths
+
+
+def _local(model: str, dtype: Any, task: "Task", ranks: bool) -> "LocalWorker":
     with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
         loading = bar.add_task(f"loading {model}", total=1.0)
         from engine import Engine
@@ -112,6 +131,12 @@ def _local(model: str, dtype: Any, task: "Task", ranks: bool) -> "Worker":
 
         engine = Engine.load(model, dtype=dtype, on_progress=lambda share: bar.update(loading, completed=share))
     return LocalWorker(model, engine, task, ranks)
+
+
+def _remote(url: str, model: str | None, api_key: str | None, in_flight: int, task: "Task", ranks: bool) -> "RemoteWorker":
+    from serve_app.corpus.remote import RemoteWorker
+
+    return RemoteWorker(url, model, api_key, in_flight, task, ranks)
 
 
 @contextmanager

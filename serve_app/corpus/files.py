@@ -32,14 +32,14 @@ class CorpusError(EmberError):
 class Corpus:
     """The rows of some files. All files have the columns of the first one."""
 
-    def __init__(self, inputs: Sequence[str], wanted: Sequence[str]) -> None:
+    def __init__(self, inputs: Sequence[Path], wanted: Sequence[str]) -> None:
         """
         Args:
             inputs: files and folders. Of a folder all files whose kind is known are taken.
             wanted: the columns that hold texts.
         Raises: CorpusError.
         """
-        self.paths = [path for each in inputs for path in _found(Path(each).expanduser())]
+        self.paths = [path for each in inputs for path in _found(each)]
         self._sizes = [path.stat().st_size for path in self.paths]
         self._wanted = wanted
         self.schema = self._read_schema()

@@ -85,7 +85,9 @@ def run(
 
     def write_first() -> None:
         index, others, futures = in_flight.popleft()
-        arrays, faults, row = [], {}, 0
+        arrays: list[NDArray[Any]] = []
+        faults: dict[int, str] = {}
+        row = 0
         for future in futures:
             part = future.result()
             faults |= {row + position: reason for position, reason in part.faults.items()}

@@ -30,6 +30,7 @@ from engine.text.tokenizer import Tokenizer
 from loadtests.embed_corpus import COLUMNS, hashed, read_results, start_stub, stub_job, vectors_of, write_corpus
 from serve_app.cli.commands import cli
 from serve_app.compute.quantize import quantize
+from serve_app.corpus import hub
 from serve_app.corpus.files import Corpus, CorpusError
 from serve_app.corpus.folder import Folder
 from serve_app.corpus.job import Results, Row, run
@@ -66,7 +67,7 @@ def test_each_kind_of_file_gives_the_same_tables(tmp_path: Path, name: str) -> N
             path.mkdir()
             write_corpus(path / "1.parquet", TEXTS[:450])
             write_corpus(path / "2.parquet", TEXTS[450:])
-    corpus = Corpus([str(path)], ["text"])
+    corpus = Corpus([path], ["text"])
     whole = {0: TEXTS[:300], 1: TEXTS[300:600], 2: TEXTS[600:900], 3: TEXTS[900:]}
     assert rows(corpus, set()) == whole
     assert corpus.estimated_rows == 1000
@@ -77,7 +78,7 @@ def test_each_kind_of_file_gives_the_same_tables(tmp_path: Path, name: str) -> N
 
 def test_a_csv_text_of_digits_stays_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('id,text\n1,007\n2,"two\nlines"\n')
-    assert rows(Corpus([str(tmp_path / "a.csv")], ["text"]), set()) == {0: ["007", "two\nlines"]}
+    assert rows(Corpus([tmp_path / "a.csv"], ["text"]), set()) == {0: ["007", "two\nlines"]}
 
 
 @pytest.mark.parametrize(
@@ -93,14 +94,33 @@ def test_a_corpus_that_cannot_be_used_is_told(tmp_path: Path, content: str, colu
     path = tmp_path / ("a.jsonl" if "{" in content else "a.csv")
     path.write_text(content)
     with pytest.raises(CorpusError, match=words):
-        Corpus([str(path)], [column])
+        Corpus([path], [column])
+
+
+def test_a_dataset_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def snapshot_download(name: str, *, repo_type: str, revision: str | None, allow_patterns: Any, **_: Any) -> str:
+        asked.append((name, repo_type, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    for number in (0, 1):
+        write_corpus(tmp_path / f"train-{number}.parquet", TEXTS)
+    (tmp_path / "README.md").touch()
+    assert hub.download("hf://datasets/org/name") == [tmp_path]
+    assert hub.download("hf://datasets/org/name@v1/train-*") == [tmp_path / "train-0.parquet", tmp_path / "train-1.parquet"]
+    assert asked == [("org/name", "dataset", None, None), ("org/name", "dataset", "v1", ["train-*", "train-*/*"])]
+    for wrong, words in (("hf://name", "is not of the form"), ("hf://datasets/org/name/test", "no such files")):
+        with pytest.raises(CorpusError, match=words):
+            hub.download(wrong)
 
 
 def test_files_of_one_corpus_have_the_same_columns(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,text\n1,a\n")
     (tmp_path / "b.csv").write_text("number,text\n1,a\n")
     with pytest.raises(CorpusError, match=r"b\.csv has other columns than .*a\.csv"):
-        rows(Corpus([str(tmp_path)], ["text"]), set())
+        rows(Corpus([tmp_path], ["text"]), set())
 
 
 def test_a_job_that_was_killed_twice_loses_no_row(tmp_path: Path) -> None:
@@ -139,7 +159,7 @@ class Picky:
 def pick(tmp_path: Path, texts: Sequence[str | None], form: Any = "parquet") -> tuple[Progress, list[str]]:
     pq.write_table(pa.table({"id": range(len(texts)), "text": pa.array(texts, pa.string())}), tmp_path / "a.parquet")
     progress, told, worker = Progress(), list[str](), Picky()
-    corpus = Corpus([str(tmp_path / "a.parquet")], ["text"])
+    corpus = Corpus([tmp_path / "a.parquet"], ["text"])
     try:
         run(corpus, Folder(tmp_path / "out", form, 8, {}), worker, COLUMNS, progress, told.append)
     finally:
@@ -272,7 +292,7 @@ def test_a_server_computes_at_batch_priority(tokenizer: Tokenizer, tmp_path: Pat
     with served(gate) as address:
         task = Task(dimensions=8, output_dtype="int8", prompt="w99 ")
         worker = RemoteWorker(address, None, "a key", 4, task, ranks=False)
-        corpus, folder = Corpus([str(tmp_path / "a.parquet")], ["text"]), Folder(tmp_path / "out", "parquet", 16, {})
+        corpus, folder = Corpus([tmp_path / "a.parquet"], ["text"]), Folder(tmp_path / "out", "parquet", 16, {})
         run(corpus, folder, worker, COLUMNS, Progress(), print)
     found = read_results(tmp_path / "out")
     assert found["embedding"].type == pa.list_(pa.int8(), 8)
