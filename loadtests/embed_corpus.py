@@ -27,7 +27,7 @@ from serve_app.corpus.job import Columns, Results, Row, run
 from serve_app.corpus.progress import Progress
 
 ROWS, SMALL = 200_000, 20_000
-KILLS, ROUNDS, RATE_ROWS = 20, 5, 8192
+KILLS, ROUNDS, RATE_ROWS = 20, 3, 8192
 COLUMNS = Columns(("text",), "embedding")
 
 
@@ -57,13 +57,16 @@ def stub_job(corpus: Path, output: Path, rows_per_file: int, pause_s: float) -> 
     files = Corpus([corpus], COLUMNS.texts)
     folder = Folder(output, "parquet", rows_per_file, {"model": "stub", "corpus": files.fingerprint})
     progress = Progress(estimated_rows=files.estimated_rows)
-    run(files, folder, StubWorker(pause_s), COLUMNS, progress, lambda _: None)
+    try:
+        run(files, folder, StubWorker(pause_s), COLUMNS, progress, lambda _: None)
+    finally:
+        folder.close()
     return progress
 
 
 def start_stub(corpus: Path, output: Path, rows_per_file: int, pause_s: float) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "loadtests.embed_corpus", "stub", corpus, output, str(rows_per_file), str(pause_s)]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    return subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE)
 
 
 def write_corpus(path: Path, texts: Sequence[str], row_group: int = 50_000) -> Path:
@@ -85,8 +88,10 @@ def killed(corpus: Path, output: Path, texts: Sequence[str]) -> dict[str, Any]:
     """Kills a job at random moments, lets it end, and counts rows that are lost, double or wrong."""
     rng, kept = random.Random(0), []
     for _ in range(KILLS):
-        process = start_stub(corpus, output, 2048, 0.02)
-        sleep(rng.uniform(0.5, 4.0))
+        process = start_stub(corpus, output, 2048, 0.05)
+        assert process.stdout is not None
+        process.stdout.readline()  # the job begins
+        sleep(rng.uniform(0.0, 3.0))
         process.kill()
         process.wait()
         kept.append(len(list(output.glob("part-*.parquet"))))
@@ -211,6 +216,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["stub"]:
+        print("begins", flush=True)
         stub_job(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
     else:
         main()

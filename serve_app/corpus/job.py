@@ -3,6 +3,7 @@
 The worker has the texts of some files at once, so that the end of one file does not leave the device idle.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,7 +101,10 @@ def run(
         for position, reason in faults.items():
             on_progress(progress.add_fault(index * folder.rows_per_file + position, reason))
         folder.write(index, columns.result, np.concatenate(arrays), faults, others)
+        # A request of the engine is in a cycle with its future, which has the vectors. Python would free them much later.
+        gc.collect()
 
+    gc.freeze()  # what is there already need not be searched for cycles after each file
     try:
         for index, table in corpus.tables(folder.rows_per_file, folder.done):
             texts, others = table.select(columns.texts), table.drop_columns(list(columns.texts))
@@ -112,6 +116,7 @@ def run(
         while in_flight:
             write_first()
     finally:
+        gc.unfreeze()
         pool.shutdown(wait=False, cancel_futures=True)
         worker.close()
 

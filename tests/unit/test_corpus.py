@@ -1,7 +1,9 @@
 """`emberforge embed`: files in, files out, and a job that goes on where it was ended."""
 
+import errno
 import gzip
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +141,21 @@ def test_a_job_that_was_killed_twice_loses_no_row(tmp_path: Path) -> None:
     assert np.array_equal(vectors_of(found), hashed(TEXTS))
     assert progress.num_rows == 1000 - 64 * num_before
     assert all(path.stat().st_mtime_ns == at for path, at in times.items()), "complete files are not written again"
+
+
+def test_a_file_that_is_not_on_the_disk_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, output = write_corpus(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(CorpusError, match=r"part-00000\.parquet cannot be written: No space left"):
+            stub_job(corpus, output, 500, 0.0)
+    assert list(output.glob("part-*.parquet")) == []
+    stub_job(corpus, output, 500, 0.0)
+    assert read_results(output)["id"].to_pylist() == list(range(1000))
 
 
 class Picky:
