@@ -102,7 +102,7 @@ def embed(
         with _shown(progress) as on_progress:
             run(files, folder, worker, Columns(texts, worker.kind), progress, on_progress)
     except KeyboardInterrupt:
-        say(f"stopped; {output} has {progress}; the same command goes on from there")
+        say(f"stopped at {progress}; the same command goes on from the files in {output}")
         # Threads may wait for the server's answers. Nothing is lost without them: every file is complete at any moment.
         os._exit(130)
     say(f"{output} is complete: {progress}")
