@@ -16,6 +16,7 @@ from engine.errors import EmberError
 from serve_app.cli import tei
 from serve_app.cli.cluster import cluster_status, plan, start_node, stop_node
 from serve_app.cli.console import console
+from serve_app.cli.embed import embed
 from serve_app.cli.generate import chat, check_refused, generate, with_options
 from serve_app.cli.keys import add_key, key_usage, limit_key, list_keys, remove_key
 from serve_app.cli.machine import doctor, kernels
@@ -55,6 +56,7 @@ cli.command()(kernels)
 short_help = {"help_option_names": ["-h", "--help"]}
 cli.command(context_settings=short_help)(with_options(generate))
 cli.command(context_settings=short_help)(with_options(chat))
+cli.command()(embed)
 cli.command()(plan)
 
 node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)

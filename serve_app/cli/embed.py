@@ -1,0 +1,166 @@
+"""`emberforge embed`: a corpus of files through a model."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from typer import Argument, Option
+
+from engine.errors import InvalidInput
+from engine.model_id import EMBEDDED_MODEL
+from serve_app.cli.console import console, say
+
+if TYPE_CHECKING:
+    from serve_app.corpus.local import LocalWorker
+    from serve_app.corpus.progress import Progress
+    from serve_app.corpus.remote import RemoteWorker
+    from serve_app.corpus.task import Task
+
+# Seconds between two lines, where there is no terminal.
+_LINE_EVERY_S = 10.0
+
+
+def embed(
+    corpus: Annotated[
+        list[str],
+        Argument(
+            help="Files or folders: parquet, jsonl, csv, or txt with a text on each line; or hf://datasets/ORG/NAME, of the Hub"
+        ),
+    ],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the results")],
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            "-m",
+            help=escape(f"Folder, Hub id, or with --url a served name [default: {EMBEDDED_MODEL}, or the server's first]"),
+        ),
+    ] = None,
+    column: Annotated[str, Option("--column", "-c", help="Column with the texts")] = "text",
+    file_format: Annotated[
+        Literal["parquet", "npy"], Option("--format", help="Of the results; npy has vectors alone")
+    ] = "parquet",
+    dimensions: Annotated[int | None, Option(min=1, help=escape("Leading dimensions to keep [default: all]"))] = None,
+    output_dtype: Annotated[
+        Literal["float", "int8", "uint8", "binary", "ubinary"], Option(help="Type of the vectors' numbers")
+    ] = "float",
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="Text before each text")] = None,
+    prompt_name: Annotated[str | None, Option(help="The same, by its name in the model's folder")] = None,
+    input_type: Annotated[Literal["query", "document"] | None, Option(help="The same, for this kind of text")] = None,
+    rerank: Annotated[str | None, Option(metavar="COLUMN", help="Column with queries: score each text for its query")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="Tokens of an answer, of a model that generates text")] = 256,
+    rows_per_file: Annotated[
+        int, Option(min=1, help="Rows of an output file; a kill loses the work on three files at most")
+    ] = 8192,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    url: Annotated[str | None, Option(help="A running server, whose free capacity computes, instead of this machine")] = None,
+    api_key: Annotated[str | None, Option(envvar="EMBERFORGE_API_KEY", help="A key of that server")] = None,
+    in_flight: Annotated[int, Option(min=1, help="Requests in flight at that server")] = 32,
+) -> None:
+    """Embed a corpus: a vector for each text, in files beside the corpus's other columns.
+
+    A reranker gives scores (--rerank), a model that generates text gives answers. A job that was ended at any moment goes on
+    with the same command.
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError:
+        raise InvalidInput("emberforge embed needs pyarrow: pip install 'emberforge[embed]'") from None
+    from serve_app.corpus.files import Corpus
+    from serve_app.corpus.folder import Folder
+    from serve_app.corpus.job import Columns, run
+    from serve_app.corpus.progress import Progress
+    from serve_app.corpus.task import Task
+
+    texts = (column,) if rerank is None else (rerank, column)
+    files = Corpus(_paths(corpus), texts)  # before the model: this check is quicker
+    task = Task(dimensions, output_dtype, prompt, prompt_name, input_type, max_tokens)
+    worker: LocalWorker | RemoteWorker
+    if url is None:
+        worker = _local(model or EMBEDDED_MODEL, dtype, task, rerank is not None)
+    else:
+        worker = _remote(url, model, api_key, in_flight, task, rerank is not None)
+    if worker.kind in files.schema.names:
+        raise InvalidInput(f"the corpus has a column {worker.kind!r} already; rename it")
+    if worker.kind == "answer" and file_format == "npy":
+        raise InvalidInput("npy holds numbers, and this model generates text; choose --format parquet")
+    job = {"model": worker.model, "revision": worker.revision, "dtype": worker.dtype, "columns": texts, **asdict(task)}
+    folder = Folder(output, file_format, rows_per_file, job | {"corpus": files.fingerprint})
+    num_rows = files.estimated_rows
+    num_before = len(folder.done) * rows_per_file
+    progress = Progress(num_before if num_rows is None else min(num_before, num_rows), estimated_rows=num_rows)
+    if folder.done:
+        say(f"{output} has {len(folder.done)} files already; the job goes on")
+    try:
+        with _shown(progress) as on_progress:
+            run(files, folder, worker, Columns(texts, worker.kind), progress, on_progress)
+    except KeyboardInterrupt:
+        say(f"stopped at {progress}; the same command goes on from the files in {output}")
+        # Threads may wait for the server's answers. Nothing is lost without them: every file is complete at any moment.
+        os._exit(130)
+    say(f"{output} is complete: {progress}")
+    if progress.num_faults:
+        say(f"{progress.num_faults:,} of these rows have no result")
+
+
+def _paths(inputs: list[str]) -> list[Path]:
+    """The files and folders that the command line names. Datasets of the Hub are downloaded."""
+    paths: list[Path] = []
+    for each in inputs:
+        if each.startswith("hf://"):
+            from serve_app.corpus.hub import download  # its import takes 0.2 s, which files need not pay for
+
+            paths += download(each)
+        else:
+            paths.append(Path(each).expanduser())
+    return paths
+
+
+def _local(model: str, dtype: Any, task: "Task", ranks: bool) -> "LocalWorker":
+    with Bar(console=console, transient=True, disable=not console.is_terminal) as bar:
+        loading = bar.add_task(f"loading {model}", total=1.0)
+        from engine import Engine
+        from serve_app.corpus.local import LocalWorker
+
+        engine = Engine.load(model, dtype=dtype, on_progress=lambda share: bar.update(loading, completed=share))
+    return LocalWorker(model, engine, task, ranks)
+
+
+def _remote(url: str, model: str | None, api_key: str | None, in_flight: int, task: "Task", ranks: bool) -> "RemoteWorker":
+    from serve_app.corpus.remote import RemoteWorker
+
+    return RemoteWorker(url, model, api_key, in_flight, task, ranks)
+
+
+@contextmanager
+def _shown(progress: "Progress") -> Iterator[Callable[[str], None]]:
+    """Shows the progress: a bar on a terminal, elsewhere a line now and then. The function shows a line of its own, too."""
+    if console.is_terminal:
+        with Bar(BarColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
+            shown = bar.add_task(str(progress), total=1.0)
+
+            def on_progress(line: str) -> None:
+                if line:
+                    say(line)
+                bar.update(shown, completed=progress.share, description=str(progress))
+
+            yield on_progress
+        return
+    told_at = monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal told_at
+        if line:
+            say(line)
+        if monotonic() - told_at >= _LINE_EVERY_S:
+            told_at = monotonic()
+            say(str(progress))
+
+    yield tell

@@ -1,0 +1,145 @@
+"""A corpus through a worker into a folder.
+
+The worker has the texts of some files at once, so that the end of one file does not leave the device idle.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from engine.errors import EmptyInput, InvalidInput, NotFinite, TokenizerError
+from serve_app.corpus.files import Corpus
+from serve_app.corpus.folder import Folder
+from serve_app.corpus.progress import Progress
+
+_FILES_IN_FLIGHT = 3
+# The errors of one row. All others end the job.
+_OF_A_ROW = (InvalidInput, EmptyInput, TokenizerError, NotFinite)
+
+# A text, or a query and a text.
+Row = tuple[str, ...]
+
+
+class Results(NamedTuple):
+    values: NDArray[Any]  # [n, D] numbers, [n] numbers or [n] texts
+    num_tokens: int
+
+
+class Worker(Protocol):
+    """What computes: the engine of this process, or a server. `compute` may be called from several threads."""
+
+    @property
+    def rows_per_call(self) -> int: ...
+
+    @property
+    def num_calls(self) -> int:
+        """Calls to have under way at once."""
+        ...
+
+    def compute(self, rows: Sequence[Row]) -> Results:
+        """Raises: InvalidInput, EmptyInput, TokenizerError or NotFinite for rows that cannot be computed; EmberError."""
+        ...
+
+    def close(self) -> None:
+        """End the calls under way with an error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns with the texts, in the order of `Row`, and the column for the results."""
+
+    texts: tuple[str, ...]
+    result: str
+
+
+class _Part(NamedTuple):
+    """The results of some rows. `faults` has the reason for each row without a result, by the row's position."""
+
+    values: NDArray[Any]
+    faults: dict[int, str]
+    num_tokens: int
+
+
+def run(
+    corpus: Corpus,
+    folder: Folder,
+    worker: Worker,
+    columns: Columns,
+    progress: Progress,
+    on_progress: Callable[[str], None],
+) -> None:
+    """Computes the files that the folder does not have. `on_progress` gets what to tell of single rows, or an empty text.
+
+    Raises: CorpusError; EmberError of the worker.
+    """
+    empty = worker.compute([("a",) * len(columns.texts)]).values[:0]
+    pool = ThreadPoolExecutor(worker.num_calls, thread_name_prefix="corpus")
+    in_flight: deque[tuple[int, pa.Table, list[Future[_Part]]]] = deque()
+
+    def write_first() -> None:
+        index, others, futures = in_flight.popleft()
+        arrays: list[NDArray[Any]] = []
+        faults: dict[int, str] = {}
+        row = 0
+        for future in futures:
+            part = future.result()
+            faults |= {row + position: reason for position, reason in part.faults.items()}
+            arrays.append(part.values)
+            row += len(part.values)
+            progress.num_tokens += part.num_tokens
+            progress.num_rows += len(part.values)
+            progress.estimated_rows = corpus.estimated_rows
+            on_progress("")
+        for position, reason in faults.items():
+            on_progress(progress.add_fault(index * folder.rows_per_file + position, reason))
+        folder.write(index, columns.result, np.concatenate(arrays), faults, others)
+        # A request of the engine is in a cycle with its future, which has the vectors. Python would free them much later.
+        gc.collect()
+
+    gc.freeze()  # what is there already need not be searched for cycles after each file
+    try:
+        for index, table in corpus.tables(folder.rows_per_file, folder.done):
+            texts, others = table.select(columns.texts), table.drop_columns(list(columns.texts))
+            starts = range(0, table.num_rows, worker.rows_per_call)
+            parts = [texts.slice(start, worker.rows_per_call) for start in starts]
+            in_flight.append((index, others, [pool.submit(_compute, worker, empty, part) for part in parts]))
+            if len(in_flight) == _FILES_IN_FLIGHT:
+                write_first()
+        while in_flight:
+            write_first()
+    finally:
+        gc.unfreeze()
+        pool.shutdown(wait=False, cancel_futures=True)
+        worker.close()
+
+
+def _compute(worker: Worker, empty: NDArray[Any], texts: pa.Table) -> _Part:
+    """The results of some rows. Models take no empty texts, so a row without a text gets no result.
+
+    Args:
+        empty: no results, for their shape and type.
+    """
+    rows = list(zip(*(column.to_pylist() for column in texts.columns), strict=True))
+    values = np.zeros((len(rows), *empty.shape[1:]), empty.dtype)
+    faults = {position: "it has no text" for position, row in enumerate(rows) if not all(row)}
+    present = [position for position in range(len(rows)) if position not in faults]
+    num_tokens = 0
+    if present:
+        try:
+            values[present], num_tokens = worker.compute([rows[position] for position in present])
+        except _OF_A_ROW:  # each row alone: the others are sound
+            for position in present:
+                try:
+                    values[position : position + 1], tokens = worker.compute([rows[position]])
+                    num_tokens += tokens
+                except _OF_A_ROW as error:
+                    faults[position] = str(error)
+    return _Part(values, faults, num_tokens)

@@ -1,0 +1,82 @@
+"""The model of this process, as the worker of a job."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.engine import Engine
+from engine.hub import resolve_model
+from engine.loop import EngineLoop
+from engine.options import EmbedOptions, EncodeOptions, SamplingOptions, TokenIds, check_dimensions
+from engine.revision import revision_of
+from engine.run.flight import Vectors
+from engine.schedule.request import Request
+from serve_app.compute.quantize import check_dtype, quantize, read_ranges
+from serve_app.compute.scores import probabilities
+from serve_app.corpus.files import CorpusError
+from serve_app.corpus.job import Results, Row
+from serve_app.corpus.task import Kind, Task, kind_of
+
+
+class LocalWorker:
+    """Many calls are under way at once, so that the engine's queue always has the next passes."""
+
+    rows_per_call, num_calls = 512, 48
+
+    def __init__(self, model: str, engine: Engine, task: Task, ranks: bool) -> None:
+        """Raises: CorpusError for a model that does not fit; InvalidInput for a task that the model cannot do."""
+        config, folder = engine.config, resolve_model(model)
+        self.kind: Kind = kind_of(model, {"embedding"} if config.embeds else {config.task}, ranks)
+        if config.pooling == "splade":
+            raise CorpusError(f"{model} gives sparse weights, which have no column here")
+        self.model, self.revision, self.dtype = model, revision_of(folder), engine.dtype_name
+        self._ranges = read_ranges(folder, config)
+        if self.kind == "embedding":
+            check_dimensions(task.dimensions, config.embedding_size)
+            check_dtype(task.output_dtype, task.dimensions or config.embedding_size, True, self._ranges)
+        if self.kind == "answer":
+            self.rows_per_call = 16
+        self._engine, self._task = engine, task
+        self._loop = EngineLoop(engine, engine.max_batch_tokens, max_batch_seqs=engine.max_batch_seqs)
+
+    def compute(self, rows: Sequence[Row]) -> Results:
+        tokenizer, task = self._engine.tokenizer, self._task
+        match self.kind:
+            case "embedding":
+                encoding = EncodeOptions(prompt_name=task.prompt_name, prompt=task.prompt, input_type=task.input_type)
+                sequences = tokenizer.encode([text for (text,) in rows], encoding)
+                vectors = self._embed(sequences, EmbedOptions(dimensions=task.dimensions))
+                return Results(quantize(vectors, task.output_dtype, self._ranges), sum(map(len, sequences)))
+            case "score":
+                sequences = tokenizer.encode_pairs([(query, text) for query, text in rows], EncodeOptions())
+                logits = self._embed(sequences, EmbedOptions(normalize=False))
+                return Results(probabilities(logits)[:, 0], sum(map(len, sequences)))
+            case "answer":
+                return self._answer([text for (text,) in rows])
+
+    def close(self) -> None:
+        self._loop.stop()
+
+    def _embed(self, sequences: list[TokenIds], options: EmbedOptions) -> Vectors:
+        request = Request(sequences, options)
+        self._loop.submit([request])
+        vectors: Vectors = request.future.result().vectors
+        return vectors
+
+    def _answer(self, texts: Sequence[str]) -> Results:
+        """The likeliest answer to each text as a user's message."""
+        engine, prompts, said = self._engine, self._engine.prompts, self._engine.config.generation
+        assert prompts is not None, "the model generates"
+        assert said is not None, "the model generates"
+        sampling = SamplingOptions(max_tokens=self._task.max_tokens).chosen(
+            said, max_tokens=self._task.max_tokens, temperature=0.0
+        )
+        messages = [[{"role": "user", "content": (self._task.prompt or "") + text}] for text in texts]
+        streams = [engine.new_stream(prompts.encode_chat(each), sampling) for each in messages]
+        self._loop.submit(streams)
+        answers, num_tokens = np.empty(len(texts), dtype=object), 0
+        for index, stream in enumerate(streams):
+            tokens, writer = stream.future.result().tokens, prompts.detokenizer(stream.prompt)
+            answers[index] = "".join([writer.push(token.id) for token in tokens]) + writer.finish()
+            num_tokens += len(stream.prompt) + len(tokens)
+        return Results(answers, num_tokens)

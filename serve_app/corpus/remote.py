@@ -1,0 +1,131 @@
+"""A running server or cluster, as the worker of a job. Its requests have batch priority: they get the capacity that is left."""
+
+import base64
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from email.message import Message
+from http.client import HTTPException
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import orjson
+
+from engine.errors import EngineStopped, InvalidInput
+from serve_app.corpus.files import CorpusError
+from serve_app.corpus.folder import GO_ON
+from serve_app.corpus.job import Results, Row
+from serve_app.corpus.task import Kind, Task, kind_of
+
+_DTYPES = {"float": "<f4", "int8": "i1", "uint8": "u1", "binary": "i1", "ubinary": "u1"}
+_ROWS_PER_CALL = 64
+# A request is sent again for so long: a server may restart meanwhile. One that cannot be reached at the start is told at once.
+_PATIENCE_S = 600.0
+_LONGEST_WAIT_S = 30.0
+# Seconds without a byte of the answer. The server's own limit, `request_timeout_s`, is usually shorter.
+_TIMEOUT_S = 300.0
+_OF_THE_ROWS = (400, 413, 422, 424)
+_FOR_NOW = (429, 500, 502, 503, 504)
+
+
+class RemoteWorker:
+    """Calls wait in threads of their own, so that the server always has the next requests."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None, num_calls: int, task: Task, ranks: bool) -> None:
+        """`model` None takes the server's first model.
+
+        Raises: CorpusError for a server that does not answer, and a model that does not fit.
+        """
+        self._url, self.num_calls, self._task = url.rstrip("/"), num_calls, task
+        self._headers = {"content-type": "application/json", "x-priority": "batch"}
+        if api_key is not None:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._stopping = threading.Event()
+        self._patience_s = 0.0
+        self.revision: str | None = None
+        query = "" if model is None else f"?{urllib.parse.urlencode({'model': model})}"
+        info, _ = self._ask(f"/info{query}")
+        self._patience_s = _PATIENCE_S
+        self.model, self.dtype, self.revision = info["served_model_name"], info["model_dtype"], info["model_sha"]
+        self.kind: Kind = kind_of(self.model, set(info["model_type"]), ranks)
+        self.rows_per_call = 1 if self.kind == "answer" else min(_ROWS_PER_CALL, info["max_client_batch_size"])
+
+    def compute(self, rows: Sequence[Row]) -> Results:
+        match self.kind:
+            case "embedding":
+                return self._embed([text for (text,) in rows])
+            case "score":
+                answer, headers = self._ask("/predict", {"model": self.model, "inputs": rows})
+                scores = np.array([labels[0]["score"] for labels in answer], dtype=np.float32)
+                return Results(scores, int(headers["x-compute-tokens"]))
+            case "answer":
+                return self._answer(rows[0][0])
+
+    def close(self) -> None:
+        self._stopping.set()
+
+    def _embed(self, texts: list[str]) -> Results:
+        task, body = self._task, {"model": self.model, "input": texts, "encoding_format": "base64"}
+        for name in ("dimensions", "output_dtype", "prompt", "prompt_name", "input_type"):
+            if (value := getattr(task, name)) is not None:
+                body[name] = value
+        answer, _ = self._ask("/v1/embeddings", body)
+        content = b"".join(base64.b64decode(each["embedding"]) for each in answer["data"])
+        vectors = np.frombuffer(content, _DTYPES[task.output_dtype]).reshape(len(texts), -1)
+        return Results(vectors, answer["usage"]["prompt_tokens"])
+
+    def _answer(self, text: str) -> Results:
+        messages = [{"role": "user", "content": (self._task.prompt or "") + text}]
+        body = {"model": self.model, "messages": messages, "max_tokens": self._task.max_tokens, "temperature": 0}
+        answer, _ = self._ask("/v1/chat/completions", body)
+        content = answer["choices"][0]["message"]["content"] or ""
+        return Results(np.array([content], dtype=object), answer["usage"]["total_tokens"])
+
+    def _ask(self, path: str, body: Any = None) -> tuple[Any, Message]:
+        """The content and the headers of the answer. Requests that fail for now are sent again.
+
+        Raises: InvalidInput for rows that the server refuses; CorpusError; EngineStopped after `close`.
+        """
+        content = None if body is None else orjson.dumps(body)
+        request = urllib.request.Request(f"{self._url}{path}", content, self._headers)  # noqa: S310
+        deadline, wait_s = monotonic() + self._patience_s, 1.0
+        while not self._stopping.is_set():
+            try:
+                with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+                    self._check_revision(answer.headers["x-model-revision"])
+                    return orjson.loads(answer.read()), answer.headers
+            except urllib.error.HTTPError as error:
+                reason = f"{error.code}: {_message(error)}"
+                if error.code in _OF_THE_ROWS:
+                    raise InvalidInput(reason) from None
+                if error.code not in _FOR_NOW:
+                    raise CorpusError(f"{self._url}{path} answers {reason}") from None
+                wait_s = float(error.headers.get("retry-after", wait_s))
+            except (OSError, HTTPException) as error:  # refused, reset, or too late
+                reason = str(error)
+            if monotonic() > deadline:
+                raise CorpusError(f"{self._url}{path} has no answer ({reason}); when it has, {GO_ON}")
+            self._stopping.wait(min(wait_s, _LONGEST_WAIT_S))
+            wait_s *= 2
+        raise EngineStopped("the job has ended")
+
+    def _check_revision(self, revision: str | None) -> None:
+        """Raises: CorpusError if the server has another revision of the model now."""
+        if self.revision is not None and revision not in (None, self.revision):
+            raise CorpusError(
+                f"{self._url} has revision {revision} of {self.model} now, and the job began with {self.revision}: "
+                "results of two revisions do not belong together; begin with a new folder"
+            )
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """The server's own words."""
+    try:
+        content = orjson.loads(error.read())
+    except (OSError, ValueError, HTTPException):
+        return error.reason
+    said = content.get("error") or content.get("message") if isinstance(content, dict) else None
+    return str(said.get("message") if isinstance(said, dict) else said or error.reason)

@@ -1,0 +1,379 @@
+"""`emberforge embed`: files in, files out, and a job that goes on where it was ended."""
+
+import errno
+import gzip
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import uvicorn
+from byte_tokenizer import byte_tokenizer
+from fake_generator import FakeGenerator
+from fake_models import WIDTH, FakeBackend, FakeModel, vector
+from starlette.types import ASGIApp
+from tiny_generators import folder_without_pooling
+from typer.testing import CliRunner
+
+from engine import Engine
+from engine.errors import InvalidInput
+from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, EncodeOptions, SamplingOptions
+from engine.text.tokenizer import Tokenizer
+from loadtests.embed_corpus import COLUMNS, hashed, read_results, start_stub, stub_job, vectors_of, write_corpus
+from serve_app.cli.commands import cli
+from serve_app.compute.quantize import quantize
+from serve_app.corpus import hub
+from serve_app.corpus.files import Corpus, CorpusError
+from serve_app.corpus.folder import Folder
+from serve_app.corpus.job import Results, Row, run
+from serve_app.corpus.local import LocalWorker
+from serve_app.corpus.progress import Progress
+from serve_app.corpus.remote import RemoteWorker
+from serve_app.corpus.task import Task
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
+from serve_app.settings import Settings
+
+TEXTS = [f"text {number}" for number in range(1000)]
+
+
+def rows(corpus: Corpus, done: set[int]) -> dict[int, list[str]]:
+    return {index: table["text"].to_pylist() for index, table in corpus.tables(300, done)}
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.txt", "a.jsonl.gz", "folder"])
+def test_each_kind_of_file_gives_the_same_tables(tmp_path: Path, name: str) -> None:
+    path, lines = tmp_path / name, [json.dumps({"id": 1, "text": text}) for text in TEXTS]
+    match path.suffixes:
+        case [".parquet"]:
+            write_corpus(path, TEXTS, row_group=128)
+        case [".jsonl"]:
+            path.write_text("\n".join(lines))
+        case [".jsonl", ".gz"]:
+            path.write_bytes(gzip.compress("\n".join(lines).encode()))
+        case [".csv"]:
+            pa.csv.write_csv(pa.table({"text": TEXTS}), path)
+        case [".txt"]:
+            path.write_text("\n".join(TEXTS))
+        case _:
+            path.mkdir()
+            write_corpus(path / "1.parquet", TEXTS[:450])
+            write_corpus(path / "2.parquet", TEXTS[450:])
+    corpus = Corpus([path], ["text"])
+    whole = {0: TEXTS[:300], 1: TEXTS[300:600], 2: TEXTS[600:900], 3: TEXTS[900:]}
+    assert rows(corpus, set()) == whole
+    assert corpus.estimated_rows == 1000
+    assert rows(corpus, {0, 2}) == {1: whole[1], 3: whole[3]}
+    assert rows(corpus, {0, 1, 2}) == {3: whole[3]}
+    assert rows(corpus, {0, 1, 2, 3}) == {}
+
+
+def test_a_csv_text_of_digits_stays_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,text\n1,007\n2,"two\nlines"\n')
+    assert rows(Corpus([tmp_path / "a.csv"], ["text"]), set()) == {0: ["007", "two\nlines"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "column", "words"),
+    [
+        ("id,text\n1,a\n", "body", "no column 'body'; its columns are id, text"),
+        ("", "text", "cannot be read"),
+        ('{"id": 1, "text": "a"}\n', "id", "column 'id' has the type int64, expected text"),
+        ('{"id": 1, "text": \n', "text", "cannot be read"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_told(tmp_path: Path, content: str, column: str, words: str) -> None:
+    path = tmp_path / ("a.jsonl" if "{" in content else "a.csv")
+    path.write_text(content)
+    with pytest.raises(CorpusError, match=words):
+        Corpus([path], [column])
+
+
+def test_a_dataset_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def snapshot_download(name: str, *, repo_type: str, revision: str | None, allow_patterns: Any, **_: Any) -> str:
+        asked.append((name, repo_type, revision, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    for number in (0, 1):
+        write_corpus(tmp_path / f"train-{number}.parquet", TEXTS)
+    (tmp_path / "README.md").touch()
+    assert hub.download("hf://datasets/org/name") == [tmp_path]
+    assert hub.download("hf://datasets/org/name@v1/train-*") == [tmp_path / "train-0.parquet", tmp_path / "train-1.parquet"]
+    assert asked == [("org/name", "dataset", None, None), ("org/name", "dataset", "v1", ["train-*", "train-*/*"])]
+    for wrong, words in (("hf://name", "is not of the form"), ("hf://datasets/org/name/test", "no such files")):
+        with pytest.raises(CorpusError, match=words):
+            hub.download(wrong)
+
+
+def test_files_of_one_corpus_have_the_same_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,a\n")
+    (tmp_path / "b.csv").write_text("number,text\n1,a\n")
+    with pytest.raises(CorpusError, match=r"b\.csv has other columns than .*a\.csv"):
+        rows(Corpus([tmp_path], ["text"]), set())
+
+
+def test_a_job_that_was_killed_twice_loses_no_row(tmp_path: Path) -> None:
+    corpus, output = write_corpus(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
+    for most in (2, 5):
+        with start_stub(corpus, output, 64, 0.05) as process:
+            while len(list(output.glob("part-*.parquet"))) < most:
+                assert process.poll() is None, "the job ended before it was killed"
+            process.kill()
+    num_before = len(list(output.glob("part-*.parquet")))
+    times = {path: path.stat().st_mtime_ns for path in output.glob("part-*.parquet")}
+    assert num_before < 16
+    progress = stub_job(corpus, output, 64, 0.0)
+    found = read_results(output)
+    assert found["id"].to_pylist() == list(range(1000))
+    assert np.array_equal(vectors_of(found), hashed(TEXTS))
+    assert progress.num_rows == 1000 - 64 * num_before
+    assert all(path.stat().st_mtime_ns == at for path, at in times.items()), "complete files are not written again"
+
+
+def test_a_file_that_is_not_on_the_disk_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, output = write_corpus(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(CorpusError, match=r"part-00000\.parquet cannot be written: No space left"):
+            stub_job(corpus, output, 500, 0.0)
+    assert list(output.glob("part-*.parquet")) == []
+    stub_job(corpus, output, 500, 0.0)
+    assert read_results(output)["id"].to_pylist() == list(range(1000))
+
+
+class Picky:
+    """Refuses some texts."""
+
+    rows_per_call, num_calls = 4, 2
+    closed = False
+
+    def compute(self, rows: Sequence[Row]) -> Results:
+        if ("bad",) in rows:
+            raise InvalidInput("a bad text")
+        return Results(hashed([text for (text,) in rows]), len(rows))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def pick(tmp_path: Path, texts: Sequence[str | None], form: Any = "parquet") -> tuple[Progress, list[str]]:
+    pq.write_table(pa.table({"id": range(len(texts)), "text": pa.array(texts, pa.string())}), tmp_path / "a.parquet")
+    progress, told, worker = Progress(), list[str](), Picky()
+    corpus = Corpus([tmp_path / "a.parquet"], ["text"])
+    try:
+        run(corpus, Folder(tmp_path / "out", form, 8, {}), worker, COLUMNS, progress, told.append)
+    finally:
+        assert worker.closed
+    return progress, [each for each in told if each]
+
+
+def test_a_row_without_a_result_gets_a_null_and_is_told(tmp_path: Path) -> None:
+    texts = ["a", None, "b", "", "c", "d", "bad", "e", "f", "bad"]
+    progress, told = pick(tmp_path, texts)
+    table = read_results(tmp_path / "out")
+    assert [row for row, vector in enumerate(table["embedding"].to_pylist()) if vector is None] == [1, 3, 6, 9]
+    assert table["embedding"][7].as_py() == hashed(["e"])[0].tolist()
+    assert table["id"].to_pylist() == list(range(10))
+    assert (progress.num_rows, progress.num_faults) == (10, 4)
+    assert told[0] == "row 1 has no result: it has no text"
+    assert told[-1] == "row 9 has no result: a bad text"
+
+
+def test_npy_has_the_vectors_and_no_nulls(tmp_path: Path) -> None:
+    pick(tmp_path, list("abcdefghij"), "npy")
+    assert np.array_equal(np.load(tmp_path / "out" / "part-00001.npy"), hashed(["i", "j"]))
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(CorpusError, match="row 2 has no result, and npy has no nulls"):
+        pick(tmp_path / "bad", ["a", "b", None], "npy")
+
+
+def test_a_folder_takes_one_job_at_a_time(tmp_path: Path) -> None:
+    job = {"model": "a", "corpus": {"a.parquet": "1 byte"}}
+    first = Folder(tmp_path / "out", "parquet", 8, job)
+    with pytest.raises(CorpusError, match="another process writes into"):
+        Folder(tmp_path / "out", "parquet", 8, job)
+    first.close()
+    Folder(tmp_path / "out", "parquet", 8, job).close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "b"}, 'model was "a", and is "b" now'),
+        ({"corpus": {"a.parquet": "2 bytes"}}, 'corpus: a.parquet was "1 byte", and is "2 bytes" now'),
+        ({"dimensions": 8}, "dimensions was null, and is 8 now"),
+    ],
+)
+def test_a_folder_keeps_the_results_of_one_job(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    job = {"model": "a", "corpus": {"a.parquet": "1 byte"}}
+    Folder(tmp_path / "out", "parquet", 8, job).close()
+    Folder(tmp_path / "out", "parquet", 8, job).close()
+    with pytest.raises(CorpusError, match=words):
+        Folder(tmp_path / "out", "parquet", 8, job | change)
+
+
+def test_the_command_gives_the_engines_vectors(tmp_path: Path, minilm: Path) -> None:
+    write_corpus(tmp_path / "a.parquet", TEXTS[:40])
+    engine = Engine.load(minilm)
+    options = ["--dimensions", "64", "--prompt", "query: ", "--rows-per-file", "16"]
+    for output_dtype in ("float", "int8"):
+        arguments = ["embed", str(tmp_path / "a.parquet"), "-o", str(tmp_path / output_dtype), "-m", str(minilm), *options]
+        result = CliRunner().invoke(cli, [*arguments, "--output-dtype", output_dtype], catch_exceptions=False)
+        assert result.exit_code == 0
+    table = read_results(tmp_path / "float")
+    vectors = engine.embed([f"query: {text}" for text in TEXTS[:40]], dimensions=64)
+    assert table.column_names == ["id", "embedding"]
+    assert table["embedding"].type == pa.list_(pa.float32(), 64)
+    assert np.allclose(vectors_of(table), vectors, atol=1e-6)
+    assert read_results(tmp_path / "int8")["embedding"].type == pa.list_(pa.int8(), 64)
+
+
+def test_a_reranker_scores_each_text_for_its_query(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    folder = tiny("bert_classifier", num_labels=1)
+    pq.write_table(pa.table({"id": [7, 8], "text": ["a b", "c"], "q": ["a", "b"]}), tmp_path / "a.parquet")
+    arguments = ["embed", str(tmp_path / "a.parquet"), "-o", str(tmp_path / "out"), "-m", str(folder), "--rerank", "q"]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    table = read_results(tmp_path / "out")
+    engine = Engine.load(folder)
+    worker = LocalWorker(str(folder), engine, Task(), ranks=True)
+    scores = [worker.compute([row]).values[0] for row in (("a", "a b"), ("b", "c"))]
+    worker.close()
+    assert table.column_names == ["id", "score"]
+    assert np.allclose(table["score"], scores, atol=1e-6)
+    with pytest.raises(CorpusError, match="is a reranker: name the column"):
+        LocalWorker(str(folder), engine, Task(), ranks=False)
+
+
+@contextmanager
+def served(app: ASGIApp) -> Iterator[str]:
+    """The application's address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class Gate:
+    """In front of the API: notes the headers of requests, and answers the first ones with 503."""
+
+    def __init__(self, app: ASGIApp, num_refused: int) -> None:
+        self._app, self.num_refused, self.priorities = app, num_refused, set[bytes]()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            self.priorities.add(dict(scope["headers"])[b"x-priority"])
+            if self.num_refused:
+                self.num_refused -= 1
+                await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"0")]})
+                return await send({"type": "http.response.body", "body": b"{}"})
+        return await self._app(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Tokenizer:
+    folder = tiny("bert")
+    return Tokenizer.load(folder, load_model_config(folder))
+
+
+def api(tokenizer: Tokenizer, kind: str) -> ASGIApp:
+    app: ASGIApp = Api(FakeBackend(FakeModel(tokenizer, kind)), Settings(max_client_batch_size=8), Metrics("fake")).app
+    return app
+
+
+def test_a_server_computes_at_batch_priority(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    texts = [f"w{number}" for number in range(40)]
+    write_corpus(tmp_path / "a.parquet", texts)
+    gate = Gate(api(tokenizer, "embedding"), num_refused=3)
+    with served(gate) as address:
+        task = Task(dimensions=8, output_dtype="int8", prompt="w99 ")
+        worker = RemoteWorker(address, None, "a key", 4, task, ranks=False)
+        corpus, folder = Corpus([tmp_path / "a.parquet"], ["text"]), Folder(tmp_path / "out", "parquet", 16, {})
+        run(corpus, folder, worker, COLUMNS, Progress(), print)
+    found = read_results(tmp_path / "out")
+    assert found["embedding"].type == pa.list_(pa.int8(), 8)
+    assert found["id"].to_pylist() == list(range(40))
+    sequences = tokenizer.encode(texts, EncodeOptions(prompt="w99 "))
+    expected = np.stack([vector(ids, WIDTH, EmbedOptions(dimensions=8)) for ids in sequences])
+    assert np.array_equal(vectors_of(found), quantize(expected, "int8", {}))
+    assert gate.priorities == {b"batch"}
+    assert gate.num_refused == 0
+    assert (worker.model, worker.dtype, worker.rows_per_call) == ("fake", "float32", 8)
+
+
+def test_a_served_reranker_scores(tokenizer: Tokenizer) -> None:
+    with served(api(tokenizer, "reranker")) as address:
+        worker = RemoteWorker(address, None, None, 4, Task(), ranks=True)
+        whole = worker.compute([("w1", "w2 w3"), ("w4", "w5")])
+        assert whole.values[1] == worker.compute([("w4", "w5")]).values[0]
+        assert whole.values[0] != whole.values[1]
+        with pytest.raises(InvalidInput, match="NUL"):
+            worker.compute([("a", "\0")])
+        with pytest.raises(CorpusError, match="fake is a reranker"):
+            RemoteWorker(address, None, None, 4, Task(), ranks=False)
+
+
+def test_a_served_model_answers_each_text(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "an answer")
+    with served(Api(FakeBackend(model), Settings(), Metrics("fake")).app) as address:  # type: ignore[arg-type]
+        worker = RemoteWorker(address, None, None, 4, Task(prompt="is it so? ", max_tokens=20), ranks=False)
+        results = worker.compute([("text",)])
+    assert results.values.tolist() == ["an answer"]
+    (stream,) = model.streams
+    assert model.prompts.decode(stream.prompt) == "<user>is it so? text<a>"
+    assert (stream.options.max_tokens, stream.options.temperature) == (20, 0.0)
+    assert (worker.kind, worker.rows_per_call, results.num_tokens) == ("answer", 1, len(stream.prompt) + 9)
+
+
+def test_a_generating_model_answers_each_text(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    folder = folder_without_pooling(tiny, "llama_lm", tmp_path / "model")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write_corpus(tmp_path / "a.parquet", ["one", "two", "three"])
+    arguments = [
+        "embed",
+        str(tmp_path / "a.parquet"),
+        "-o",
+        str(tmp_path / "out"),
+        "-m",
+        str(folder),
+        "--max-tokens",
+        "5",
+        "-p",
+        "a ",
+    ]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    engine = Engine.load(folder)
+    assert engine.prompts is not None
+    prompts = [engine.prompts.encode(f"a {text}") for text in ("one", "two", "three")]
+    expected = engine.generate(prompts, SamplingOptions(max_tokens=5, temperature=0.0))
+    texts = [engine.prompts.tokenizer.decode([token.id for token in each.tokens]) for each in expected]
+    assert read_results(tmp_path / "out")["answer"].to_pylist() == texts
+
+
+def test_a_server_that_is_not_there_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    with pytest.raises(CorpusError, match="has no answer"):
+        RemoteWorker(address, None, None, 4, Task(), ranks=False)
