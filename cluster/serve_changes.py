@@ -72,10 +72,12 @@ def interruptions(
         coming = _by_model(after).get(model)
         if coming is None or not any(replicas.get(pool) for pool in pools) or kept.intersection(pools):
             continue
-        whom = "all requests have" if model is None else f"{model} has"
         took = [start_s[pool] for pool in coming if start_s and pool in start_s]
-        how_long = f"about {min(took):.0f} s at the last start" if took else "no apply has measured yet how long a start takes"
-        yield f"{whom} no replica to answer until a new one has started: {how_long}"
+        how_long = (
+            f"about {min(took):.0f} s at the last start" if took else "how long is not known before the first measured start"
+        )
+        whom = "no model answers until a new gateway" if model is None else f"{model} does not answer until a new replica"
+        yield f"{whom} has started: {how_long}"
 
 
 def _by_model(applications: Mapping[str, Any]) -> dict[str | None, list[str]]:

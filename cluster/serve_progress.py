@@ -13,7 +13,7 @@ _LONGEST_MESSAGE = 300
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """A replica at one moment. `node` is None while it waits for a node with room."""
+    """A replica at one moment. `node` is None until Ray has found a node with room and started a process there."""
 
     application: str
     id: str
@@ -22,8 +22,6 @@ class ReplicaSeen:
     started_at: float  # seconds since the epoch
 
     def __str__(self) -> str:
-        if self.node is None and self.state == "STARTING":
-            return "waits for a node with room"
         where = "" if self.node is None else f" on {self.node}"
         return f"{_WORDS.get(self.state, self.state.lower().replace('_', ' '))}{where}"
 

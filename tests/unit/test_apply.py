@@ -198,9 +198,9 @@ def test_an_apply_says_what_it_does_and_ends_when_all_is_ready() -> None:
     operator = Operator()
     assert operator.apply(config()) == ("starts lite.pc", "starts gateway")
     assert operator.said == [
-        "lite.pc: replica r1 waits for a node with room",
-        "gateway: replica r2 waits for a node with room",
-        "gateway: replica r3 waits for a node with room",
+        "lite.pc: replica r1 starting",
+        "gateway: replica r2 starting",
+        "gateway: replica r3 starting",
         "lite.pc: replica r1 ready on pc1 after 7 s",
         "gateway: replica r2 ready on pc1 after 7 s",
         "gateway: replica r3 ready on pc1 after 7 s",
@@ -219,7 +219,7 @@ def test_other_numbers_replace_nothing_and_what_stops_is_said() -> None:
         "replaces all replicas of lite.pc, one after another, because of other args.spec.dtype (float32 -> bfloat16)",
         "replaces all replicas of pro.pc, one after another, because of other args.spec.dtype (float32 -> bfloat16)",
         "replaces all replicas of gateway, one after another, because of other args.models",
-        "pro has no replica to answer until a new one has started: about 7 s at the last start",
+        "pro does not answer until a new replica has started: about 7 s at the last start",
     )
     assert (
         operator.apply(config("bfloat16", 2))[0]
@@ -227,8 +227,8 @@ def test_other_numbers_replace_nothing_and_what_stops_is_said() -> None:
     )
     assert set(operator.runs) == {"lite.pc", "gateway"}
     operator.apply(config("bfloat16", 2, gateways=1))
-    (line,) = [line for line in operator.apply(config("float32", 2, gateways=1)) if "requests" in line]
-    assert line == "all requests have no replica to answer until a new one has started: about 7 s at the last start"
+    (line,) = [line for line in operator.apply(config("float32", 2, gateways=1)) if "gateway has started" in line]
+    assert line == "no model answers until a new gateway has started: about 7 s at the last start"
 
 
 def test_settings_that_serve_never_changes_are_a_difference() -> None:
