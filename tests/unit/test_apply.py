@@ -83,7 +83,7 @@ class StubServe:
             entry = {"config": application, "status": "DEPLOYING", "looks": 2, "gave_up": gave_up, "replicas": [*kept, *started]}
             self.applications[name] = entry
         for name in self.applications.keys() - wanted.keys():
-            self.applications[name] |= {"status": "DELETING", "looks": 2, "config": None}
+            self.applications[name] |= {"status": "DELETING", "looks": 4, "config": None}
 
     def shut_down(self) -> None:
         self.applications, self.http = {}, {}
