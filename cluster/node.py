@@ -160,12 +160,17 @@ def describe(node: Node) -> list[str]:
 
 
 def how_to_deploy(token: Token, dashboard_port: int) -> list[str]:
-    """The lines that tell how to deploy from the head."""
+    """The lines that tell how to deploy from the head, and what Ray's own commands need there."""
     variables = token.variables
     if dashboard_port != DEFAULT_DASHBOARD_PORT:
         variables["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard_port}"
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    return ["to deploy from here:", f"  export {exports}", "  serve deploy serve.yaml  # as emberforge plan -o writes it"]
+    return [
+        "to deploy from here:",
+        "  emberforge apply models.yaml",
+        "for Ray's own commands, such as serve status:",
+        f"  export {exports}",
+    ]
 
 
 def how_to_join(ip: str, port: int, token: Token, user: str) -> list[str]:

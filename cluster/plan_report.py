@@ -127,6 +127,14 @@ def as_text(plan: Plan) -> Iterator[RenderableType]:
             yield Text(f"* {note}")
 
 
+def in_short(plan: Plan) -> Iterator[Text]:
+    """The report without tables: a summary, the warnings, and what does not fit."""
+    for line in (*summary(plan), *_warnings(plan)):
+        yield Text(line)
+    for each in plan.unplaced:
+        yield from _unplaced(each)
+
+
 def show(plan: Plan, console: Console) -> None:
     for part in as_text(plan):
         console.print(part, soft_wrap=isinstance(part, Text))

@@ -1,10 +1,10 @@
-"""What `serve deploy` of a config will do to a cluster that runs another one: what starts, ends, moves or is replaced.
+"""What the deployment of a config will do to a cluster that runs another one: what starts, ends, moves or is replaced.
 
 Ray Serve replaces all replicas of an application if anything in it changes but the number of replicas. It takes the number from
 the deployment's options, so `args` must not contain it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def deployed_before(file: Path) -> dict[str, Any] | None:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each application that `serve deploy` of `new` changes, and for settings that it cannot change."""
+    """A line for each application that the deployment of `new` changes, and for settings that it cannot change."""
     before, after = _applications(old), _applications(new)
     for name in after:
         if name not in before:
@@ -38,7 +38,55 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
             yield f"ends {name}"
     fixed = [key for key in sorted({*old, *new} - {"applications"}) if old.get(key) != new.get(key)]
     if fixed:
-        yield f"does not change {', '.join(fixed)}: that takes effect after `serve shutdown` and a new `serve deploy`"
+        yield f"does not change {', '.join(fixed)}: that takes effect after `emberforge destroy` and a new deployment"
+
+
+def replaced(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """The applications whose replicas are all replaced."""
+    before, after = _applications(old), _applications(new)
+    return {name for name in after if name in before and _replaced_for(before[name], after[name])}
+
+
+def interruptions(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    replicas: Mapping[str, int],
+    ended: Collection[str] = (),
+    start_s: Mapping[str, float] | None = None,
+) -> Iterator[str]:
+    """A line for each model that answers nothing for a time while `new` is deployed, and one if no gateway answers.
+
+    Serve replaces one replica of an application after another, and ends the old one first. So an application goes on answering
+    if it has two replicas.
+
+    Args:
+        replicas: the replicas that run now, by application.
+        ended: applications that are ended and started again.
+        start_s: seconds that a replica took to start, by application.
+    """
+    before, after = _applications(old), _applications(new)
+    gaps = {*ended, *(name for name in replaced(old, new) if replicas.get(name, 0) < 2)}
+    kept = before.keys() & after.keys() - gaps
+    for model, pools in _by_model(before).items():
+        coming = _by_model(after).get(model)
+        if coming is None or not any(replicas.get(pool) for pool in pools) or kept.intersection(pools):
+            continue
+        took = [start_s[pool] for pool in coming if start_s and pool in start_s]
+        how_long = (
+            f"about {min(took):.0f} s at the last start" if took else "how long is not known before the first measured start"
+        )
+        whom = "no model answers until a new gateway" if model is None else f"{model} does not answer until a new replica"
+        yield f"{whom} has started: {how_long}"
+
+
+def _by_model(applications: Mapping[str, Any]) -> dict[str | None, list[str]]:
+    """The names of the applications of each model. The gateway's is None."""
+    found: dict[str | None, list[str]] = {}
+    for name, each in applications.items():
+        args = each.get("args") or {}
+        found.setdefault((args.get("spec") or {}).get("name") or args.get("model"), []).append(name)
+    return found
 
 
 def _applications(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,20 +94,33 @@ def _applications(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replaced_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The keys whose change makes Serve replace replicas, with the keys inside `args` and of deployments named."""
+    """The keys whose change makes Serve replace replicas, with the keys inside `args` and of deployments named.
+
+    A key of a model's spec has its values too. No other key has, because settings may be secret.
+    """
     old, new = _without_numbers(before), _without_numbers(after)
-    return [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    return [
+        f"{key} ({_short(old.get(key))} -> {_short(new.get(key))})" if key.startswith("args.spec.") else key for key in changed
+    ]
 
 
 def _without_numbers(application: Mapping[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in application.items() if key not in ("args", "deployments")}
-    flat |= {f"args.{key}": value for key, value in (application.get("args") or {}).items()}
+    for key, value in (application.get("args") or {}).items():
+        inner = value.items() if key in ("spec", "settings") and isinstance(value, dict) else None
+        flat |= {f"args.{key}": value} if inner is None else {f"args.{key}.{name}": its for name, its in inner}
     for deployment in application.get("deployments") or ():
         options = {key: value for key, value in deployment.items() if key not in ("name", *_NUMBERS)}
         scaling = options.pop("autoscaling_config", None) or {}
         options |= {key: value for key, value in scaling.items() if key == "policy"}
         flat |= {f"{deployment['name']}.{key}": value for key, value in options.items()}
     return flat
+
+
+def _short(value: Any) -> str:
+    text = "default" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:12]}...{text[-12:]}"
 
 
 def _numbers(application: Mapping[str, Any]) -> str:

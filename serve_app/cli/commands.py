@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from engine.errors import EmberError
 from serve_app.cli import tei
+from serve_app.cli.apply import apply, destroy, diff, rollback
 from serve_app.cli.cluster import cluster_status, plan, start_node, stop_node
 from serve_app.cli.console import console
 from serve_app.cli.embed import embed
@@ -58,6 +59,10 @@ cli.command(context_settings=short_help)(with_options(generate))
 cli.command(context_settings=short_help)(with_options(chat))
 cli.command()(embed)
 cli.command()(plan)
+cli.command()(apply)
+cli.command()(diff)
+cli.command()(rollback)
+cli.command()(destroy)
 
 node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)
 node_commands.command("start")(start_node)

@@ -1,12 +1,11 @@
 """`emberforge serve` and `emberforge config`: a server of few models on this machine, or the Serve config for it."""
 
 import os
-import re
 import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil
 from pathlib import Path
@@ -178,6 +177,7 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
     from ray import serve
     from ray.exceptions import RayError
 
+    from cluster.serve_progress import last_words
     from serve_app import app
 
     try:
@@ -186,15 +186,9 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
         failed: list[str] = []
         with suppress(Exception):  # the controller may have ended too, and then the first error says more
             failed = [each.message for its in serve.status().applications.values() for each in its.deployments.values()]
-        if not (words := _last_words(failed)):
+        if not (words := last_words(failed)):
             raise
         raise ModelError(f"the server did not start: {words}") from error
-
-
-def _last_words(messages: Iterable[str]) -> str:
-    """The last line of the traceback that a replica raised. Serve's own error names only the deployment."""
-    message = next((each for each in messages if "Traceback" in each), "")
-    return re.sub(r"^(engine|cluster|serve_app)[\w.]*: ", "", message.rstrip().rpartition("\n")[2])
 
 
 def _wait_until_ready(settings: Settings) -> None:

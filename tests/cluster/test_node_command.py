@@ -1,4 +1,4 @@
-"""`emberforge node`, `cluster status` and `plan --live` with a real Ray: two nodes of one cluster, on this machine."""
+"""`emberforge node`, `cluster status`, `plan --live` and `diff` with a real Ray: two nodes of one cluster, on this machine."""
 
 import json
 import os
@@ -82,6 +82,9 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
         (folder / "models.yaml").write_text("models: [{name: mini, model: all-MiniLM-L6-v2, nodes: [second]}]")
         planned = _said("plan", "--models", str(folder / "models.yaml"), "--live", "--json")
         assert [(each["node"], each["capacity"]) for each in planned["replicas"]] == [("second", worker_node.usable_bytes)]
+        compared = _typed("diff", str(folder / "models.yaml"))
+        assert compared.returncode == 1, compared.stderr
+        assert compared.stdout.splitlines()[-2:] == [f"starts mini.{worker_node.class_name}", "starts gateway"]
 
         of_worker, of_head = find_processes(worker), find_processes(head)
         assert of_worker
@@ -187,11 +190,16 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _said(*arguments: str) -> Any:
-    """What `emberforge ...` prints, in a process of its own: Ray reads its token once in each."""
-    code = "from serve_app.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    """The JSON that `emberforge ...` prints."""
+    done = _typed(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def _typed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`emberforge ...` in a process of its own: Ray reads its token once in each."""
+    code = "from serve_app.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
 
 
 def _command(process: psutil.Process) -> str:

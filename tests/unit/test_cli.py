@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from cluster import machine_limits
 from cluster.local_ray import free_port
+from cluster.serve_progress import last_words
 from engine.errors import InvalidInput, ModelError
 from engine.model.config import GenerationConfig
 from engine.options import SamplingOptions
@@ -33,7 +34,6 @@ from serve_app.cli.serve import (
     _deploy,
     _for_this_machine,
     _in_one_sentence,
-    _last_words,
 )
 from serve_app.settings import Settings, SettingsError
 
@@ -53,7 +53,7 @@ TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", l
     ],
 )
 def test_a_failed_start_is_told_in_the_replicas_own_last_words(messages: list[str], words: str) -> None:
-    assert _last_words(messages) == words
+    assert last_words(messages) == words
 
 
 def started(error: BaseException, port: int) -> str:

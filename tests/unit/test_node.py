@@ -57,8 +57,8 @@ def test_other_nodes_are_told_what_to_type_without_the_token() -> None:
 
 
 def test_the_head_says_what_deploying_takes() -> None:
-    assert how_to_deploy(TOKEN, 8265)[1] == "  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=/home/me/token"
-    assert how_to_deploy(Token(), 8300)[1] == "  export RAY_AUTH_MODE=token RAY_DASHBOARD_ADDRESS=http://127.0.0.1:8300"
+    assert how_to_deploy(TOKEN, 8265)[3] == "  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=/home/me/token"
+    assert how_to_deploy(Token(), 8300)[3] == "  export RAY_AUTH_MODE=token RAY_DASHBOARD_ADDRESS=http://127.0.0.1:8300"
 
 
 def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""What a deploy would do: a changed number of replicas replaces none, and whatever replaces some is said before."""
+"""What a deployment would do: a changed number of replicas replaces none, and whatever replaces some is said before."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from cluster.models_file import ModelsFile
 from cluster.nodes import GIB, Card, Node
 from cluster.plan import Plan
 from cluster.serve_changes import changes, deployed_before
+from cluster.serve_client import running_config
 from cluster.serve_config import serve_config
 from serve_app.cli.commands import cli
 
@@ -39,6 +41,19 @@ def versions(content: dict[str, Any]) -> dict[str, Any]:
         each.name: (get_app_code_version(each), [(d.ray_actor_options, d.max_replicas_per_node) for d in each.deployments])
         for each in applications
     }
+
+
+def test_serve_tells_a_config_as_it_was_given() -> None:
+    """`emberforge apply` compares the plan with what Serve tells."""
+    content = config(min_replicas=0, aliases=["l"])
+    applications = ServeDeploySchema.model_validate(content).applications
+    told = {each.name: {"deployed_app_config": each.model_dump(exclude_unset=True)} for each in applications}
+    details = {
+        "applications": told,
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000, "root_path": ""},
+    }
+    assert running_config(json.loads(json.dumps(details)), content) == content
 
 
 def test_planning_imports_no_ray() -> None:
@@ -75,7 +90,8 @@ def test_the_numbers_are_said() -> None:
         (
             {"max_batch_tokens": 4096},
             [
-                f"replaces all replicas of {POOL}, one after another, because of other Engine.ray_actor_options, args.spec",
+                f"replaces all replicas of {POOL}, one after another, because of other Engine.ray_actor_options, "
+                "args.spec.max_batch_tokens (default -> 4096)",
                 "replaces all replicas of gateway, one after another, because of other args.models",
             ],
         ),
@@ -105,8 +121,8 @@ def test_what_comes_and_goes_is_said() -> None:
     assert set(changes(before, after)) == {
         "starts pro.rtx-5080-16g-amd64",
         f"ends {POOL}",
-        "replaces all replicas of gateway, one after another, because of other args.default, args.models, args.settings",
-        "does not change http_options: that takes effect after `serve shutdown` and a new `serve deploy`",
+        "replaces all replicas of gateway, one after another, because of other args.default, args.models, args.settings.port",
+        "does not change http_options: that takes effect after `emberforge destroy` and a new deployment",
     }
 
 

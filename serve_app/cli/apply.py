@@ -1,0 +1,168 @@
+"""`emberforge apply`, `diff`, `rollback` and `destroy`: what the running cluster serves, changed and looked at."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster.files import ClusterError
+from engine.errors import EmberError
+from serve_app.cli.console import console, say
+
+if TYPE_CHECKING:
+    from cluster.applied import Applied, History
+    from cluster.apply import Difference
+    from cluster.serve_client import ServeClient
+
+Models = Annotated[Path, typer.Argument(metavar="FILE", help="YAML: the models, how many replicas, where they may be")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
+
+
+def apply(models: Models, yes: Yes = False) -> None:
+    """Plan for the running cluster, show what changes, and deploy it. Ends when every replica is ready, or one has failed."""
+    _check_terminal(yes)
+    with _cluster() as there:
+        there.deploy(_config(models), yes)
+
+
+def diff(models: Models) -> None:
+    """Show what `apply` would change. Exit status 0: nothing; 1: something; 2: an error."""
+    try:
+        with _cluster() as there:
+            todo = there.difference(_config(models))
+    except EmberError as error:
+        say(f"error: {error}")
+        raise typer.Exit(2) from None
+    _print(todo.lines or ["nothing changes"])
+    if todo.lines:
+        raise typer.Exit(1)
+
+
+def rollback(
+    number: Annotated[int | None, typer.Argument(metavar="[N]", help="The config to return to, if not the one before")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print the configs that were applied, and change nothing")] = False,
+    yes: Yes = False,
+) -> None:
+    """Deploy a config that was applied before: the last one that was ready and is not the present one, or number N.
+
+    The cluster keeps the last ten. models.yaml stays as it is: the next `apply` of the file deploys the file again.
+    """
+    if not listed:
+        _check_terminal(yes)
+    with _cluster() as there:
+        if listed:
+            _print([_row(entry) for entry in there.history.entries()] or ["nothing was applied yet"])
+            return
+        entry = there.history.previous() if number is None else there.history.entry(number)
+        _print([f"returns to {_row(entry)}"])
+        there.deploy(entry.config, yes, of=entry.number)
+
+
+def destroy(yes: Yes = False) -> None:
+    """End all models and gateways of the running cluster, and Serve with them. The nodes stay, and so do the applied configs."""
+    _check_terminal(yes)
+    with _cluster() as there:
+        names = list(there.serve.details()["applications"])
+        if not names:
+            say("nothing runs")
+            return
+        _print([f"ends {name}" for name in names])
+        _ask("End them?", yes)
+        with console.status("ending them"):
+            there.serve.shut_down()
+        say("ended")
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """The running cluster: its Serve, the configs that were applied, and the names of nodes by Ray's ids."""
+
+    serve: "ServeClient"
+    history: "History"
+    nodes: dict[str, str]
+
+    def difference(self, config: dict[str, Any]) -> "Difference":
+        from cluster.apply import difference
+
+        return difference(self.serve.details(), config, self.history.start_s())
+
+    def deploy(self, config: dict[str, Any], yes: bool, of: int | None = None) -> None:
+        """Shows the difference, asks, and deploys. Raises: ClusterError with the reason if a replica does not start."""
+        from cluster.apply import deploy
+        from cluster.serve_progress import Progress
+        from cluster.status import gateway_urls
+
+        todo = self.difference(config)
+        _print(todo.lines or ["nothing changes"])
+        if todo.lines:
+            _ask("Deploy this?", yes)
+        try:
+            with console.status("waiting until every replica is ready"):
+                deploy(self.serve, self.history, config, todo, Progress(say, self.nodes), of=of)
+        except KeyboardInterrupt:
+            raise ClusterError("no longer waiting. Serve goes on; the same command waits again") from None
+        say(f"ready: {', '.join(gateway_urls(self.serve.details()))}")
+
+
+@contextmanager
+def _cluster() -> Iterator[_Cluster]:
+    """Connects to the cluster that this machine is a node of. Raises: ClusterError."""
+    from cluster.node_live import connected
+
+    with connected():
+        import ray
+
+        from cluster.applied import History, RayStore
+        from cluster.node_live import seen_nodes
+        from cluster.serve_client import ServeClient, dashboard_address
+
+        nodes = {each.id: each.name for each in seen_nodes(ray.nodes(), {})}  # type: ignore[no-untyped-call]
+        yield _Cluster(ServeClient(dashboard_address()), History(RayStore()), nodes)
+
+
+def _config(models: Path) -> dict[str, Any]:
+    """The Serve config of the plan for the running cluster. Raises: ClusterError if a required replica has no place."""
+    from cluster import plan_report
+    from cluster.models_file import load_models
+    from cluster.node_live import live_nodes
+    from cluster.plan import Plan
+    from cluster.serve_config import serve_config
+
+    plan = Plan(load_models(models), live_nodes(say=say))
+    _print([part.plain for part in plan_report.in_short(plan)])
+    if plan.unplaced:
+        raise ClusterError(f"{plan_report.failure(plan)}; nothing was changed")
+    return serve_config(plan)
+
+
+def _row(entry: "Applied") -> str:
+    """One line about a config that was applied."""
+    at = datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    models = dict.fromkeys(
+        each["args"]["spec"]["name"] for each in entry.config["applications"] if "spec" in each.get("args", {})
+    )
+    state = "ready" if entry.ready else "failed or interrupted"
+    return f"{entry.number}  {at}  {entry.by}  {', '.join(models)}  {state}{'' if entry.of is None else f', from {entry.of}'}"
+
+
+def _check_terminal(yes: bool) -> None:
+    """Raises: ClusterError."""
+    if not yes and not sys.stdin.isatty():
+        raise ClusterError("there is no terminal to ask on: give --yes, after `emberforge diff` has shown what changes")
+
+
+def _ask(question: str, yes: bool) -> None:
+    if not yes and not typer.confirm(question):
+        raise typer.Exit(1)
+
+
+def _print(lines: list[str] | tuple[str, ...]) -> None:
+    output = Console(markup=False, highlight=False, soft_wrap=True)
+    for line in lines:
+        output.print(line)

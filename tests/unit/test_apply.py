@@ -1,0 +1,427 @@
+"""`emberforge apply`, `diff`, `rollback` and `destroy` against a stub of Serve, which starts replicas in a few looks."""
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from cluster.applied import History
+from cluster.apply import deploy, difference
+from cluster.files import ClusterError
+from cluster.local_ray import free_port
+from cluster.serve_client import ServeClient
+from cluster.serve_progress import Progress
+from serve_app.cli import apply as cli_apply
+from serve_app.cli.commands import cli
+
+REFUSED = 'Traceback (most recent call last):\n  File "load.py", line 1, in load\nengine.errors.ModelError: no such file\n'
+
+
+def config(dtype: str = "float32", replicas: int = 1, *more: str, gateways: int = 2) -> dict[str, Any]:
+    """A Serve config of the model `lite`, of further models, and of gateways, as a plan makes it."""
+
+    def pool(name: str, dtype: str, replicas: int) -> dict[str, Any]:
+        numbers = {"min_replicas": replicas, "max_replicas": replicas}
+        engine = {"name": "Engine", "num_replicas": "auto", "autoscaling_config": numbers, "ray_actor_options": {"num_cpus": 1}}
+        args = {"pool": f"{name}.pc", "spec": {"name": name, "model": name, "dtype": dtype}}
+        ours = {"name": f"{name}.pc", "route_prefix": None, "import_path": "serve_app.replica.pool:build"}
+        return ours | {"args": args, "deployments": [engine]}
+
+    gateway = {
+        "name": "gateway",
+        "route_prefix": "/",
+        "import_path": "serve_app.gateway.app:build",
+        "args": {"models": [["lite", dtype], *([name, dtype] for name in more)]},
+        "deployments": [{"name": "Gateway", "num_replicas": gateways}],
+    }
+    pools = [pool("lite", dtype, replicas), *(pool(name, dtype, 1) for name in more)]
+    return {"proxy_location": "EveryNode", "http_options": {"host": "127.0.0.1", "port": 8000}, "applications": [*pools, gateway]}
+
+
+class StubServe:
+    """What Serve does with configs, as `ServeClient` shows it. An application in `broken` does not start."""
+
+    def __init__(self) -> None:
+        self.applications: dict[str, dict[str, Any]] = {}
+        self.broken: set[str] = set()
+        self.deploys, self.http, self._next = 0, dict[str, Any](), 0
+
+    def details(self) -> dict[str, Any]:
+        for name, each in list(self.applications.items()):
+            each["looks"] -= each["looks"] > 0
+            if each["status"] == "DELETING" and not each["looks"]:
+                del self.applications[name]
+            elif each["status"] == "DEPLOYING" and not each["looks"]:
+                broken = name in self.broken or each["gave_up"]
+                each |= {"status": "DEPLOY_FAILED" if broken else "RUNNING", "gave_up": broken}
+                if not broken:
+                    for replica in each["replicas"]:
+                        replica |= {"state": "RUNNING", "node_id": "1"}
+        applications = {name: self._shown(each) for name, each in self.applications.items()}
+        proxies = {"1": {"node_ip": "127.0.0.1", "status": "HEALTHY"}}
+        return {"applications": applications, "proxies": proxies} | ({"http_options": self.http} if self.http else {})
+
+    def deploy(self, body: Any) -> None:
+        self.deploys += 1
+        given = ServeDeploySchema.model_validate(body)
+        self.http = self.http or given.http_options.model_dump()
+        wanted = {each.name: each.model_dump(exclude_unset=True) for each in given.applications}
+        for name, application in wanted.items():
+            old = self.applications.get(name, {"config": None, "replicas": [], "gave_up": False})
+            is_new = _code(old["config"]) != _code(application)
+            number = _number(application)
+            kept = [] if is_new else old["replicas"][:number]
+            started = [self._replica() for _ in range(number - len(kept))]
+            gave_up = old["gave_up"] and not is_new
+            entry = {"config": application, "status": "DEPLOYING", "looks": 2, "gave_up": gave_up, "replicas": [*kept, *started]}
+            self.applications[name] = entry
+        for name in self.applications.keys() - wanted.keys():
+            self.applications[name] |= {"status": "DELETING", "looks": 4, "config": None}
+
+    def shut_down(self) -> None:
+        self.applications, self.http = {}, {}
+
+    def _replica(self) -> dict[str, Any]:
+        self._next += 1
+        return {"replica_id": f"r{self._next}", "state": "STARTING", "node_id": None, "start_time_s": time.time() - 7}
+
+    def _shown(self, each: dict[str, Any]) -> dict[str, Any]:
+        failed = each["status"] == "DEPLOY_FAILED"
+        deployment = {
+            "status": "DEPLOY_FAILED" if failed else "HEALTHY",
+            "message": f"It failed to start 3 times. Error:\n{REFUSED}" if failed else "",
+            "replicas": [] if failed else each["replicas"],
+        }
+        shown = {"status": each["status"], "message": "", "deployed_app_config": each["config"], "route_prefix": "/"}
+        is_gateway = each["config"] is not None and each["config"]["name"] == "gateway"
+        return json.loads(json.dumps(shown | {"deployments": {"Gateway" if is_gateway else "Engine": deployment}}))
+
+
+def _code(application: Any) -> Any:
+    return None if application is None else (application["args"], application["deployments"][0].get("ray_actor_options"))
+
+
+def _number(application: Any) -> int:
+    (deployment,) = application["deployments"]
+    return int(
+        deployment["autoscaling_config"]["min_replicas"] if "autoscaling_config" in deployment else deployment["num_replicas"]
+    )
+
+
+class MemoryStore:
+    """A store of applied configs. `rival` is called once, before the next config is added."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self.rival: Callable[[], object] | None = None
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self._values if key.startswith(prefix)]
+
+    def get(self, key: str) -> str | None:
+        return self._values.get(key)
+
+    def put(self, key: str, value: str, overwrite: bool = True) -> bool:
+        if self.rival is not None:
+            rival, self.rival = self.rival, None
+            rival()
+        if key in self._values and not overwrite:
+            return False
+        self._values[key] = value
+        return True
+
+    def delete(self, key: str) -> None:
+        del self._values[key]
+
+
+class Killed(BaseException):
+    pass
+
+
+class Mortal:
+    """Passes calls on. The process is killed after `life` steps; a step lies before a call, and one behind."""
+
+    def __init__(self, inner: Any, life: list[int]) -> None:
+        self._inner, self._life = inner, life
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            self._step()
+            result = getattr(self._inner, name)(*args, **named)
+            self._step()
+            return result
+
+        return call
+
+    def _step(self) -> None:
+        self._life[0] -= 1
+        if self._life[0] < 0:
+            raise Killed
+
+
+class Operator:
+    """A person who types commands. `said` has the lines about progress."""
+
+    def __init__(self) -> None:
+        self.serve, self.store, self.said = StubServe(), MemoryStore(), list[str]()
+
+    def apply(self, wanted: dict[str, Any], life: int = 1_000_000, of: int | None = None) -> tuple[str, ...]:
+        steps = [life]
+        serve: Any = Mortal(self.serve, steps)
+        store: Any = Mortal(self.store, steps)
+        history = History(store)
+        todo = difference(serve.details(), wanted, history.start_s())
+        deploy(serve, history, wanted, todo, Progress(self.said.append, {"1": "pc1"}), of=of, pause=lambda: None)
+        return todo.lines
+
+    def rollback(self, life: int = 1_000_000) -> None:
+        entry = History(self.store).previous()
+        self.apply(entry.config, life, of=entry.number)
+
+    @property
+    def history(self) -> list[tuple[int, int | None, bool]]:
+        return [(entry.number, entry.of, entry.ready) for entry in History(self.store).entries()]
+
+    @property
+    def runs(self) -> dict[str, Any]:
+        return {name: (each["status"], each["config"]) for name, each in self.serve.applications.items()}
+
+
+def test_an_apply_says_what_it_does_and_ends_when_all_is_ready() -> None:
+    operator = Operator()
+    assert operator.apply(config()) == ("starts lite.pc", "starts gateway")
+    assert operator.said == [
+        "lite.pc: replica r1 starting",
+        "gateway: replica r2 starting",
+        "gateway: replica r3 starting",
+        "lite.pc: replica r1 ready on pc1 after 7 s",
+        "gateway: replica r2 ready on pc1 after 7 s",
+        "gateway: replica r3 ready on pc1 after 7 s",
+    ]
+    assert operator.history == [(1, None, True)]
+    operator.said.clear()
+    assert operator.apply(config()) == ()
+    assert (operator.said, operator.serve.deploys, operator.history) == ([], 1, [(1, None, True)])
+
+
+def test_other_numbers_replace_nothing_and_what_stops_is_said() -> None:
+    operator = Operator()
+    operator.apply(config("float32", 1, "pro"))
+    assert operator.apply(config("float32", 2, "pro")) == ("moves lite.pc from 1-1 to 2-2 replicas, and replaces none",)
+    assert operator.apply(config("bfloat16", 2, "pro")) == (
+        "replaces all replicas of lite.pc, one after another, because of other args.spec.dtype (float32 -> bfloat16)",
+        "replaces all replicas of pro.pc, one after another, because of other args.spec.dtype (float32 -> bfloat16)",
+        "replaces all replicas of gateway, one after another, because of other args.models",
+        "pro does not answer until a new replica has started: about 7 s at the last start",
+    )
+    assert (
+        operator.apply(config("bfloat16", 2))[0]
+        == "replaces all replicas of gateway, one after another, because of other args.models"
+    )
+    assert set(operator.runs) == {"lite.pc", "gateway"}
+    operator.apply(config("bfloat16", 2, gateways=1))
+    (line,) = [line for line in operator.apply(config("float32", 2, gateways=1)) if "gateway has started" in line]
+    assert line == "no model answers until a new gateway has started: about 7 s at the last start"
+
+
+def test_settings_that_serve_never_changes_are_a_difference() -> None:
+    operator = Operator()
+    operator.apply(config())
+    moved = config() | {"http_options": {"host": "127.0.0.1", "port": 9000}}
+    (line,) = operator.apply(moved)
+    assert line.startswith("does not change http_options: that takes effect after `emberforge destroy`")
+
+
+def test_an_apply_that_is_killed_at_any_point_ends_in_the_same_state_when_it_is_typed_again() -> None:
+    def begun() -> Operator:
+        operator = Operator()
+        operator.apply(config("float32", 1, "old"))
+        operator.serve.broken = {"lite.pc"}
+        with pytest.raises(ClusterError):
+            operator.apply(config("bfloat16", 1, "new"))
+        operator.serve.broken = set()
+        return operator
+
+    done = begun()
+    done.apply(config("bfloat16", 1, "new"))
+    assert {status for status, _ in done.runs.values()} == {"RUNNING"}
+    for life in range(1_000):
+        operator = begun()
+        try:
+            operator.apply(config("bfloat16", 1, "new"), life)
+        except Killed:
+            operator.apply(config("bfloat16", 1, "new"))
+            assert (operator.runs, operator.history) == (done.runs, done.history), life
+        else:
+            break
+    assert life > 30
+
+
+def test_a_rollback_that_is_killed_at_any_point_goes_on_when_it_is_typed_again() -> None:
+    for life in range(1_000):
+        operator = Operator()
+        for dtype in ("float32", "bfloat16"):
+            operator.apply(config(dtype))
+        try:
+            operator.rollback(life)
+        except Killed:
+            if operator.history[-1] != (3, 1, True):  # it was killed after its work was done otherwise
+                operator.rollback()
+        else:
+            break
+        assert operator.runs["lite.pc"][1] == config("float32")["applications"][0]
+        assert operator.history == [(1, None, True), (2, None, True), (3, 1, True)]
+    assert life > 20
+
+
+def test_a_replica_that_does_not_start_is_told_in_its_own_words_and_started_again_by_the_same_command() -> None:
+    operator = Operator()
+    operator.apply(config())
+    operator.serve.broken = {"lite.pc"}
+    with pytest.raises(ClusterError, match=r"^lite.pc is not ready: no such file$"):
+        operator.apply(config("bfloat16"))
+    assert operator.history == [(1, None, True), (2, None, False)]
+    operator.serve.broken = set()
+    assert operator.apply(config("bfloat16")) == ("starts lite.pc again, because its start has failed",)
+    assert {status for status, _ in operator.runs.values()} == {"RUNNING"}
+    assert operator.history[-1] == (2, None, True)
+
+
+def test_a_rollback_returns_to_the_last_config_that_was_ready() -> None:
+    operator = Operator()
+    with pytest.raises(ClusterError, match="there is no earlier config"):
+        operator.rollback()
+    operator.apply(config("float32"))
+    with pytest.raises(ClusterError, match="there is no earlier config"):
+        operator.rollback()
+    operator.serve.broken = {"lite.pc"}
+    for dtype in ("float16", "bfloat16"):
+        with pytest.raises(ClusterError):
+            operator.apply(config(dtype))
+    operator.serve.broken = set()
+    operator.rollback()
+    assert operator.runs["lite.pc"][1]["args"]["spec"]["dtype"] == "float32"
+    assert operator.history[-1] == (4, 1, True)
+    with pytest.raises(ClusterError, match="there is no applied config 9; there is 1, 2, 3, 4"):
+        History(operator.store).entry(9)
+
+
+def test_ten_configs_are_kept_and_two_operators_never_take_one_number() -> None:
+    store = MemoryStore()
+    history = History(store)
+    for replicas in range(1, 14):
+        history.begin(config(replicas=replicas))
+    assert [entry.number for entry in history.entries()] == list(range(4, 14))
+    store.rival = lambda: history.begin(config(replicas=98))
+    assert history.begin(config(replicas=99)) == 15
+    assert [entry.config for entry in history.entries()[-2:]] == [config(replicas=98), config(replicas=99)]
+    assert len(history.entries()) == 10
+
+
+@contextmanager
+def rest_api(serve: StubServe) -> Iterator[str]:
+    """The address of a dashboard with Serve's REST API."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            version = {"version": "4", "ray_version": "2.60.0", "ray_commit": "", "session_name": ""}
+            self._answer(200, json.dumps(version if self.path == "/api/ray/version" else serve.details()))
+
+        def do_PUT(self) -> None:
+            try:
+                serve.deploy(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            except ValueError:
+                self._answer(400, "1 validation\nerror")
+            else:
+                self._answer(200, "")
+
+        def do_DELETE(self) -> None:
+            serve.shut_down()
+            self._answer(200, "")
+
+        def _answer(self, status: int, text: str) -> None:
+            self.send_response(status if self.path.startswith("/api/") else 404)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_serve_is_asked_through_its_rest_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing of the cluster goes through it
+    monkeypatch.setenv("no_proxy", "example.org")
+    stub = StubServe()
+    with rest_api(stub) as address:
+        client = ServeClient(address)
+        client.deploy(config())
+        for _ in range(2):  # then all replicas run, and Serve says the same at each look
+            client.details()
+        assert client.details() == stub.details()
+        with pytest.raises(ClusterError, match=r"^Ray's dashboard refuses: .*400: 1 validation error"):
+            client.deploy({"applications": 1})
+        client.shut_down()
+        assert client.details()["applications"] == {}
+    with pytest.raises(ClusterError, match=r"does not answer .* on the head"):
+        ServeClient(f"http://127.0.0.1:{free_port()}")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
+    """Types a command on a cluster that runs `config()`; `float16` stands for a file with another dtype."""
+    operator = Operator()
+    operator.apply(config())
+
+    @contextmanager
+    def there() -> Iterator[Any]:
+        yield cli_apply._Cluster(operator.serve, History(operator.store), {"1": "pc1"})  # type: ignore[arg-type]
+
+    def planned(models: Any) -> dict[str, Any]:
+        if str(models) == "wrong":
+            raise ClusterError("wrong cannot be read")
+        return config(str(models))
+
+    def type_(*arguments: str) -> tuple[int, list[str]]:
+        result = CliRunner().invoke(cli, list(arguments))
+        return result.exit_code, [*result.output.splitlines(), *([str(result.exception)] if result.exception else [])]
+
+    monkeypatch.setattr(cli_apply, "_cluster", there)
+    monkeypatch.setattr(cli_apply, "_config", planned)
+    monkeypatch.setattr("cluster.apply._LOOK_EVERY_S", 0.0)
+    return type_
+
+
+def test_the_commands(command: Callable[..., tuple[int, list[str]]]) -> None:
+    assert command("diff", "float32") == (0, ["nothing changes"])
+    status, lines = command("diff", "float16")
+    assert (status, lines[0].partition(",")[0]) == (1, "replaces all replicas of lite.pc")
+    assert command("diff", "wrong") == (2, ["error: wrong cannot be read", "2"])
+    for refused in (["apply", "float16"], ["rollback"], ["destroy"]):
+        status, lines = command(*refused)
+        assert (status, lines[-1].partition(":")[0]) == (1, "there is no terminal to ask on")
+    status, lines = command("apply", "float16", "--yes")
+    assert (status, lines[-1]) == (0, "ready: http://127.0.0.1:8000")
+    status, lines = command("rollback", "--yes")
+    assert (status, lines[0].partition("  ")[0], lines[-1]) == (0, "returns to 1", "ready: http://127.0.0.1:8000")
+    status, lines = command("rollback", "--list")
+    assert [line.split("  ")[0] for line in lines] == ["1", "2", "3"]
+    assert lines[-1].endswith("lite  ready, from 1")
+    assert command("destroy", "--yes") == (0, ["ends lite.pc", "ends gateway", "ended"])
+    assert command("destroy", "--yes") == (0, ["nothing runs"])
+    assert command("rollback", "1", "--yes")[0] == 0
