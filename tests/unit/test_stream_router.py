@@ -81,19 +81,29 @@ def test_the_first_token_waits_for_prompts_that_are_queued_and_not_for_what_is_c
     assert load.finish_s(ticket(3, prompt(1)), 1.0) == pytest.approx(10 / 10_000 + 0.01)
 
 
-def test_a_stream_follows_its_prefix_until_the_queue_costs_more_or_the_replica_has_evicted_it() -> None:
-    load, start = pool(**{f"r{i}": {} for i in range(20)}), ticket(1, prompt(1))
-    home = route(load, start)
-    load.begun(start, 0)
-    load.answered(start, prompt(1), 100)
-    load.finished(start, 0.0)
-    assert {choose_stream([load], ticket(n, (*prompt(1), n)), 1.0)[1] for n in range(2, 9)} == {home}  # type: ignore[index]
-    again = ticket(9, prompt(1))
-    assert route(load, again, 1.0) == home
-    load.begun(again, 0)  # the cache had nothing
-    load.finished(again, 1.0)
+def serve(load: StreamLoad, each: Ticket, num_cached: int = 0) -> str:
+    replica = route(load, each)
+    load.begun(each, num_cached)
+    load.answered(each, each.pages, 100)
+    load.finished(each, 0.0)
+    return replica
+
+
+def test_a_stream_follows_its_prefix_until_the_queue_there_costs_more() -> None:
+    load = pool(**{f"r{i}": {} for i in range(20)})
+    home = serve(load, ticket(1, prompt(1)))
+    assert {route(load, ticket(n, (*prompt(1), n)), 1.0) for n in range(2, 5)} == {home}
     load.update({home: Report(2.0, prompt_tokens=20_000, **DEFAULT), "other": Report(2.0, **DEFAULT)}, now=2.0)
-    assert choose_stream([load], ticket(10, prompt(1)), 2.0) == (load, "other")
+    assert route(load, ticket(10, prompt(1)), 2.0) == "other"
+
+
+def test_a_page_that_was_evicted_takes_all_older_ones_with_it() -> None:
+    load = pool(a={})
+    for number in (1, 2, 3):
+        serve(load, ticket(number, prompt(number)))
+    serve(load, ticket(4, prompt(2)), num_cached=128)
+    cached = [load.finish_s(ticket(9, prompt(number)), 1.0) for number in (1, 2, 3)]
+    assert cached == pytest.approx([0.139, 0.011, 0.011])
 
 
 def test_gateways_that_know_nothing_of_each_other_send_a_new_prefix_to_one_replica() -> None:
