@@ -17,7 +17,7 @@ import numpy as np
 from engine.options import TokenIds
 
 PAGE_TOKENS = 128  # `engine.run.kv_cache.PAGE_SIZE`, which comes with torch
-# A pair is a page and a replica that holds it. 200,000 pairs take about 60 MB and stand for 25 million tokens.
+# Of each pool. A pair is a page and a replica that holds it. 200,000 pairs take up to 66 MB and stand for 25 million tokens.
 _MOST_PAIRS = 200_000
 
 
