@@ -41,6 +41,11 @@ class Report:
     dtype: str = ""  # the dtype that the replica has loaded the model in
     revision: str = ""  # of the files that the replica has loaded
     pages_held: int = 0  # of the KV cache, by streams
+    pages: int = 0  # of the KV cache; 0 for a model that does not generate
+    prompt_tokens: int = 0  # the part of queued_tokens that is not of answers
+    streams: int = 0  # that have a token and want more
+    step_s: float = 0.0  # of a decode step of so many streams; 0 before the first measurement
+    stream_s: float = 0.0  # by which each further stream makes a step longer
     deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
 
@@ -49,7 +54,8 @@ class Ticket:
     """The facts about a request that routing needs. A ticket travels with its request.
 
     `longest` is the request's longest input in tokens. `batch` is True for batch priority. An interactive request waits for at
-    most one pass of batch work. With `replica` the request goes to this replica and to no other.
+    most one pass of batch work. With `replica` the request goes to this replica and to no other. A stream's `num_tokens` are of
+    its prompt and of the longest answer.
     """
 
     id: int
@@ -59,6 +65,12 @@ class Ticket:
     replica: str | None = None
     fingerprint: int = 0  # of the request, which the replica writes into its journal; routing does not read it
     tag: RequestTag | None = None  # the request's name in the replica's logs and traces; routing does not read it
+    answer_tokens: int = 0  # the part of `num_tokens` that is of the answer; 0 for a request that is not a stream
+    pages: tuple[int, ...] = ()  # `cluster.prefixes.page_hashes` of a stream's prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.num_tokens - self.answer_tokens
 
 
 @dataclass
@@ -262,9 +274,9 @@ LOADS: dict[str, PoolLoad] = {}
 _HEARD = Heard()
 
 
-def load_of(pool: str, tokens_per_s: float) -> PoolLoad:
-    """This process's view of a pool. The first call makes it."""
-    return LOADS.setdefault(pool, PoolLoad(pool, tokens_per_s, _HEARD))
+def load_of(pool: str, tokens_per_s: float, kind: type[PoolLoad] = PoolLoad) -> PoolLoad:
+    """This process's view of a pool. The first call makes it, of this kind."""
+    return LOADS.setdefault(pool, kind(pool, tokens_per_s, _HEARD))
 
 
 def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:

@@ -124,6 +124,15 @@ class EngineLoop:
         """Seconds of the quickest passes; 0 before the first pass."""
         return self._scheduler.rates.pass_s
 
+    def step_s(self, num_streams: int) -> float:
+        """Seconds of a decode step of about so many streams; 0 before the first one."""
+        return self._scheduler.rates.seconds(num_streams)
+
+    @property
+    def token_s(self) -> float:
+        """As `Rates.token_s`."""
+        return self._scheduler.rates.token_s
+
     @property
     def busy_s(self) -> float:
         """Seconds that the device has computed since the start."""

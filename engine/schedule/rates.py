@@ -61,6 +61,18 @@ class Rates:
         size = self._sizes.get(num_tokens.bit_length())
         return 0.0 if size is None else size.seconds
 
+    @property
+    def token_s(self) -> float:
+        """Seconds by which each token makes a small pass longer; 0 before two small sizes were measured.
+
+        Small passes are decode steps, with a token of each stream, and passes of short prompts.
+        """
+        small = sorted((bits, size.seconds, size.num_tokens) for bits, size in self._known() if bits < self._large_bits)
+        if len(small) < 2:
+            return 0.0
+        (_, least_s, fewest), (_, most_s, most) = small[0], small[-1]
+        return max(0.0, (most_s - least_s) / (most - fewest))
+
     def _best(self, least_bits: int) -> float:
         return max((size.tokens_per_s for bits, size in self._known() if bits >= least_bits), default=0.0)
 
@@ -92,6 +104,11 @@ class _Size:
     @property
     def seconds(self) -> float:
         return self._averages()[1]
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of a pass."""
+        return self.tokens_per_s * self.seconds
 
     def _averages(self) -> tuple[float, float]:
         average = self._average

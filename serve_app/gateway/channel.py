@@ -54,6 +54,7 @@ class Channel:
         self.id = uuid4().hex
         self._steps, self._change, self._is_heard, self._on_close = steps, change, is_heard, on_close
         self._streams: dict[int, tuple[Stream, asyncio.Future[None]]] = {}
+        self._on_begun: dict[int, Callable[[int | None], None]] = {}  # of the streams without a token from this replica
         self._numbers = count()
         self._begun: list[NewStream] = []
         self._left: list[int] = []
@@ -62,13 +63,16 @@ class Channel:
         self._sending: asyncio.Task[None] | None = None
         self._reading = in_background(self._read())
 
-    async def compute(self, stream: Stream) -> None:
+    async def compute(self, stream: Stream, on_begun: Callable[[int | None], None]) -> None:
         """Begin the stream on the replica, or go on after the tokens that it has. Returns when it has its end, or nobody waits.
 
+        Args:
+            on_begun: called with the replica's first token, with the number of cached tokens of the prompt. The number is None
+                for a stream that goes on.
         Raises: one of LOST. `stream.answer` then has all tokens that came before.
         """
         number, over = next(self._numbers), self._loop.create_future()
-        self._streams[number] = stream, over
+        self._streams[number], self._on_begun[number] = (stream, over), on_begun
         options = replace(stream.options, seed=stream.seed)
         left_s = inf if stream.deadline == inf else stream.deadline - perf_counter()
         answered = np.array([token.id for token in stream.answer], dtype=np.int32)
@@ -93,6 +97,7 @@ class Channel:
 
     def _over(self, number: int, error: Exception | None = None) -> None:
         _, over = self._streams.pop(number)
+        self._on_begun.pop(number, None)
         self._used_at = self._loop.time()
         if over.done():  # nobody waits any more
             return
@@ -170,6 +175,8 @@ class Channel:
             stream = streams[number][0]
             token = logprobs.get(place) or Token(token_id)
             stream.answer.append(token)
+            if (on_begun := self._on_begun.pop(number, None)) is not None:
+                on_begun(steps.cached.get(number))
             if stream.on_token is not None:
                 stream.on_token(token)
             if stream.on_pass is not None:

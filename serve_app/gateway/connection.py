@@ -12,7 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.router import Ticket, load_of
+from cluster.prefixes import page_hashes
+from cluster.router import PoolLoad, Ticket, load_of
+from cluster.stream_router import StreamLoad
 from engine.errors import BackendError, DeviceLost, EmberError
 from engine.schedule.stream import Stream
 from serve_app.admission.suspects import Death
@@ -43,9 +45,10 @@ _JOINT_CALL_S = 0.02
 class PoolConnection:
     """One pool as the gateway calls it."""
 
-    def __init__(self, ref: PoolRef) -> None:
+    def __init__(self, ref: PoolRef, kind: type[PoolLoad] = PoolLoad) -> None:
+        """`kind`: of the pool's load. The first connection to a pool decides it."""
         self.ref = ref
-        self.load = load_of(ref.name, ref.tokens_per_s)
+        self.load = load_of(ref.name, ref.tokens_per_s, kind)
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
         self._channels: dict[str, Channel] = {}  # by replica
@@ -126,7 +129,7 @@ class PoolConnection:
                 drop(response, waiting)
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
-        """Computes a stream on the replica that should finish it first. Returns when it has its end, or its caller has left.
+        """Computes a stream on `ticket.replica`, or on the next best one. Returns when it has its end, or its caller has left.
 
         Raises: one of LOST. `stream.answer` then has all tokens that came before.
         """
@@ -141,15 +144,21 @@ class PoolConnection:
         if replica not in self._channels:
             self._channels[replica] = self._open_channel(self._handle, replica)
         try:
-            await self._channels[replica].compute(stream)
+            await self._channels[replica].compute(stream, partial(self._begun, ticket))
+            if isinstance(self.load, StreamLoad) and not stream.future.cancelled():
+                self.load.answered(ticket, page_hashes(stream.ids) if ticket.pages else (), len(stream.answer))
         except LOST as error:
             self._lost_at[replica] = monotonic()
             if has_died(error) or has_died(error.__cause__):
                 raise ReplicaDied(replica, error.__cause__ or error) from None
             raise
 
+    def _begun(self, ticket: Ticket, num_cached: int | None) -> None:
+        if isinstance(self.load, StreamLoad):
+            self.load.begun(ticket, num_cached)
+
     async def _replica_for(self, stream: Stream, ticket: Ticket) -> str | None:
-        """The replica that should finish the stream first, once there is one. None if the caller has left meanwhile.
+        """The ticket's replica, or the next best one, once there is one. None if the caller has left meanwhile.
 
         A replica that has just lost a stream is not chosen. Serve lists a dead replica for seconds.
         """
@@ -159,7 +168,7 @@ class PoolConnection:
             if self.load.replicas and not ranked:
                 raise Lost(f"pool {self.ref.name} has no replica with memory for {ticket.longest} tokens")
             if able := [replica for replica in ranked if self._is_back(replica)]:
-                return able[0]
+                return ticket.replica if ticket.replica in able else able[0]
             if stream.future.done():
                 return None
             if stream.answer and monotonic() > since + _MOST_RESTART_S:

@@ -14,7 +14,9 @@ import numpy as np
 
 from cluster.model_folder import pinned, read_model
 from cluster.model_spec import IDLE_PROMPTS
-from cluster.router import COLD_START_S, Ticket, choose, split
+from cluster.prefixes import page_hashes
+from cluster.router import COLD_START_S, PoolLoad, Ticket, choose, split
+from cluster.stream_router import StreamLoad, choose_stream
 from engine.errors import DeadlineOutOfReach, EmberError, InvalidInput
 from engine.loop import Embeddings
 from engine.model.config import ModelConfig
@@ -46,6 +48,8 @@ _WAKE_FROM_S = 2.0
 class PooledModel:
     """One model that runs in pools."""
 
+    _load_kind = PoolLoad
+
     def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
         """Reads the model's tokenizer, not its weights. `timeout_s` is what a request may take."""
         spec = given.spec
@@ -53,7 +57,7 @@ class PooledModel:
             log.info(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
         self.given, self._asleep, self._timeout_s = given, asleep, timeout_s
         self.tokenizer = Tokenizer.load(folder, config)
-        self.pools = [PoolClient(ref) for ref in given.pools]
+        self.pools = [PoolClient(ref, self._load_kind) for ref in given.pools]
         self.suspects, self._untold = Suspects(), list[Death]()
         self._open_tokens = Counter[str]()  # of the requests that are not answered, by owner
         for pool in self.pools:
@@ -182,9 +186,24 @@ class PooledModel:
         return Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
 
     def _choose(self, ticket: Ticket, qos: Qos) -> PoolClient:
-        """The pool that finishes first. Wakes sleeping pools if that takes long.
+        """The pool that finishes first, as `_admitted`.
 
-        Raises: InvalidInput for an input that fits into no replica; Asleep if all are asleep and the operator chose `refuse`;
+        Raises: InvalidInput for an input that fits into no replica.
+        """
+        load = choose((pool.load for pool in self.pools), ticket, monotonic())
+        if load is None:
+            raise self._fits_nowhere(ticket)
+        return self._admitted(load, ticket, qos)
+
+    def _fits_nowhere(self, ticket: Ticket) -> InvalidInput:
+        return InvalidInput(
+            f"an input of {ticket.longest} tokens fits into the memory of no card that has {self.given.spec.name}"
+        )
+
+    def _admitted(self, load: PoolLoad, ticket: Ticket, qos: Qos) -> PoolClient:
+        """The pool of this load. Wakes sleeping pools if the request takes long.
+
+        Raises: Asleep if all are asleep and the operator chose `refuse`;
             DeadlineOutOfReach if even the first pool would be late: after the deadline or, without one, after the server's
             timeout. An idle replica is tried in any case, because it may be faster than predicted. So is a pool whose replicas
             have not measured their rate yet. Without a deadline a sleeping pool is waited for, because the time that it takes to
@@ -192,9 +211,6 @@ class PooledModel:
             queue of a replica knows when it computes a request of another key.
         """
         now, name = monotonic(), self.given.spec.name
-        load = choose((pool.load for pool in self.pools), ticket, now)
-        if load is None:
-            raise InvalidInput(f"an input of {ticket.longest} tokens fits into the memory of no card that has {name}")
         pool = next(pool for pool in self.pools if pool.load is load)
         finish_s = load.finish_s(ticket, now) or 0.0
         if finish_s > _WAKE_FROM_S:
@@ -219,10 +235,12 @@ class PooledModel:
 class PooledGenerator(PooledModel):
     """One model that generates text in pools."""
 
-    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig) -> None:
-        """An answer may take as long as it takes: the server's timeout is for its first token."""
+    _load_kind = StreamLoad
+
+    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
+        """An answer may take as long as it takes: `timeout_s` is for its first token."""
         assert config.generation is not None, "the model generates"
-        super().__init__(given, asleep, folder, config)
+        super().__init__(given, asleep, folder, config, timeout_s)
         self.prompts, self.generation = Prompts.of(folder, self.tokenizer.shared), config.generation
 
     @property
@@ -256,12 +274,11 @@ class PooledGenerator(PooledModel):
         A stream may be what ends a replica, so there is no third one.
         """
         request_tags.set(stream.tags)  # this task is outside of the request's own
-        name, num_tokens = self.given.spec.name, len(stream.prompt) + stream.options.max_tokens
+        name = self.given.spec.name
         mark = fingerprint(name, [stream.prompt])
 
         async def attempt() -> None:
-            ticket = next_ticket(num_tokens, num_tokens, stream.priority == "batch")
-            pool = self._choose(ticket, Qos(stream.priority))  # a deadline is for the replica: it measures its speed
+            pool, ticket = self._choose_replica(stream)
             await pool.generate(stream, ticket)
 
         try:
@@ -281,13 +298,33 @@ class PooledGenerator(PooledModel):
             log.exception("a stream failed")
             stream.fail(error)
 
+    def _choose_replica(self, stream: Stream) -> tuple[PoolClient, Ticket]:
+        """The pool, and a ticket with the replica, that should give the next token first. A pool without replicas gives None.
+
+        Raises: as `_choose`. A stream that has tokens is not refused because of its timeout.
+        """
+        num_tokens, answer_tokens = len(stream.prompt) + stream.options.max_tokens, stream.options.max_tokens - len(stream.answer)
+        # The cache is of no use to a prompt that is scored, and what the replica tells of it does not prove an eviction.
+        pages = page_hashes(stream.ids) if stream.options.prompt_logprobs is None else ()
+        ticket = replace(
+            next_ticket(num_tokens, num_tokens, stream.priority == "batch"), answer_tokens=answer_tokens, pages=pages
+        )
+        loads = [pool.load for pool in self.pools if isinstance(pool.load, StreamLoad)]
+        chosen = choose_stream(loads, ticket, monotonic())
+        if chosen is None:
+            raise self._fits_nowhere(ticket)
+        load, replica = chosen
+        # A deadline is for the replica, because it measures its speed.
+        qos = Qos(stream.priority, deadline_s=inf if stream.answer else None)
+        return self._admitted(load, ticket, qos), replace(ticket, replica=replica)
+
 
 def _pooled(given: GatewayModel, asleep: Asleep, timeout_s: float) -> PooledModel:
     """Raises: ModelError."""
     given = given.model_copy(update={"spec": pinned(given.spec)})
     folder, config = read_model(given.spec)
     if config.generation is not None:
-        return PooledGenerator(given, asleep, folder, config)
+        return PooledGenerator(given, asleep, folder, config, timeout_s)
     return PooledModel(given, asleep, folder, config, timeout_s)
 
 

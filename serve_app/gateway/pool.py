@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from cluster.router import Ticket
+from cluster.router import PoolLoad, Ticket
 from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.schedule.stream import Stream
@@ -20,9 +20,9 @@ from serve_app.observe.metrics import Metrics
 class PoolClient:
     """Sends requests to the replicas of one pool."""
 
-    def __init__(self, ref: PoolRef) -> None:
+    def __init__(self, ref: PoolRef, kind: type[PoolLoad] = PoolLoad) -> None:
         self.ref = ref
-        self.connection = PoolConnection(ref)
+        self.connection = PoolConnection(ref, kind)
         self.load = self.connection.load
         self._outbox = Outbox(self.connection.send, self.connection.max_tokens, self.connection.has_room)
 

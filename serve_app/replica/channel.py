@@ -34,6 +34,11 @@ class Channels:
         """Tokens that the streams under way may still generate."""
         return sum(channel.tokens_left for channel in self._channels.values())
 
+    @property
+    def num_answering(self) -> int:
+        """Streams under way that have a token."""
+        return sum(channel.num_answering for channel in self._channels.values())
+
     def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
         """Begin streams, and cancel the streams whose callers have left. The messages tell of everything else, errors too."""
         channel = self._channel(channel_id)
@@ -84,6 +89,10 @@ class Channel:
     @property
     def tokens_left(self) -> int:
         return sum(stream.options.max_tokens - len(stream.answer) for stream in self._streams.values())
+
+    @property
+    def num_answering(self) -> int:
+        return sum(bool(stream.answer) for stream in self._streams.values())
 
     def begin(self, begun: Sequence[NewStream]) -> None:
         streams = []

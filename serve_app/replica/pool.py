@@ -133,10 +133,19 @@ class PoolServer(EngineServer):
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
         busy = self._busy[0].read()
-        streams, pages = self._channels, self._engine.pages
-        queued_tokens = loop.queued_tokens + (0 if streams is None else streams.tokens_left)
-        report = Report(time(), queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
-        held = 0 if pages is None else pages.num_pages - pages.num_free
+        report = Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
+        if (streams := self._channels) is not None and (pages := self._engine.pages) is not None:
+            num_streams = streams.num_answering
+            report = replace(
+                report,
+                queued_tokens=report.queued_tokens + streams.tokens_left,
+                prompt_tokens=report.queued_tokens,
+                pages=pages.num_pages,
+                pages_held=pages.num_pages - pages.num_free,
+                streams=num_streams,
+                step_s=loop.step_s(num_streams),
+                stream_s=loop.token_s,
+            )
         self._in_flight.look()
         deaths = tuple(self._in_flight.suspects.deaths)
         batch_tokens, dtype = loop.queued_batch_tokens, self._engine.dtype_name
@@ -147,7 +156,6 @@ class PoolServer(EngineServer):
                 max_batch_tokens=loop.max_batch_tokens,
                 dtype=dtype,
                 revision=self._model.info.revision or "",
-                pages_held=held,
                 deaths=deaths,
             )
         )

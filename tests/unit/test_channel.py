@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from cluster.router import PoolLoad, Report, Ticket
+from cluster.router import Report, Ticket
+from cluster.stream_router import StreamLoad
 from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput
 from engine.options import SamplingOptions
 from engine.schedule.request import Slice
@@ -116,10 +117,11 @@ class Begun:
 
     def __init__(self, channel: gateway.Channel, prompt: Sequence[int], options: SamplingOptions) -> None:
         self.heard: list[Token | str] = []
+        self.begun: list[int | None] = []  # cached tokens of the prompt, with the first token
         self.stream = Stream.begin(prompt, options, VOCABULARY, CONTEXT)
         self.stream.on_token = self.heard.append
         self.stream.on_pass = lambda: self.heard.append("pass")
-        self.over = asyncio.ensure_future(channel.compute(self.stream))
+        self.over = asyncio.ensure_future(channel.compute(self.stream, self.begun.append))
 
     def answer(self) -> Answer:
         answer: Answer = self.stream.future.result(0)
@@ -173,6 +175,7 @@ def test_tokens_log_probabilities_and_ends_arrive() -> None:
         await second.over
         assert second.heard == [Token(8), "pass", Token(9), "pass"]
         assert second.stream.num_cached_tokens == 1
+        assert second.begun == [1]
         assert link.changes == [(2, 0)]  # both began with one call
 
     run(scenario)
@@ -183,7 +186,7 @@ def test_the_replica_computes_with_the_gateway_s_seed_and_deadline() -> None:
         link = Link()
         stream = Stream.begin([1], SamplingOptions(max_tokens=5), VOCABULARY, CONTEXT)
         stream.priority, stream.deadline = "batch", perf_counter() + 30
-        computing = asyncio.ensure_future(link.channel.compute(stream))
+        computing = asyncio.ensure_future(link.channel.compute(stream, lambda _: None))
         await until(lambda: bool(link.model.streams))
         (there,) = link.model.streams
         assert (there.seed, there.priority, there.options.max_tokens) == (stream.seed, "batch", 5)
@@ -314,7 +317,7 @@ def test_another_replica_goes_on_after_the_tokens_that_came() -> None:
         dies.model.compute(11)  # the last one that arrives
         with pytest.raises(LOST):
             await begun.over
-        going_on = asyncio.ensure_future(lives.channel.compute(begun.stream))
+        going_on = asyncio.ensure_future(lives.channel.compute(begun.stream, lambda _: None))
         await until(lambda: bool(lives.model.streams))
         (there,) = lives.model.streams
         assert ([token.id for token in there.answer], there.seed, there.options.prompt_logprobs) == ([10, 11], 3, None)
@@ -336,7 +339,7 @@ def test_an_answer_whose_end_alone_is_lost_gets_its_end() -> None:
         link = Link()
         stream = Stream.begin([1], SamplingOptions(max_tokens=2), VOCABULARY, CONTEXT)
         stream.answer = [Token(5, -0.5), Token(6, -0.25)]
-        await link.channel.compute(stream)
+        await link.channel.compute(stream, lambda _: None)
         assert (stream.future.result(0).tokens, stream.future.result(0).finish_reason) == (tuple(stream.answer), "length")
         assert link.model.streams == []  # nothing is computed
 
@@ -428,7 +431,7 @@ def test_a_stream_that_cannot_begin_hears_why(model: ByHand, prompt: list[int], 
     async def scenario() -> None:
         link = Link(model)
         stream = Stream(np.array(prompt, dtype=np.int32), SamplingOptions(max_tokens=CONTEXT), 0)
-        await link.channel.compute(stream)
+        await link.channel.compute(stream, lambda _: None)
         with pytest.raises(error, match=text):
             stream.future.result(0)
 
@@ -439,7 +442,9 @@ def test_an_engine_that_has_stopped_is_a_replica_that_is_lost() -> None:
     async def scenario() -> None:
         link = Link(ByHand(EngineStopped("over")))
         with pytest.raises(LOST):
-            await link.channel.compute(Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT))
+            await link.channel.compute(
+                Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT), lambda _: None
+            )
 
     run(scenario)
 
@@ -448,7 +453,7 @@ class Pools(PooledGenerator):
     """A model in one pool. What the pool does with each stream is a test's list: an error, or the tokens before one."""
 
     def __init__(self, *outcomes: Sequence[Any]) -> None:
-        load = PoolLoad("pool", 1000.0)
+        load = StreamLoad("pool", 1000.0)
         load.update({"replica": Report(1.0)}, now=0.0)
         self._outcomes, self.attempts = list(outcomes), 0
         self.given, self._asleep = SimpleNamespace(spec=SimpleNamespace(name="it")), "wait"  # type: ignore[assignment]
@@ -496,7 +501,7 @@ def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_l
     monkeypatch.setattr(connection, "_MOST_RESTART_S", 0.2)
 
     class Channel:
-        async def compute(self, stream: Stream) -> None:
+        async def compute(self, stream: Stream, _on_begun: Any) -> None:
             asked.append(stream)
             if len(asked) == 1:
                 raise RayActorError

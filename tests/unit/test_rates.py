@@ -36,6 +36,17 @@ def test_a_rate_is_of_the_best_size_and_of_large_passes() -> None:
     assert rates.large_tokens_per_s == pytest.approx(800_000)
 
 
+def test_a_token_makes_a_small_pass_longer_by_what_two_sizes_tell() -> None:
+    rates = Rates(8192)
+    rates.add(2, 0.010)
+    rates.add(8000, 0.1)
+    assert rates.token_s == 0
+    rates.add(102, 0.020)
+    assert rates.token_s == pytest.approx(0.0001)
+    rates.add(500, 0.001)  # never less than nothing
+    assert rates.token_s == 0
+
+
 @given(st.lists(st.floats(1e-6, 100), max_size=3), st.integers(0, 30))
 def test_twenty_passes_after_any_pause_the_rate_is_true(wrong: list[float], before: int) -> None:
     rates = Rates(8192)
