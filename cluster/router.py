@@ -41,6 +41,10 @@ class Report:
     dtype: str = ""  # the dtype that the replica has loaded the model in
     revision: str = ""  # of the files that the replica has loaded
     pages_held: int = 0  # of the KV cache, by streams
+    node: str = ""  # Ray's id of the replica's node
+    card: str = ""  # uuid of its GPU, without a prefix such as GPU-; empty on a CPU
+    planned_bytes: int = 0  # of the card's memory, or the host's
+    used_bytes: int = 0
     deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
 
