@@ -189,7 +189,7 @@ class BusyShare:
 
 def _node_id() -> str:
     """Ray's id of this machine. Empty in a test, or a benchmark, without Ray."""
-    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""  # type: ignore[no-untyped-call]
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 def _assigned_cpus() -> int:
