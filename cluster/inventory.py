@@ -111,6 +111,11 @@ def read_machine() -> Facts:
     )
 
 
+def card_of(device: torch.device) -> str:
+    """The uuid of a GPU, without a prefix. Empty for a CPU."""
+    return _bare(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else ""
+
+
 def available_cpus() -> int:
     """The cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

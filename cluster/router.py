@@ -46,6 +46,10 @@ class Report:
     streams: int = 0  # that have a token and want more
     step_s: float = 0.0  # of a decode step of so many streams; 0 before the first measurement
     stream_s: float = 0.0  # by which each further stream makes a step longer
+    node: str = ""  # Ray's id of the replica's node
+    card: str = ""  # uuid of its GPU, without a prefix such as GPU-; empty on a CPU
+    planned_bytes: int = 0  # of the card's memory, or the host's
+    used_bytes: int = 0
     deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
 

@@ -98,6 +98,27 @@ def serve_pools(details: Mapping[str, Any]) -> tuple[PoolState, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """A replica as Serve's controller sees it. `pool` is the name of its application, `node` Ray's id of its node."""
+
+    id: str
+    pool: str
+    state: str
+    node: str | None
+
+
+def serve_replicas(details: Mapping[str, Any]) -> tuple[ReplicaState, ...]:
+    """The replicas that have a model, whatever their state, and the gateways."""
+    return tuple(
+        ReplicaState(replica["replica_id"], name, str(replica["state"]).rpartition(".")[2].lower(), replica["node_id"])
+        for name, application in details["applications"].items()
+        for title, deployment in application["deployments"].items()
+        if title != "Unrouted"
+        for replica in deployment["replicas"]
+    )
+
+
 def gateway_urls(details: Mapping[str, Any]) -> tuple[str, ...]:
     """Addresses where a gateway may answer: the proxies of all nodes. Empty if no gateway is deployed."""
     prefixes = [each["route_prefix"] for each in details["applications"].values() if "Gateway" in each["deployments"]]
@@ -115,7 +136,7 @@ def as_data(status: Status) -> dict[str, Any]:
     return {
         "address": status.address,
         "at": status.at,
-        "nodes": [_node_data(each, status.at) for each in status.nodes],
+        "nodes": [node_data(each, status.at) for each in status.nodes],
         "pools": [asdict(each) for each in status.pools],
         "pools_source": status.source,
         "notes": list(notes(status)),
@@ -142,7 +163,8 @@ def notes(status: Status) -> tuple[str, ...]:
     return (*silent, *moved, *status.notes, f"pools: {status.source}")
 
 
-def _node_data(seen: Seen, now: float) -> dict[str, Any]:
+def node_data(seen: Seen, now: float) -> dict[str, Any]:
+    """A node for JSON."""
     node = seen.node
     return {
         "name": seen.name,
@@ -255,7 +277,7 @@ class Watcher:
         connect(self._address)
         nodes = self._readings.read(timeout_s)
         try:
-            details = _serve_details()
+            details = serve_details()
         except ClusterError as error:
             return Status(self._address, time.time(), nodes, source=str(error))
         if details is None:
@@ -313,7 +335,7 @@ def _ask_gateway(url: str, api_key: str | None) -> list[dict[str, Any]]:
         return entries
 
 
-def _serve_details() -> dict[str, Any] | None:
+def serve_details() -> dict[str, Any] | None:
     """All details of Serve's controller. None if Serve is not running. Raises: ClusterError if the controller does not answer."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import time
 from typing import Any, Protocol
 
+from cluster.router import Report
 from engine.loop import Embeddings
 from engine.model.config import GenerationConfig, ModelConfig, OutputName, Task
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
@@ -77,11 +78,39 @@ class ModelInfo:
     def embeds(self) -> bool:
         return self.task == "embedding" or self.embeds_too
 
+    def overview(self) -> dict[str, Any]:
+        """The model for the console."""
+        return {
+            "id": self.served_model_name,
+            "model": self.model_id,
+            "task": self.task,
+            "embeds": self.embeds,
+            "dimensions": self.embedding_size if self.embeds else None,
+            "max_input_length": self.max_input_length,
+            "dtype": self.dtype,
+        }
+
     def openai_entry(self) -> dict[str, Any]:
         entry = {"id": self.served_model_name, "object": "model", "created": self.created, "owned_by": "emberforge"}
         if self.task == "generation":
             return entry | {"root": self.model_id, "parent": None, "max_model_len": self.max_input_length, "permission": []}
         return entry
+
+
+def replica_overview(replica: str, report: Report) -> dict[str, Any]:
+    """A replica for the console. `replica` is Serve's id of it, empty for this process."""
+    return {
+        "id": replica,
+        "node": report.node,
+        "card": report.card,
+        "dtype": report.dtype,
+        "queued_tokens": report.queued_tokens,
+        "tokens_per_s": round(report.tokens_per_s),
+        "busy": round(report.busy, 2),
+        "pages_held": report.pages_held,
+        "planned_bytes": report.planned_bytes,
+        "used_bytes": report.used_bytes,
+    }
 
 
 class ServedModel(Protocol):
@@ -148,6 +177,10 @@ class ServedModels(Protocol):
 
     def models(self) -> list[dict[str, Any]]:
         """The entries of `GET /v1/models`."""
+        ...
+
+    def overview(self) -> list[dict[str, Any]]:
+        """The models with their pools and replicas, for the console."""
         ...
 
     async def check_health(self) -> None:

@@ -38,7 +38,15 @@ class KeyModels:
 
     def models(self) -> list[dict[str, Any]]:
         """As `ServedModels.models`, of the models of the key."""
-        account, entries = calling(), self._backend.models()
+        return self._open(self._backend.models())
+
+    def overview(self) -> list[dict[str, Any]]:
+        """As `ServedModels.overview`, of the models of the key."""
+        return self._open(self._backend.overview())
+
+    def _open(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The entries of models that the key may use."""
+        account = calling()
         if account is None or not account.limits.models:
             return entries
         ids = self._ids(account.limits.models)

@@ -135,6 +135,7 @@ class Generation:
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
                 with step("tokenise"):
                     self._answers = await service.off_loop(work, self._prepare, start)
+                service.num_streams += len(self._answers)
                 service.metrics.tokenize_seconds.observe(perf_counter() - start)
                 service.admission.spend(self._model, self.usage.prompt_tokens)
                 self._model.submit([answer.stream for answer in self._answers])
@@ -161,6 +162,7 @@ class Generation:
             raise BadRequest(str(error)) from None
         finally:
             timer.cancel()
+            service.num_streams -= len(self._answers)
             for answer in self._answers:
                 answer.stream.future.cancel()  # does nothing to a stream that has ended
             service.metrics.generated_tokens.inc(self.usage.completion_tokens)

@@ -64,6 +64,7 @@ class Service:
             gateways = Gateways()
             self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())), sharing)
+        self.num_streams = 0  # answers that are being generated
         self.encoding = asyncio.Lock()  # held while a part of a large answer is encoded
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 

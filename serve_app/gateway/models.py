@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -111,17 +111,22 @@ class PooledModel:
     def entry(self) -> dict[str, Any]:
         """The model's entry in `GET /v1/models`."""
         pools = [pool.describe() for pool in self.pools]
-        states, info = {pool["state"] for pool in pools}, self.info
+        info = self.info
         return info.openai_entry() | {
             "model": self.given.spec.model,
             "aliases": list(self.given.aliases),
-            "state": next(state for state in ("ready", "starting", "asleep") if state in states),
+            "state": _state_of(pools),
             "parameters": self.num_parameters,
             "task": info.task,
             "dimensions": info.embedding_size if info.embeds else None,
             "max_input_length": info.max_input_length,
             "pools": pools,
         }
+
+    def overview(self) -> dict[str, Any]:
+        """The model with its pools and replicas, for the console."""
+        pools = [pool.overview() for pool in self.pools]
+        return self.info.overview() | {"state": _state_of(pools), "aliases": list(self.given.aliases), "pools": pools}
 
     async def _compute(self, mark: int, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """Computes on one replica, and on another one if the first is lost. To compute twice harms nobody.
@@ -356,6 +361,9 @@ class PooledModels:
     def models(self) -> list[dict[str, Any]]:
         return [model.entry() for model in self._models]
 
+    def overview(self) -> list[dict[str, Any]]:
+        return [model.overview() for model in self._models]
+
     async def check_health(self) -> None:
         """Raises: Unhealthy if no model has a pool that is ready or asleep. A sleeping pool wakes when a request arrives."""
         await self.connect()
@@ -364,6 +372,12 @@ class PooledModels:
 
     def backlog_s(self, name: str | None = None) -> float:
         return self._by_name.get(name or "", self._default).finish_s(0)
+
+
+def _state_of(pools: Iterable[Mapping[str, Any]]) -> str:
+    """The state of a model with these pools."""
+    states = {pool["state"] for pool in pools}
+    return next(state for state in ("ready", "starting", "asleep") if state in states)
 
 
 def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOptions) -> Embeddings:

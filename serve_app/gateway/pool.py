@@ -13,7 +13,7 @@ from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.outbox import Outbox
 from serve_app.gateway.remote import LOST
-from serve_app.models import PoolInfo
+from serve_app.models import PoolInfo, replica_overview
 from serve_app.observe.metrics import Metrics
 
 
@@ -93,6 +93,11 @@ class PoolClient:
             "tokens_per_s": round(self.tokens_per_s),
             "busy": round(sum(each.report.busy for each in heard) / max(1, len(heard)), 2),
         }
+
+    def overview(self) -> dict[str, Any]:
+        """The pool for the console. Its replicas are those that report."""
+        heard = [(name, each.report) for name, each in self.load.replicas.items() if self.load.is_heard(name)]
+        return self.describe() | {"replicas": [replica_overview(name, report) for name, report in heard]}
 
     def show_in(self, metrics: Metrics, model: str) -> None:
         metrics.watch_pool(

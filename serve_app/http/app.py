@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.settings import ServerSettings
 from serve_app.compute.service import Service
+from serve_app.console.state import State
 from serve_app.http.cors import cors
 from serve_app.http.edge import Edge
 from serve_app.http.errors import no_such_route
@@ -39,6 +40,7 @@ class Api:
             routes=routes, middleware=[cors(settings.cors_allow_origin)], exception_handlers={HTTPException: no_such_route}
         )
         starlette.state.document = document
+        starlette.state.console = State(self.service, frozenset(route.path for route in ROUTES if route.computes))
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             # Starlette's layers take 20 us. A POST to a known path needs none of them, unless a web page sends it (CORS).

@@ -3,9 +3,12 @@
 A replica labels its series with its model, a gateway with "gateway".
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter as Tally
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from itertools import pairwise
+from math import inf
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,6 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.samples import Sample
 
 from engine.loop import BatchReport
 from serve_app.observe import tei_metrics
@@ -154,6 +158,26 @@ class Metrics:
         self.tokens.inc(report.num_tokens)
         self.duplicates.inc(report.num_duplicates)
 
+    def totals(self, routes: Collection[str]) -> dict[str, Any]:
+        """The counts since the process began, for the console. Requests and their seconds are those of `routes` alone."""
+        requests = Tally[str]()
+        for sample in _samples(self.requests, "_total"):
+            if sample.labels["route"] in routes:
+                requests[sample.labels["status"]] += int(sample.value)
+        of_routes = [each for each in _samples(self.request_seconds, "_bucket") if each.labels["route"] in routes]
+        return {
+            "requests": requests,
+            "rejected": int(_value(self.rejected)),
+            "cancelled": int(_value(self.cancelled)),
+            "inputs": int(_value(self.inputs)),
+            "generated_tokens": int(_value(self.generated_tokens)),
+            "in_flight": int(_value(self.in_flight)),
+            "bounds_s": _SECONDS,
+            "request_seconds": _so_far(of_routes),
+            "first_token_seconds": _so_far(_samples(self.first_token_seconds, "_bucket")),
+            "queue_seconds": _so_far(_samples(self.queue_seconds, "_bucket")),
+        }
+
     def exposition(self) -> bytes:
         """All series in the Prometheus text format: ours, then TEI's."""
         lines = [*(self.tei.exposition() if self.answers_requests else ()), *self._tei_engine()]
@@ -182,3 +206,20 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"emberforge_{name}", text, ("model", *labels), buckets=buckets, registry=self._registry)
+
+
+def _samples(metric: Counter | Gauge | Histogram, end: str = "") -> Iterator[Sample]:
+    return (each for family in metric.collect() for each in family.samples if each.name.endswith(end))
+
+
+def _value(metric: Counter | Gauge) -> float:
+    """The value of a metric with all of its labels set."""
+    return next(_samples(metric)).value
+
+
+def _so_far(buckets: Iterable[Sample]) -> list[int]:
+    """For each bound of `_SECONDS`, and for infinity, the number of observations up to the bound, over all series together."""
+    counts = dict.fromkeys((*_SECONDS, inf), 0)
+    for each in buckets:
+        counts[float(each.labels["le"])] += int(each.value)
+    return list(counts.values())

@@ -52,12 +52,14 @@ class Usage:
         self._observe, self._file = observe, file
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], Counts] = {}  # since the last line
+        self.totals: dict[tuple[str, str], Counts] = {}  # since the process began
         if file is not None:
             threading.Thread(target=_write_for_ever, args=[weakref.ref(self)], name="usage", daemon=True).start()
 
     def count(self, key: str, model: str, requests: int = 0, tokens: int = 0, refusals: int = 0) -> None:
         counts = Counts(requests, tokens, refusals)
         self._observe(key, model, counts)
+        self.totals.setdefault((key, model), Counts()).add(counts)
         if self._file is not None:
             with self._lock:
                 self._counts.setdefault((key, model), Counts()).add(counts)

@@ -7,6 +7,8 @@ from math import inf
 from time import perf_counter
 from typing import Any
 
+from cluster.model_spec import pool_name
+from cluster.router import Report
 from engine.engine import Engine
 from engine.loop import Embeddings, EngineLoop
 from engine.model.config import GenerationConfig
@@ -18,7 +20,7 @@ from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import WrongModel
-from serve_app.models import Check, ModelInfo, ServedModel
+from serve_app.models import Check, ModelInfo, ServedModel, replica_overview
 from serve_app.observe import traces
 from serve_app.replica.health import Health
 
@@ -86,8 +88,9 @@ def _traced(stream: Stream, _future: "Future[Any]") -> None:
 class LocalModels:
     """The one model of this process."""
 
-    def __init__(self, model: ServedModel, loop: EngineLoop, health: Health) -> None:
-        self._model, self._loop, self._health = model, loop, health
+    def __init__(self, model: ServedModel, loop: EngineLoop, health: Health, report: Callable[[], Report] = Report) -> None:
+        """`report` tells of this process."""
+        self._model, self._loop, self._health, self._report = model, loop, health, report
 
     def get(self, name: str | None, check: Check | None = None) -> ServedModel:
         """The model. Any name means it, as in TEI."""
@@ -95,6 +98,19 @@ class LocalModels:
 
     def models(self) -> list[dict[str, Any]]:
         return [self._model.info.openai_entry()]
+
+    def overview(self) -> list[dict[str, Any]]:
+        info, report = self._model.info, self._report()
+        pool = {
+            "name": pool_name(info.served_model_name),
+            "node_class": info.device,
+            "state": "ready",
+            "queued_tokens": report.queued_tokens,
+            "tokens_per_s": round(report.tokens_per_s),
+            "busy": round(report.busy, 2),
+            "replicas": [replica_overview("", report)],
+        }
+        return [info.overview() | {"state": "ready", "pools": [pool]}]
 
     async def check_health(self) -> None:
         await self._health.check()

@@ -6,14 +6,17 @@ A replica is one Ray actor with one engine.
 import asyncio
 import logging
 from collections.abc import Callable
+from time import monotonic, time
 
 import ray
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.inventory import card_of
 from cluster.listening import keep_private, limit_messages
 from cluster.model_folder import pinned
 from cluster.model_spec import IDLE_PROMPTS, ModelSpec
+from cluster.router import Report
 from cluster.settings import ServerSettings
 from engine.engine import Engine
 from engine.hub import resolve_model
@@ -34,6 +37,8 @@ from serve_app.replica.local import LocalGenerator, LocalModel, LocalModels
 from serve_app.replica.watched import WatchedGenerator, WatchedModel
 
 log = logging.getLogger(__name__)
+
+_SHORTEST_READING_S = 0.5
 
 
 class EngineServer:
@@ -61,7 +66,8 @@ class EngineServer:
         )
         loop = self._loop
         engine = self._engine
-        self._metrics.watch_memory(str(engine.device), engine.planned_bytes(spec.max_batch_tokens), lambda: engine.used_bytes)
+        self._planned_bytes = engine.planned_bytes(spec.max_batch_tokens)
+        self._metrics.watch_memory(str(engine.device), self._planned_bytes, lambda: engine.used_bytes)
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_requests, lambda: loop.queued_inputs)
         info = ModelInfo.of(
             self._engine.config,
@@ -82,11 +88,33 @@ class EngineServer:
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
         self._health = Health(self._loop, canary_of(self._engine))
         self._in_flight = InFlight.of_this_replica()
+        self._node, self._card = _node_id(), card_of(engine.device)
+        self._busy = BusyShare(loop)
         publish(self._metrics, of_pool=True)
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Benchmarks and tests replace this method, and no other."""
         return Engine.load(spec.model, num_threads=num_threads, **spec.options)
+
+    def report(self) -> Report:
+        """This replica's report on itself. `busy` is since the last report."""
+        loop, pages = self._loop, self._engine.pages
+        return Report(
+            time(),
+            loop.queued_tokens,
+            loop.tokens_per_s,
+            loop.pass_s,
+            busy=self._busy.read(),
+            max_batch_tokens=loop.max_batch_tokens,
+            dtype=self._engine.dtype_name,
+            revision=self._model.info.revision or "",
+            pages=0 if pages is None else pages.num_pages,
+            pages_held=0 if pages is None else pages.num_pages - pages.num_free,
+            node=self._node,
+            card=self._card,
+            planned_bytes=self._planned_bytes,
+            used_bytes=self._engine.used_bytes,
+        )
 
     @serve.batch(max_batch_size=1024, batch_wait_timeout_s=0.0)
     async def _collect(self, jobs: list[Request]) -> list[None]:
@@ -116,7 +144,7 @@ class ModelServer(EngineServer, TeiServicer):
             self._model = WatchedGenerator(self._model, self._in_flight)
         else:
             self._model = WatchedModel(self._model, self._in_flight)
-        models = LocalModels(self._model, self._loop, self._health)
+        models = LocalModels(self._model, self._loop, self._health, self.report)
         self._api = Api(models, settings, self._metrics, in_serve=True)
         answer_directly(self._api.app)
         TeiServicer.__init__(self, self._api.service)
@@ -143,6 +171,26 @@ def _context(engine: Engine) -> int:
     """Tokens of the longest input. A model that generates keeps the tokens of prompt and answer in its cache."""
     longest = engine.tokenizer.max_input_length
     return longest if engine.pages is None else min(longest, engine.pages.num_pages * engine.pages.page_size)
+
+
+class BusyShare:
+    """The share of the time since the last reading in which the engine computed. Readings within half a second share a value."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop, self._share = loop, 0.0
+        self._at, self._busy_s = monotonic(), loop.busy_s
+
+    def read(self) -> float:
+        now, busy_s = monotonic(), self._loop.busy_s
+        if now - self._at >= _SHORTEST_READING_S:
+            self._share = min(1.0, (busy_s - self._busy_s) / (now - self._at))
+            self._at, self._busy_s = now, busy_s
+        return self._share
+
+
+def _node_id() -> str:
+    """Ray's id of this machine. Empty in a test, or a benchmark, without Ray."""
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 def _assigned_cpus() -> int:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
-from time import monotonic, time
+from time import monotonic
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,10 +14,10 @@ from ray import serve
 from cluster.inventory import free_host_bytes
 from cluster.model_spec import ModelSpec
 from cluster.ray_router import routing_options
-from cluster.router import Report, Ticket
+from cluster.router import Ticket
 from cluster.settings import ServerSettings
 from engine.errors import BackendError, EmberError
-from engine.loop import Embeddings, EngineLoop
+from engine.loop import Embeddings
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
 from engine.request_tag import RequestTag, request_tags
@@ -28,7 +28,7 @@ from serve_app.gateway.parcel import Answer, Answered, Parcel, ReplicaCall
 from serve_app.gateway.steps import NewStream, Steps
 from serve_app.replica.channel import Channels
 from serve_app.replica.local import LocalGenerator
-from serve_app.replica.model_server import EngineServer
+from serve_app.replica.model_server import BusyShare, EngineServer
 from serve_app.replica.watched import WatchedGenerator
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class PoolServer(EngineServer):
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         super().__init__(spec, settings, num_threads)
-        self._busy = _BusyShare(self._loop), _BusyShare(self._loop)  # one for routing, one for autoscaling
+        self._busy_for_scaling = BusyShare(self._loop)
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
         self._channels: Channels | None = None
@@ -132,36 +132,27 @@ class PoolServer(EngineServer):
 
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
-        busy = self._busy[0].read()
-        report = Report(time(), loop.queued_tokens, loop.tokens_per_s, loop.pass_s, self._longest_input(), busy)
-        if (streams := self._channels) is not None and (pages := self._engine.pages) is not None:
+        self._in_flight.look()
+        report = replace(
+            self.report(),
+            longest_input=self._longest_input(),
+            batch_tokens=loop.queued_batch_tokens,
+            deaths=tuple(self._in_flight.suspects.deaths),
+        )
+        if (streams := self._channels) is not None:
             num_streams = streams.num_answering
             report = replace(
                 report,
                 queued_tokens=report.queued_tokens + streams.tokens_left,
                 prompt_tokens=report.queued_tokens,
-                pages=pages.num_pages,
-                pages_held=pages.num_pages - pages.num_free,
                 streams=num_streams,
                 step_s=loop.step_s(num_streams),
                 stream_s=loop.token_s,
             )
-        self._in_flight.look()
-        deaths = tuple(self._in_flight.suspects.deaths)
-        batch_tokens, dtype = loop.queued_batch_tokens, self._engine.dtype_name
-        return asdict(
-            replace(
-                report,
-                batch_tokens=batch_tokens,
-                max_batch_tokens=loop.max_batch_tokens,
-                dtype=dtype,
-                revision=self._model.info.revision or "",
-                deaths=deaths,
-            )
-        )
+        return asdict(report)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"busy": self._busy[1].read(), "backlog_s": self._loop.backlog_s}
+        return {"busy": self._busy_for_scaling.read(), "backlog_s": self._loop.backlog_s}
 
     def _longest_input(self) -> int:
         """Tokens of the longest input that fits into memory now. A card's memory is reserved at load."""
@@ -179,19 +170,6 @@ def _raised(answer: Answer) -> Embeddings:
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-class _BusyShare:
-    """The share of the time between two readings in which the engine computed."""
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
-        self._at, self._busy_s = monotonic(), loop.busy_s
-
-    def read(self) -> float:
-        (then, before), (now, busy_s) = (self._at, self._busy_s), (monotonic(), self._loop.busy_s)
-        self._at, self._busy_s = now, busy_s
-        return min(1.0, (busy_s - before) / max(now - then, 1e-3))
 
 
 class Unrouted:

@@ -78,6 +78,9 @@ class FakeBackend:
     def models(self) -> list[dict[str, Any]]:
         return []
 
+    def overview(self) -> list[dict[str, Any]]:
+        return [self._model.info.overview() | {"state": "ready", "pools": []}]
+
     async def check_health(self) -> None:
         if not self.healthy:
             raise Unhealthy("unhealthy")

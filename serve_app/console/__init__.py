@@ -1,0 +1,1 @@
+"""The console: a page that shows the cluster and tries the API (docs/console.md)."""

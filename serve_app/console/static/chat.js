@@ -1,0 +1,72 @@
+// A conversation, answered token by token, with tools and JSON schemas.
+
+import { events } from "./api.js";
+import { field, h } from "./dom.js";
+import { modelChoice, noModel, workbench } from "./playground.js";
+
+const TOOLS = JSON.stringify([{ type: "function", function: { name: "get_weather", description: "The weather of a city",
+  parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }], null, 1);
+
+export function chat(main, live) {
+  const model = modelChoice(live, (each) => each.task === "generation");
+  if (!model.options.length) return noModel(main, "Chat", "generates text");
+  const system = h("textarea", { rows: 2 }), message = h("textarea", { rows: 4, value: "Why is the sky blue?" });
+  const most = h("input", { type: "number", min: 1, value: "256" }), temperature = h("input", { type: "number", min: 0, max: 2, step: 0.1, value: "0.7" });
+  const tools = h("textarea", { rows: 5, class: "code", placeholder: TOOLS, spellcheck: "false" });
+  const schema = h("textarea", { rows: 5, class: "code", placeholder: '{"type": "object", "properties": {"answer": {"type": "string"}}}', spellcheck: "false" });
+  let history = [];
+
+  function request() {
+    const messages = [...(system.value.trim() ? [{ role: "system", content: system.value }] : []), ...history, { role: "user", content: message.value }];
+    const body = { model: model.value, messages, max_tokens: Number(most.value), temperature: Number(temperature.value) };
+    const given = parsed("tools", tools.value), shape = parsed("JSON schema", schema.value);
+    if (given) body.tools = given;
+    if (shape) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: shape } };
+    return ["v1/chat/completions", body];
+  }
+
+  const clear = h("button", { type: "button", onclick: () => { history = []; log.replaceChildren(); } }, "New conversation");
+  const log = h("div", { role: "log", "aria-label": "Conversation" });
+  const fields = [field("Model", model), field("System", system), field("Message", message),
+    h("div", { class: "row" }, field("Tokens at most", most), field("Temperature", temperature)),
+    h("details", {}, h("summary", {}, "Tools and JSON schema"), field("Tools, as JSON", tools), field("JSON schema of the answer", schema)), clear];
+
+  return workbench(main, "Chat", fields, request, async (result, signal) => {
+    const [path, body] = request(), asked = body.messages.at(-1);
+    if (log.parentNode !== result) result.replaceChildren(log);
+    const text = document.createTextNode(""), said = h("p", { class: "quiet small" });
+    const reply = h("div", { class: "message assistant", "aria-busy": "true" }, h("b", {}, body.model), text);
+    log.append(h("div", { class: "message user" }, h("b", {}, "You"), asked.content), reply, said);
+    const start = performance.now(), calls = [];
+    let first = null, usage = null;
+    try {
+      for await (const event of events(path, { body: { ...body, stream: true, stream_options: { include_usage: true } }, signal })) {
+        usage = event.usage ?? usage;
+        const delta = event.choices[0]?.delta ?? {};
+        if (delta.content || delta.tool_calls) first ??= performance.now();
+        if (delta.content) text.data += delta.content;
+        for (const each of delta.tool_calls ?? []) {
+          const call = calls[each.index] ??= { id: each.id, type: "function", function: { name: "", arguments: "" } };
+          call.function.name += each.function?.name ?? "";
+          call.function.arguments += each.function?.arguments ?? "";
+        }
+      }
+    } finally {
+      reply.setAttribute("aria-busy", "false");
+    }
+    for (const call of calls) reply.append(h("pre", { class: "code" }, `${call.function.name}(${call.function.arguments})`));
+    history.push(asked, calls.length ? { role: "assistant", content: text.data || null, tool_calls: calls } : { role: "assistant", content: text.data });
+    for (const call of calls) history.push({ role: "tool", tool_call_id: call.id, content: "(no result: the console runs no tools)" });
+    const end = performance.now(), tokens = usage?.completion_tokens ?? 0;
+    said.textContent = first === null ? "The answer is empty." : `First token after ${Math.round(first - start)} ms, ${tokens} tokens after ${Math.round(end - start)} ms.`;
+  });
+}
+
+function parsed(name, text) {
+  if (!text.trim()) return null;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`The field ${name} is no JSON: ${error.message}`);
+  }
+}

@@ -1,0 +1,195 @@
+"""The console: who gets what, what a look costs, and the page in a browser at 0, 1 and 60 nodes.
+
+The browser is Debian's chromium, driven by Playwright. Without them the tests of the page are skipped.
+"""
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import uvicorn
+from fake_cluster import FakeCluster, lost, nodes
+from starlette.testclient import TestClient
+
+from engine.model.folder import load_model_config
+from engine.text.tokenizer import Tokenizer
+from serve_app.admission.key_file import add_key
+from serve_app.console import state
+from serve_app.console.cluster_view import ClusterView, View
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
+from serve_app.settings import Settings
+
+KEY = "the key of the settings"
+
+
+@pytest.fixture
+def cluster(minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    made = FakeCluster(Tokenizer.load(minilm, load_model_config(minilm)), tmp_path, 1)
+    monkeypatch.setattr(state, "CLUSTER", ClusterView(lambda: made.look()))
+    return made
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def client_of(cluster: FakeCluster, **settings: Any) -> TestClient:
+    return TestClient(Api(cluster, Settings(**settings), Metrics("fake")).app)
+
+
+def test_the_page_needs_no_key_and_brings_nothing_from_elsewhere(cluster: FakeCluster) -> None:
+    client = client_of(cluster, api_key=KEY)
+    page = client.get("/console")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(each.strip().split(" ", 1) for each in page.headers["content-security-policy"].split(";"))
+    assert policy == {
+        "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "connect-src": "'self'",
+        "img-src": "'self' data:", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+    }  # fmt: skip
+    script = client.get("/console/console.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert client.get("/console/console.js", headers={"If-None-Match": script.headers["etag"]}).status_code == 304
+    for name in ("nothing.js", "..%2Fpage.py", "page.py"):
+        assert client.get(f"/console/{name}").status_code == 404
+
+
+def test_all_data_needs_a_key_and_shows_a_key_its_own_models_and_usage(cluster: FakeCluster, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    ann, ben = add_key(file, "ann", {"models": "fake-embedding"}), add_key(file, "ben")
+    with client_of(cluster, api_key=KEY, api_keys_file=str(file)) as client:
+        for path in ("/console/state", "/console/usage"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers=bearer("another")).status_code == 401
+
+        def models(key: str) -> list[str]:
+            return [model["id"] for model in client.get("/console/state", headers=bearer(key)).json()["models"]]
+
+        assert models(ann) == ["fake-embedding"]
+        assert len(models(ben)) == 4  # within the second in which ann's answer was made
+        for key in (ann, ben):
+            assert (
+                client.post("/embed", json={"inputs": "text", "model": "fake-embedding"}, headers=bearer(key)).status_code == 200
+            )
+
+        def usage(key: str) -> list[tuple[str, int]]:
+            found = client.get("/console/usage", headers=bearer(key)).json()["usage"]
+            return [(each["key"], each["requests"]) for each in found]
+
+        assert usage(ann) == [("ann", 1)]
+        assert usage(KEY) == [("ann", 1), ("ben", 1)]
+
+
+def test_ten_viewers_share_a_state(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_FRESH_S", 3600.0)
+    made, overview = [], cluster.overview
+    monkeypatch.setattr(cluster, "overview", lambda: made.append(1) or overview())
+    client = client_of(cluster)
+    assert len({client.get("/console/state").content for _ in range(10)}) == 1
+    assert len(made) == 1
+
+
+def test_nobody_looks_at_the_cluster_unless_somebody_watches() -> None:
+    looks: list[int] = []
+
+    def look() -> View:
+        looks.append(1)
+        raise RuntimeError("the head is gone")
+
+    view = ClusterView(look)
+    assert not looks
+    view.read()
+    until(lambda: view._view.problem is not None)
+    for _ in range(10):  # the next look is due in seconds
+        view.read()
+    assert looks == [1]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = monotonic() + 20
+    while not condition():
+        assert monotonic() < end
+        sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("chromium is not installed")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def address(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server with a key. Each question about its state gets a new answer."""
+    monkeypatch.setattr(state, "_FRESH_S", 0.0)
+    monkeypatch.setattr("serve_app.console.cluster_view._PAUSE_S", 0.0)
+    monkeypatch.setattr("serve_app.console.cluster_view._PAUSES_A_LOOK", 0)
+    listening = socket.create_server(("127.0.0.1", 0))
+    app = Api(cluster, Settings(api_key=KEY), Metrics("fake")).app
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/console"
+    server.should_exit = True
+    thread.join(10)
+    listening.close()
+
+
+def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    own = address.removesuffix("console")
+    page.on("request", lambda request: request.url.startswith(own) or problems.append(request.url))
+    page.goto(address)
+
+    # A wrong key is told, and the right one opens the page.
+    page.get_by_label("Key", exact=True).fill("wrong")
+    page.get_by_role("button", name="Use this key").click()
+    page.get_by_text("does not accept this key").wait_for()
+    page.get_by_label("Key", exact=True).fill(KEY)
+    page.keyboard.press("Enter")
+    page.locator(".node").wait_for()
+
+    # 60 nodes come, one is lost while somebody looks, and all go.
+    cluster.nodes = nodes(60)
+    page.locator(".node").nth(59).wait_for()
+    cluster.nodes = (*cluster.nodes[:30], lost(cluster.nodes[30]), *cluster.nodes[31:])
+    page.locator(".node.lost", has_text="node-31").wait_for()
+    assert "node-31" in page.locator(".node").first.inner_text()
+    assert page.get_by_role("status").filter(has_text="Not answering: node-31").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    cluster.nodes = ()
+    page.get_by_text("Ray knows no node.").wait_for()
+
+    page.get_by_role("link", name="Embed").click()
+    texts = page.get_by_label("Texts, one a line")
+    texts.evaluate("area => { area.value = Array.from({length: 10000}, (_, i) => `text ${i}`).join('\\n'); }")
+    page.get_by_role("button", name="Run").click()
+    page.get_by_text("10000 texts, 16 numbers each.").wait_for(timeout=60_000)
+    page.get_by_role("button", name="Copy as Python").click()
+    assert "os.environ['EMBERFORGE_API_KEY']" in page.locator("#code-field").input_value()
+    page.get_by_role("button", name="Close").click()
+
+    page.get_by_role("link", name="Rerank").click()
+    page.get_by_role("button", name="Run").click()
+    page.get_by_role("cell", name="The stock market fell").wait_for()
+    page.get_by_role("link", name="Classify").click()
+    page.get_by_role("button", name="Run").click()
+    page.get_by_role("cell", name="glad").first.wait_for()
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_role("button", name="Run").click()
+    page.get_by_text("An answer of the model").wait_for()
+    page.get_by_role("link", name="Usage").click()
+    page.get_by_role("cell", name="fake-embedding").wait_for()
+    assert problems == []
