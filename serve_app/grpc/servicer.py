@@ -1,10 +1,11 @@
 """TEI's gRPC methods. They share `Service` with the HTTP routes; metadata means what HTTP's headers mean.
 
 Ray Serve's gRPC ingress calls the methods on the deployment, by name; a plain grpc.aio server can call them too. A call that
-fails sets its code and details and returns an empty message. If it raised, Serve would log a traceback.
+fails sets its code and details and returns an empty message. If it raised, Serve would log a traceback. Only a failed stream that
+came through Serve's proxy raises.
 """
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from time import perf_counter
 from typing import Any, TypeVar
@@ -72,8 +73,20 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
                 async with aclosing(in_order(request, one, service.admission.wait_for_stream_slot, _WINDOW)) as answers:
                     async for response, _ in answers:
                         yield response
+            return
+        if _is_through_proxy(request):
+            raise RuntimeError(grpc_context.details())
 
     return call
+
+
+def _is_through_proxy(messages: AsyncIterator[Unread]) -> bool:
+    """Whether a stream of messages has come through Ray Serve's proxy, which HAProxy uses while no replica is up.
+
+    The proxy learns a call's code and details only from an exception, or from the next answer. After a failed stream no answer
+    comes, so the proxy would end the call as OK.
+    """
+    return isinstance(getattr(messages, "_request_iterator", None), AsyncGenerator)
 
 
 async def _at_most(limit: int, answers: AsyncIterator[T]) -> AsyncIterator[T]:

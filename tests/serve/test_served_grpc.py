@@ -1,9 +1,10 @@
 """TEI's gRPC services through Ray Serve's ingress: HAProxy in front, the replica's own gRPC server behind it."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -88,6 +89,20 @@ def test_streams_of_either_kind_pass_the_ingress(client: httpx.Client, channel: 
     for answer in tei_pb2_grpc.TokenizeStub(channel).TokenizeStream(one_by_one(), timeout=20):
         assert len(answer.tokens) == 1
         sent.release()
+
+
+def test_a_stream_that_fails_behind_serves_proxy_has_its_code(channel: grpc.Channel) -> None:
+    """HAProxy sends calls to Ray Serve's proxy while no replica is up. `channel` says that the application answers."""
+    port = os.environ["RAY_SERVE_FALLBACK_PROXY_GRPC_PORT"]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as proxy:
+        embed, application = tei_pb2_grpc.EmbedStub(proxy), [("application", "root")]
+        for texts, num_answers in (([""], 0), (["tea", ""], 1), (["tea"], 1)):
+            call, answers = embed.EmbedStream((tei.EmbedRequest(inputs=text) for text in texts), metadata=application), []
+            with suppress(grpc.RpcError):
+                answers += call
+            failed = Code.INVALID_ARGUMENT, "Input validation error: `inputs` cannot be empty"
+            assert (call.code(), call.details()) == (failed if "" in texts else (Code.OK, ""))
+            assert len(answers) == num_answers
 
 
 def test_reflection_is_enough_for_a_client(channel: grpc.Channel) -> None:
