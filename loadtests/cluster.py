@@ -9,7 +9,6 @@ cluster/deploy in front of two ingress nodes.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
@@ -101,10 +100,9 @@ def apply(laboratory: Lab, content: dict[str, Any], folder: Path) -> None:
 
 
 def build(laboratory: Lab, nodes: Sequence[Node] = NODES) -> None:
-    """The head first, then all nodes at once: `ray start` waits most of its time."""
     laboratory.add("head", "head", num_cpus=4)
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda node: add(laboratory, node), nodes))
+    for node in nodes:  # one after the other: `ray start` fails beside another one with the same folder for temporary files
+        add(laboratory, node)
 
 
 def add(laboratory: Lab, node: Node, name: str | None = None) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -126,7 +125,6 @@ class Lab:
 
     def __init__(self, folder: Path, namespaces: bool) -> None:
         self.members: dict[str, Member] = {}
-        self._making = threading.Lock()  # nodes may be added by several threads
         self._folder, self._name, self._namespaces = folder, f"ef{token_hex(2)}", namespaces
         if namespaces:
             _ip("link", "add", self._name, "type", "bridge")
@@ -142,15 +140,14 @@ class Lab:
 
     def machine(self, name: str) -> Member:
         """One on which nothing runs yet."""
-        with self._making:
-            number, mark = len(self.members) + 2, f"{self._name}-{name}"
-            if self._namespaces:
-                self.members[name] = Namespaced(name, f"10.77.0.{number}", mark, self._name)
-            else:
-                self.members[name] = Member(name, f"127.0.77.{number}", mark)
-            self.members[name].join()
-            (self._folder / name).mkdir()
-            return self.members[name]
+        number, mark = len(self.members) + 2, f"{self._name}-{name}"
+        if self._namespaces:
+            self.members[name] = Namespaced(name, f"10.77.0.{number}", mark, self._name)
+        else:
+            self.members[name] = Member(name, f"127.0.77.{number}", mark)
+        self.members[name].join()
+        (self._folder / name).mkdir()
+        return self.members[name]
 
     def add(self, name: str, node_class: str, num_cpus: int, num_gpus: int = 0) -> Member:
         """A machine with Ray on it; the first one is the head."""
