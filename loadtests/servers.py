@@ -147,7 +147,7 @@ class StubEngine:
         folder = resolve_model(EMBEDDED_MODEL)
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
-        self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", "stub"
+        self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", torch.device("cpu")
         self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
         self.pages = None
         self.used_bytes = 0

@@ -28,7 +28,7 @@ class SleepingEngine(StubEngine):
         super().__init__()
         import torch
 
-        self.max_batch_tokens, self.device, self.dtype = 8192, "cpu", torch.float32
+        self.max_batch_tokens, self.device, self.dtype = 8192, torch.device("cpu"), torch.float32
         self.longest_input, self.shares_host_memory = 32768, False
         self._tokens_per_s, self._pass_s = tokens_per_s, pass_s
 
