@@ -51,7 +51,7 @@ def bind(args: ModelArgs, server: type[ModelServer] = ModelServer, **options: An
         raise ValueError(f"args.model {args.model!r} is not one of settings.models {list(settings.models)}")
     spec = settings.specs[settings.models.index(args.model)]
     ingress = serve.ingress()(server)
-    deployment = serve.deployment(name="ModelServer")(ingress).options(**deployment_options(settings), **options)
+    deployment = serve.deployment(name="ModelServer")(ingress).options(**deployment_options(settings) | options)
     application: serve.Application = deployment.bind(spec, settings, settings.num_threads)
     return application
 
