@@ -5,6 +5,10 @@ from collections import Counter
 from serve_app.admission.places import may_take
 from serve_app.errors import Overloaded
 
+# A request is small if it holds at most 1/256 of the budget: 1 MiB of 256 MiB. Small requests may exceed the budget by an eighth.
+# Otherwise short texts would be refused while a few large answers fill the budget and nobody reads them.
+_SMALL, _BEYOND = 256, 8
+
 
 class BytesInFlight:
     """A budget, shared among API keys as `may_take` says. Called on one event loop."""
@@ -15,7 +19,9 @@ class BytesInFlight:
 
     def has_space(self, owner: str, held: int, num_bytes: int) -> bool:
         """Whether a request that holds `held` bytes may have more. A request alone may take as much as it needs."""
-        if self.now > held and self.now + num_bytes > self.most:
+        is_small = held + num_bytes <= self.most // _SMALL
+        most = self.most + self.most // _BEYOND if is_small else self.most
+        if self.now > held and self.now + num_bytes > most:
             return False
         others = self.held[owner] - held if owner else 0  # of the owner's other requests
         return not others or may_take(others + held, self.most - self.now)

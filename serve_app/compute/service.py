@@ -65,13 +65,24 @@ class Service:
             self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())), sharing)
         self.num_streams = 0  # answers that are being generated
-        self.encoding = asyncio.Lock()  # held while a part of a large answer is encoded
+        self._turn = asyncio.Lock()
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     @cached_property
     def delivery(self) -> Delivery:
         """What engines' threads hand their tokens to. First read on the event loop."""
         return Delivery(asyncio.get_running_loop())
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the turn of a large body, or of a part of a large answer. The event loop has one such turn at a time.
+
+        Small requests go on between the turns. Without turns, large requests that come together hold up the event loop for the
+        sum of their times.
+        """
+        async with self._turn:
+            yield
+            await asyncio.sleep(0)
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
         """The state of a request whose inputs are known now. To be called within `whole_request`. Raises: BadHeader."""

@@ -164,8 +164,6 @@ class _InParts(Response):
 
 
 async def _next(service: Service, parts: Iterator[bytes]) -> bytes:
-    """The next part; b"" after the last one. All large answers together get one part a turn of the event loop."""
-    async with service.encoding:
-        part = next(parts, b"")
-        await asyncio.sleep(0)
-    return part
+    """The next part; b"" after the last one."""
+    async with service.turn():
+        return next(parts, b"")

@@ -157,6 +157,17 @@ def test_the_bytes_in_flight_have_a_budget() -> None:
         second.add(1)
 
 
+def test_small_requests_find_space_beside_large_ones() -> None:
+    budget = BytesInFlight(25_600)
+    Hold(budget).add(25_500)
+    with pytest.raises(Overloaded):
+        Hold(budget).add(101)
+    for _ in range(33):
+        Hold(budget).add(100)
+    with pytest.raises(Overloaded):
+        Hold(budget).add(100)
+
+
 def test_a_request_whose_answer_has_no_room_is_not_even_tokenised() -> None:
     service, model = _service(), SimpleNamespace(info=SimpleNamespace(labels=(), embedding_size=1000))
     service.admission.hold().add(255 << 20)
@@ -246,12 +257,31 @@ def test_other_requests_go_on_between_the_parts_of_all_answers(monkeypatch: pyte
     assert all("other" in events[left:right] for left, right in pairwise(parts[1:]))
 
 
+def test_other_requests_go_on_between_bodies_of_some_texts() -> None:
+    service, events = _service(), list[str]()
+
+    async def other() -> None:
+        while True:
+            events.append("other")
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        task = asyncio.create_task(other())
+        await asyncio.gather(*(_parsed(service, lambda _: events.append("body"), b"x" * 10_000) for _ in range(20)))
+        task.cancel()
+
+    asyncio.run(run())
+    bodies = [index for index, event in enumerate(events) if event == "body"]
+    assert len(bodies) == 20
+    assert all("other" in events[left:right] for left, right in pairwise(bodies))
+
+
 def test_large_arrays_and_bodies_are_worked_on_on_threads() -> None:
     service = _service()
 
     async def run(size: int) -> set[int]:
         in_which = await service.with_arrays(size, threading.get_ident)
-        return {in_which, await _parsed(lambda _: threading.get_ident(), b"x" * size)}
+        return {in_which, await _parsed(service, lambda _: threading.get_ident(), b"x" * size)}
 
     assert asyncio.run(run(1000)) == {threading.get_ident()}
     assert threading.get_ident() not in asyncio.run(run(1_000_000))
