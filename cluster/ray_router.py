@@ -4,6 +4,7 @@ Serve makes one router for each handle, in the calling process, so the gateway a
 pickles this module by value, so the shared view lives in `cluster/router.py`.
 """
 
+from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
@@ -20,7 +21,7 @@ class TokenRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._load.update({_name(each.replica_id): Report(**each.routing_stats) for each in replicas}, monotonic())
+        self._load.update({_name(each.replica_id): report_of(each.routing_stats) for each in replicas}, monotonic())
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -39,6 +40,11 @@ class TokenRouter(RequestRouter):
             # one takes it. If it does not, Serve calls this method again.
             self._load.routed(ranked[0], ticket)
         return [[by_name[name]] for name in ranked]
+
+
+def report_of(stats: Mapping[str, Any]) -> Report:
+    """The report in a replica's stats. A replica of a newer version tells more than this process knows."""
+    return Report(**{name: value for name, value in stats.items() if name in Report.__dataclass_fields__})
 
 
 def _name(replica_id: ReplicaID) -> str:

@@ -41,6 +41,9 @@ def _anonymous_mib(pid: int) -> float:
 
 
 def tracebacks(said: Path) -> list[str]:
-    """The lines with a traceback in what `emberforge serve` has printed. `said` is a file."""
+    """The begin and the end, with the exception, of each line with a traceback in what `emberforge serve` has printed.
+
+    `said` is a file.
+    """
     lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [line[:200] for line in lines if "Traceback" in line]
+    return [line if len(line) < 500 else f"{line[:200]} ... {line[-300:]}" for line in lines if "Traceback" in line]

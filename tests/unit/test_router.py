@@ -1,8 +1,11 @@
 """Routing by predicted finish: arithmetic on plain data, the clock in the test's hand."""
 
+from dataclasses import asdict
+
 import pytest
 
 from cluster.autoscale import needed
+from cluster.ray_router import report_of
 from cluster.router import COLD_START_S, SILENT_S, Heard, PoolLoad, Report, Ticket, choose, split
 
 
@@ -229,3 +232,7 @@ def test_a_request_that_is_opened_twice_counts_once() -> None:
     assert load.queued_tokens(0.0) == 500
     load.finished(each, 0.0)
     assert load.queued_tokens(0.0) == 0
+
+
+def test_a_report_of_a_newer_version_is_read() -> None:
+    assert report_of(asdict(Report(1.0, 7)) | {"from_the_future": 1}) == Report(1.0, 7)
