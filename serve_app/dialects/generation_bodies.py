@@ -128,6 +128,7 @@ Bias = Annotated[
     PlainValidator(_parse_bias),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
+_MAX_N = 128  # as OpenAI's: each is a stream of its own
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -151,7 +152,7 @@ class GenerationBody(ModelBody):
     logit_bias: Bias | None = None
     allowed_token_ids: Annotated[list[Unsigned], Field(min_length=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_UINT32)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_N)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: Stop | None = None

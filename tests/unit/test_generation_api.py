@@ -453,6 +453,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (BOTH, {"structural_tag": "x"}, "structural_tag", "not supported"),
     (BOTH, {"bad_words": ["x"]}, "bad_words", "not supported"),
     (BOTH, {"priority": 1}, "priority", "send the header `x-priority`"),
+    (BOTH, {"n": 1000}, "n", "less than or equal to 128"),
     (BOTH, {"n": 9}, "", "batch size 9 > maximum allowed batch size 8"),
     ((CHAT,), {"chat_template": "x"}, "chat_template", "the model's own template is used"),
     ((CHAT,), {"messages": []}, "messages", "at least 1 item"),
