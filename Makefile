@@ -14,7 +14,7 @@ serve: $(VENV)/.installed
 chat: $(VENV)/.installed-chat
 	@exec $(BIN)/emberforge chat $(ARGS)
 
-# The whole suite has two workers, named files have none (tests/conftest.py).
+# The whole suite has three workers, named files have none (tests/scheduling.py).
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 

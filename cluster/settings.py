@@ -53,7 +53,10 @@ class ServerSettings(BaseModel):
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     grpc_port: int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
     max_concurrent_requests: int = Field(
-        512, ge=1, description="Requests in flight at a server, or at each gateway of a cluster; more get 429"
+        512,
+        ge=1,
+        description="Requests in flight at a server, or at each gateway of a cluster; more get 429. `serve` with more than four "
+        "gateways takes 128 for each of them unless told",
     )
     max_client_batch_size: int = Field(2048, ge=1, description="Inputs in one request; more get 422")
     payload_limit: int = Field(8_000_000, ge=1, description="Bytes of a request body; more get 413")

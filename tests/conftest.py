@@ -22,11 +22,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import transformers
 from parity import gte_reference, jina_bert_reference, nomic_bert_reference
+from scheduling import NUM_WORKERS, WITHOUT_RAY, RayApart, rank
 from tiny_tokenizer import save_tokenizer
+from xdist.remote import Producer
 
 from cluster import logs
 from engine.hub import EMBEDDED_MODEL, resolve_model
@@ -133,18 +136,30 @@ TINY |= {f"{kind}_classifier": replace(TINY[kind], model=model) for kind, model 
 
 _NUM_GPU_TESTS = pytest.StashKey[int]()
 _KERNEL_REPORTS = pytest.StashKey["subprocess.Popen[str]"]()
-# Folders and files that take longest, longest first. A worker that began one of them last would keep the other worker waiting.
-_LONGEST = ("tests/cluster", "tests/serve", "tests/deploy", "tests/parity")
+# A test that takes long on a busy machine has not failed.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of workers of `-n auto`: two for the whole suite, none for files that are named.
+    """The number of workers of `-n auto`: none for files that are named.
 
     A GPU has one process at a time: the tests measure its free memory.
     """
     whole_suite = config.args == config.getini("testpaths")
-    return 2 if whole_suite and not torch.cuda.is_available() else 0
+    return NUM_WORKERS if whole_suite and not torch.cuda.is_available() else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RayApart:
+    return RayApart(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The worker without Ray leaves the cores to nodes that start: they have a limited time for it."""
+    if _is_worker(config) and config.workerinput["workerid"] == WITHOUT_RAY:
+        os.nice(5)
 
 
 @pytest.hookimpl(trylast=True)
@@ -155,7 +170,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Workers get the longest files first.
     """
     if _is_worker(config):
-        items.sort(key=_rank)
+        items.sort(key=lambda item: rank(item.nodeid))
     if torch.cuda.is_available():
         return
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
@@ -168,11 +183,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _is_worker(config: pytest.Config) -> bool:
     """Whether this process runs tests for another one, which prints the results."""
     return hasattr(config, "workerinput")
-
-
-def _rank(item: pytest.Item) -> int:
-    """The position in `_LONGEST` of the test's file or folder. A sort by it keeps the tests of a file together."""
-    return next((rank for rank, path in enumerate(_LONGEST) if item.nodeid.startswith(path)), len(_LONGEST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

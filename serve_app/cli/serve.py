@@ -24,6 +24,8 @@ from serve_app.cli.console import console, report
 from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _READY_TIMEOUT_S = 60.0
+# On an H200 64 requests for each of eight gateways were too few at 0.91 of the engine's rate (docs/decisions/039).
+_REQUESTS_IN_A_GATEWAY = 128
 
 
 def serve(settings: Settings) -> None:
@@ -62,7 +64,7 @@ def serve(settings: Settings) -> None:
     num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
     settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
-    settings = _with_gateways(settings, configs, num_gpus)
+    settings = _with_requests(_with_gateways(settings, configs, num_gpus))
     # HAProxy limits each process that takes requests.
     most_requests = ceil(settings.max_concurrent_requests / max(1, settings.num_gateways))
     report(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
@@ -93,6 +95,7 @@ def config(settings: Settings, output: Path | None) -> None:
     if num_gpus and settings.gateways is None:
         configs = [read_model(pinned(spec))[1] for spec in settings.specs]
         settings = _with_gateways(settings, configs, num_gpus)
+    settings = _with_requests(settings)
     share = app.machine_share(len(settings.models), available_cpus(), num_gpus)
     traced = {
         name: value
@@ -264,6 +267,17 @@ def _with_gateways(settings: Settings, configs: list[ModelConfig], num_gpus: int
         if settings.num_gateways:
             report(f"{settings.num_gateways} gateways take the requests; gateways sets another number")
     return settings
+
+
+def _with_requests(settings: Settings) -> Settings:
+    """The settings with a limit of requests for the gateways together, if none is given.
+
+    An engine that keeps eight gateways busy has more than 512 requests in flight at 0.9 of its rate (whole_server.md).
+    """
+    if "max_concurrent_requests" in settings.model_fields_set:
+        return settings
+    most = max(settings.max_concurrent_requests, _REQUESTS_IN_A_GATEWAY * settings.num_gateways)
+    return settings.model_copy(update={"max_concurrent_requests": most})
 
 
 def _gives(config: ModelConfig) -> str:

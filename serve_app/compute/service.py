@@ -75,14 +75,14 @@ class Service:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for the turn of a large body, or of a part of a large answer. The event loop has one such turn at a time.
+        """Wait for the turn of a large body, or of a part of a large answer. A round of the event loop has one such turn.
 
         Small requests go on between the turns. Without turns, large requests that come together hold up the event loop for the
         sum of their times.
         """
         async with self._turn:
             yield
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # after the lock: who waits has the next round, and does not wait for the end of this one twice
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
         """The state of a request whose inputs are known now. To be called within `whole_request`. Raises: BadHeader."""

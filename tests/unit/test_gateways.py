@@ -11,7 +11,7 @@ from cluster.nodes import GIB, Card, Node
 from cluster.settings import ServerSettings
 from engine.model.config import GenerationConfig
 from serve_app.admission.admission import Admission
-from serve_app.cli.serve import _with_gateways
+from serve_app.cli.serve import _with_gateways, _with_requests
 from serve_app.errors import Overloaded
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
@@ -57,3 +57,11 @@ def test_the_operators_number_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _with_gateways(Settings(gateways=0), [SMALL], num_gpus=1).num_gateways == 0
     assert _with_gateways(Settings(), [SMALL], num_gpus=1).num_gateways == 8
     assert _with_gateways(Settings(models=("a/gateway",)), [SMALL], num_gpus=1).num_gateways == 0, "the name is taken"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, 512), ({"gateways": 8}, 1024), ({"gateways": 2}, 512), ({"gateways": 8, "max_concurrent_requests": 512}, 512)],
+)
+def test_many_gateways_take_more_requests_unless_told(settings: dict[str, int], expected: int) -> None:
+    assert _with_requests(Settings.model_validate(settings)).max_concurrent_requests == expected

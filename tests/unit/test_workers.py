@@ -1,10 +1,12 @@
-"""The suite in two workers: which runs have workers, which files start first, and what the workers tell."""
+"""The suite in workers: which runs have workers, which worker runs which files, and what the workers tell."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import scheduling
 import torch
 
 TESTS = Path(__file__).parents[1]
@@ -17,9 +19,9 @@ def suite(pytestconfig: pytest.Config) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("paths", "gpu", "num_workers"), [(["tests"], False, 2), (["tests"], True, 0), (["tests/unit/test_ids.py"], False, 0)]
+    ("paths", "gpu", "num_workers"), [(["tests"], False, 3), (["tests"], True, 0), (["tests/unit/test_ids.py"], False, 0)]
 )
-def test_the_whole_suite_has_two_workers(
+def test_the_whole_suite_has_three_workers(
     suite: Any, monkeypatch: pytest.MonkeyPatch, paths: list[str], gpu: bool, num_workers: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -30,8 +32,8 @@ def test_the_whole_suite_has_two_workers(
 def test_a_worker_starts_with_the_longest_files_and_keeps_the_order_of_their_tests(
     suite: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [path for path in suite._LONGEST if not (TESTS.parent / path).exists()] == []
-    monkeypatch.setattr(suite, "_LONGEST", ("tests/serve/test_b.py", "tests/serve"))
+    assert [path for path in scheduling._LONGEST if not (TESTS.parent / path).exists()] == []
+    monkeypatch.setattr(scheduling, "_LONGEST", ("tests/serve/test_b.py", "tests/serve"))
     names = ["tests/serve/test_a.py::z", "tests/serve/test_b.py::y", "tests/serve/test_b.py::x", "tests/unit/test_c.py::w"]
     items = [SimpleNamespace(nodeid=name, get_closest_marker=lambda marker: None) for name in names]
     first, second, third, last = items
@@ -41,6 +43,36 @@ def test_a_worker_starts_with_the_longest_files_and_keeps_the_order_of_their_tes
     worker = SimpleNamespace(workerinput={})
     suite.pytest_collection_modifyitems(config=worker, items=items)
     assert items == [second, third, first, last]
+
+
+def test_one_worker_leaves_ray_to_the_others_while_there_are_other_files(pytestconfig: pytest.Config) -> None:
+    files = [
+        "tests/serve/test_a.py",
+        "tests/cluster/test_b.py",
+        "tests/serve/test_c.py",
+        "tests/unit/test_d.py",
+        "tests/unit/test_e.py",
+    ]
+    tests = [f"{file}::test_{number}" for file in files for number in range(4)]
+    config = SimpleNamespace(
+        getvalue=lambda name: ["popen"] * 3, option=SimpleNamespace(loadscopereorder=False), get_verbosity=lambda: 0
+    )
+    shared = scheduling.RayApart(config)  # type: ignore[arg-type]
+    sent: dict[str, list[str]] = {"gw0": [], "gw1": [], "gw2": []}
+    for name in sent:
+        node = Mock(shutting_down=False)
+        node.gateway.id = name
+        node.send_runtest_some = lambda indices, its=sent[name]: its.extend(tests[index] for index in indices)
+        shared.add_node(node)
+        shared.add_node_collection(node, tests)
+    shared.schedule()
+    assert {name: {each.split("::")[0] for each in its} for name, its in sent.items()} == {
+        "gw0": {files[0]}, "gw1": {files[1]}, "gw2": {files[3]}
+    }  # fmt: skip
+    last = shared.nodes[2]
+    for index in range(12, 20):  # of the files that it got
+        shared.mark_test_complete(last, index)
+    assert [each.split("::")[0] for each in sent["gw2"][::4]] == [files[3], files[4], files[2]], "at last it helps the others"
 
 
 def test_the_number_of_gpu_tests_comes_from_a_worker_to_the_summary(suite: Any) -> None:
