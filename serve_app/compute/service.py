@@ -24,6 +24,7 @@ from serve_app.admission.keys import Keys
 from serve_app.admission.qos import Qos, read_qos
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.delivery import Delivery
+from serve_app.compute.turns import Turns
 from serve_app.errors import ApiError, BadHeader, DeadlineExceeded, Overloaded
 from serve_app.models import ServedModel, ServedModels
 from serve_app.observe.metrics import Metrics
@@ -65,7 +66,7 @@ class Service:
             self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())), sharing)
         self.num_streams = 0  # answers that are being generated
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     @cached_property
@@ -73,16 +74,9 @@ class Service:
         """What engines' threads hand their tokens to. First read on the event loop."""
         return Delivery(asyncio.get_running_loop())
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for the turn of a large body, or of a part of a large answer. A round of the event loop has one such turn.
-
-        Small requests go on between the turns. Without turns, large requests that come together hold up the event loop for the
-        sum of their times.
-        """
-        async with self._turn:
-            yield
-        await asyncio.sleep(0)  # after the lock: who waits has the next round, and does not wait for the end of this one twice
+    async def turn(self) -> None:
+        """Wait for the turn of a large body, or of a part of a large answer."""
+        await self._turns.turn()
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
         """The state of a request whose inputs are known now. To be called within `whole_request`. Raises: BadHeader."""

@@ -164,14 +164,10 @@ async def _ranks(service: Service, state: RequestState, model: ServedModel, body
 class _Sparse(Deferred):
     """The sparse weights of an input: an array of (index, value)."""
 
-    __slots__ = ("_weights",)
+    __slots__ = ("_weights", "json_size")
 
     def __init__(self, weights: Any) -> None:
-        self._weights = weights
-
-    @property
-    def json_size(self) -> int:
-        return 64 * len(self._weights)
+        self._weights, self.json_size = weights, 64 * len(weights)
 
     def plain(self) -> list[dict[str, Any]]:
         pairs = zip(self._weights["index"].tolist(), self._weights["value"], strict=True)
@@ -181,14 +177,10 @@ class _Sparse(Deferred):
 class _Predictions(Deferred):
     """The classes of an input, the best first."""
 
-    __slots__ = ("_labels", "_scores")
+    __slots__ = ("_labels", "_scores", "json_size")
 
     def __init__(self, scores: Vectors, labels: Sequence[str]) -> None:
-        self._scores, self._labels = scores, labels
-
-    @property
-    def json_size(self) -> int:
-        return 64 * len(self._labels)
+        self._scores, self._labels, self.json_size = scores, labels, 64 * len(labels)
 
     def plain(self) -> list[dict[str, Any]]:
         return [{"score": float(self._scores[index]), "label": self._labels[index]} for index in best_first(self._scores)]

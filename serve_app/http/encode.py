@@ -5,6 +5,7 @@ A large response is encoded and sent in parts, so that no other request waits lo
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -75,30 +76,36 @@ def json_size(content: Any) -> int:
     size = _VALUE_BYTES
     for each in content:  # most are plain, and a call for each would take as long as to encode them
         kind = type(each)
-        size += _VALUE_BYTES if kind in _PLAIN else len(each) + _VALUE_BYTES if kind is str else json_size(each)
+        if kind in _PLAIN:
+            size += _VALUE_BYTES
+        elif kind is str:
+            size += len(each) + _VALUE_BYTES
+        else:
+            size += each.json_size if isinstance(each, Deferred) else json_size(each)
     return size
 
 
 def json_parts(content: Any, size: int) -> Iterator[bytes]:
     """The JSON in parts of about `_PART_BYTES`. A single string or number is not cut. `size`: the `json_size` of `content`."""
-    pieces: list[bytes] = []  # names and small values travel with the value that follows: each part costs 0.1 ms to send
+    pieces: list[bytes] = []  # names and small values travel with others: each part costs 0.1 ms to send
+    num_bytes = 0
     for piece in _pieces(content, size):
-        pieces.append(piece)
-        if sum(map(len, pieces)) >= _PART_BYTES // 2:
+        if pieces and num_bytes + len(piece) > _PART_BYTES:
             yield b"".join(pieces)
-            pieces = []
-    if pieces:
-        yield b"".join(pieces)
+            pieces, num_bytes = [], 0
+        pieces.append(piece)
+        num_bytes += len(piece)
+    yield b"".join(pieces)
 
 
-def _pieces(content: Any, size: int) -> Iterator[bytes]:
+def _pieces(content: Any, size: float) -> Iterator[bytes]:
     """The JSON in pieces of at most about `_PART_BYTES`."""
     if size <= _PART_BYTES or not isinstance(content, dict | list | tuple | np.ndarray) or not len(content):
         yield to_json(content)
     elif isinstance(content, dict):
         for index, (key, value) in enumerate(content.items()):
             yield (b"," if index else b"{") + to_json(key) + b":"
-            yield from _pieces(value, json_size(value))
+            yield from _pieces(value, inf if type(value) is list else json_size(value))  # a list's size is counted as it goes
         yield b"}"
     else:
         begin, size, separator = 0, 0, b"["
@@ -165,5 +172,5 @@ class _InParts(Response):
 
 async def _next(service: Service, parts: Iterator[bytes]) -> bytes:
     """The next part; b"" after the last one."""
-    async with service.turn():
-        return next(parts, b"")
+    await service.turn()
+    return next(parts, b"")
