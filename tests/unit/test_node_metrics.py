@@ -1,5 +1,6 @@
 """The metrics of a node, put together from processes that run, hang and end."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -72,6 +73,7 @@ def test_a_process_that_hangs_is_counted_and_one_that_ended_is_forgotten(tmp_pat
             ("emberforge_node_processes",): 2, ("emberforge_node_silent_processes",): 0,
         }  # fmt: skip
         two.send_signal(signal.SIGSTOP)
+        os.waitpid(two.pid, os.WUNTRACED)  # a signal to a process with threads takes effect some time later
         hanging = samples(collect(tmp_path).decode())
         assert (hanging["emberforge_node_processes",], hanging["emberforge_node_silent_processes",]) == (1, 1)
         two.kill()
