@@ -4,10 +4,13 @@ Also here: what a run says about the tests that this machine cannot run.
 """
 
 import os
+import secrets
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["RAY_AUTH_MODE"] = "token"
+# Ray reads the token once in a process. A test without a cluster would find none, and a cluster that starts later takes this one.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # torch's threads sleep between operations. They would spin, which takes the cores from the tests' other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

@@ -452,6 +452,7 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
             assert ray.stdout is not None
             pid = int(ray.stdout.readline())
             _wait_until(lambda: _listens(port))
+            _wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/metrics").is_success)  # HAProxy listens before that process
             os.kill(pid, signal.SIGKILL)
             sleep(0.3)
             text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
