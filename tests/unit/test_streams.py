@@ -55,7 +55,7 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
 class Device:
     """Computes in `launch`. The cache holds token ids where a real one holds keys and values."""
 
-    max_graph_tokens = 0
+    max_graph_tokens, num_stages = 0, 1
 
     def __init__(self, num_pages: int, most_tokens: float = inf, passes_in_flight: int = 1) -> None:
         self.pages, self.passes_in_flight = Pages(num_pages, PAGE_SIZE), passes_in_flight
