@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.devices import DTYPES, DtypeName, compute_dtype, default_batch_tokens, is_integrated
 from engine.errors import BackendError, InvalidInput, ModelError, NotFinite, OutOfMemory
 from engine.heads.splade import most_splade_seqs
+from engine.kernels.tiles import tiling
 from engine.load import Loaded, choose, choose_all, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
@@ -25,6 +26,7 @@ from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
+from engine.run.cuda_pipeline import CudaPipeline
 from engine.run.cuda_streams import StreamRunner
 from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
@@ -82,15 +84,28 @@ class Engine:
         self.dtype, self.device = dtype, device
         self.max_batch_tokens = default_batch_tokens(device)
         cache = caches[0] if caches else None
-        self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline
+        self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
         if parts.earlier:
-            self.runner = Pipeline(parts.earlier, self.network, self.packer, caches)
+            self.runner = self._pipeline(parts.earlier, caches)
         elif device.type == "cpu" or (cache is not None and self.packer.tiling is None):
             self.runner = CpuRunner(self.network, self.packer, cache)
         elif cache is not None:
             self.runner = StreamRunner(self.network, StreamPacker.of(self.packer, self.network.model), cache, device)
         else:
             self.runner = CudaRunner(self.network, self.packer, device)
+
+    def _pipeline(self, earlier: Sequence[Model], caches: Sequence[KVCache]) -> Pipeline | CudaPipeline:
+        """The runner of a model in stages. Our kernels compute it if they can compute each stage."""
+        models = [*earlier, self.network.model]
+        windows = tuple(dict.fromkeys(window for model in models for window in model.windows))
+        heads = self.config.n_heads, self.config.n_kv_heads
+        packers = []
+        for cache in caches:
+            tiles = tiling(heads, self.config.head_dim, compute_dtype(self.dtype), cache.device, self.config.causal)
+            if tiles is None:
+                return Pipeline(earlier, self.network, self.packer, caches)
+            packers.append(StreamPacker.for_windows(tiles, windows))
+        return CudaPipeline(earlier, self.network, packers, caches)
 
     @classmethod
     def load(

@@ -12,7 +12,7 @@ from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import Transformers, family_of
-from engine.model.footprint import bytes_saved_in_8_bits, num_parameters
+from engine.model.footprint import MOST_STREAM_TOKENS, bytes_saved_in_8_bits, num_parameters
 from engine.run import reserve
 from engine.run.fits import pass_bytes
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
@@ -83,7 +83,9 @@ def _cards(
         free = int(psutil.virtual_memory().available)
         return [cut.Device(str(device), free // len(devices), passes, 1.0) for device in devices]
     count = Counter(devices)
-    passes += KERNEL_BYTES
+    # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
+    tokens = max_batch_tokens or MOST_STREAM_TOKENS
+    passes += KERNEL_BYTES + (len(devices) + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
     alike = len({torch.cuda.get_device_name(device) for device in devices}) == 1
     return [
         cut.Device(
