@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_generators import folder_without_pooling, preemptions, prompts
+from typer.testing import CliRunner
 
 from engine import Engine, ModelError
 from engine.loop import EngineLoop
@@ -18,6 +19,7 @@ from engine.run.kv_cache import PAGE_SIZE
 from engine.run.pipeline import Pipeline
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Token
+from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=24, temperature=0.0)
 LENGTHS = (3, 150, 127, 200, 40)
@@ -173,3 +175,11 @@ def test_what_cannot_be_cut_is_refused(generator: Callable[..., Path], tiny: Cal
         load(generator("qwen2_lm"), 5)
     with pytest.raises(ModelError, match="only a model that generates can run on several devices"):
         Engine.load(tiny("bert"), devices=["cpu", "cpu"])
+
+
+def test_generate_takes_several_devices(generator: Callable[..., Path]) -> None:
+    command = ["generate", "-m", str(generator("qwen2_lm")), "-p", "Hello", "-n", "12", "--temp", "0", "-v", "--dtype", "float32"]
+    one, two = (CliRunner().invoke(cli, [*command, "--devices", each], catch_exceptions=False) for each in ("cpu", "cpu,cpu"))
+    assert one.stdout == two.stdout
+    assert len(one.stdout) > 12
+    assert "float32 on cpu (2 layers), cpu (2 layers)" in two.stderr
