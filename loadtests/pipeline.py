@@ -141,7 +141,7 @@ def copy_rate(device: str) -> float:
         if device != "cpu":
             torch.cuda.synchronize(device)
         seconds.append(perf_counter() - start)
-    return 2 * source.nbytes / median(seconds)
+    return float(2 * source.nbytes / median(seconds))
 
 
 def leave(device: str, gib: float) -> torch.Tensor:

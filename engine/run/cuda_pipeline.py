@@ -35,6 +35,7 @@ class Link:
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._target = target
         self._out, self._in = torch.cuda.Stream(source), torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+        self._copying = self._in if source == target else self._out
 
     def send(self, tensor: Tensor, computing: torch.cuda.Stream, to: Tensor | None = None) -> tuple[Tensor, torch.cuda.Event]:
         """Queues a copy of what `computing` has queued to compute.
@@ -53,8 +54,7 @@ class Link:
             copied.copy_(tensor, non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._in)
-        used_in(tensor, self._out)
-        used_in(tensor, self._in)
+        used_in(tensor, self._copying)
         return copied, arrived
 
 
