@@ -89,6 +89,7 @@ class ModelSpec(ModelOptions):
 
     name: str = Field(min_length=1)  # clients send this name as `model`
     model: str = Field(min_length=1)  # a folder, a Hub id, or the embedded model
+    devices: tuple[str, ...] = ()  # that share the model's layers, as a replica names them; none: the replica's first
     revision: str | None = None  # of the model's files (`engine/revision.py`); a process that finds another one does not start
 
 

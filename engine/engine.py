@@ -1,8 +1,9 @@
-"""`Engine`: one loaded model on one device; ids in, vectors out. Usable alone, with no server around it."""
+"""`Engine`: one loaded model on one device or several; ids in, vectors out. Usable alone, with no server around it."""
 
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from engine.devices import DTYPES, DtypeName, compute_dtype, default_batch_tokens, is_integrated
 from engine.errors import BackendError, InvalidInput, ModelError, NotFinite, OutOfMemory
 from engine.heads.splade import most_splade_seqs
-from engine.load import Loaded, choose, read_config
+from engine.kernels.tiles import tiling
+from engine.load import Loaded, choose, choose_all, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, ModelConfig, OutputName, Pooling
@@ -24,11 +26,14 @@ from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
+from engine.run.cuda_pipeline import CudaPipeline
 from engine.run.cuda_streams import StreamRunner
 from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
+from engine.run.pipeline import Pipeline
 from engine.run.runner import CpuRunner
+from engine.run.stages import Stage, plan_stages
 from engine.run.streams import StreamPacker
 from engine.run.tune import tune, tune_streams
 from engine.schedule.pages import Pages
@@ -51,20 +56,24 @@ class Engine:
         device: torch.device,
         cache_tokens: int | None = None,
         max_batch_tokens: int | None = None,
+        stages: Sequence[Stage] = (),
     ) -> None:
         """
         Args:
+            device: the last stage's, if there are several.
             cache_tokens: the size of the cache of a model that generates.
             max_batch_tokens: for the default size of that cache; None for a budget that warm-up finds.
+            stages: the parts of the model, if it is on several devices. `config` is the whole model's.
         """
-        cache = None
+        self.stages = tuple(stages) or (Stage(config, device),)
+        caches: list[KVCache] = []
         if config.generation is not None:
             wide = compute_dtype(dtype)
             if cache_tokens is None:
                 passes = pass_bytes(config, dtype, device, max_batch_tokens)
                 cache_tokens = default_tokens(config, wide, device, passes)
-            cache = KVCache(config, cache_tokens, wide, device)
-        self.pages = None if cache is None else Pages(cache.num_pages, PAGE_SIZE)
+            caches = [KVCache(stage.config, cache_tokens, wide, stage.device) for stage in self.stages]
+        self.pages = Pages(caches[0].num_pages, PAGE_SIZE) if caches else None
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
         self.prompts = parts.prompts
         if self.pages is not None:
@@ -74,13 +83,29 @@ class Engine:
             self._grammars = Compiler(parts.prompts.tokenizer.to_str, config.vocab_size, config.generation.eos_ids)
         self.dtype, self.device = dtype, device
         self.max_batch_tokens = default_batch_tokens(device)
-        self.runner: CpuRunner | CudaRunner | StreamRunner
-        if device.type == "cpu" or (cache is not None and self.packer.tiling is None):
+        cache = caches[0] if caches else None
+        self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
+        if parts.earlier:
+            self.runner = self._pipeline(parts.earlier, caches)
+        elif device.type == "cpu" or (cache is not None and self.packer.tiling is None):
             self.runner = CpuRunner(self.network, self.packer, cache)
         elif cache is not None:
             self.runner = StreamRunner(self.network, StreamPacker.of(self.packer, self.network.model), cache, device)
         else:
             self.runner = CudaRunner(self.network, self.packer, device)
+
+    def _pipeline(self, earlier: Sequence[Model], caches: Sequence[KVCache]) -> Pipeline | CudaPipeline:
+        """The runner of a model in stages. Our kernels compute it if they can compute each stage."""
+        models = [*earlier, self.network.model]
+        windows = tuple(dict.fromkeys(window for model in models for window in model.windows))
+        heads = self.config.n_heads, self.config.n_kv_heads
+        packers = []
+        for cache in caches:
+            tiles = tiling(heads, self.config.head_dim, compute_dtype(self.dtype), cache.device, self.config.causal)
+            if tiles is None:
+                return Pipeline(earlier, self.network, self.packer, caches)
+            packers.append(StreamPacker.for_windows(tiles, windows))
+        return CudaPipeline(earlier, self.network, packers, caches)
 
     @classmethod
     def load(
@@ -89,6 +114,7 @@ class Engine:
         *,
         dtype: DtypeName | Literal["auto"] = "auto",
         device: str = "auto",
+        devices: Sequence[str] = (),
         pooling: Pooling | None = None,
         default_prompt_name: str | None = None,
         default_prompt: str | None = None,
@@ -107,6 +133,8 @@ class Engine:
             dtype: "auto" takes bfloat16 where the device computes it natively, else float32. "float8" and "int8" are of the
                 layers' matrices and what is multiplied with them; the rest is in bfloat16.
             device: "auto" takes the first GPU if there is one.
+            devices: several devices of this machine, which get the model's layers in this order; instead of `device`. Only for a
+                model that generates.
             pooling: for folders that do not name theirs. A model that generates also embeds with last_token.
             default_prompt_name: the model's prompt for texts whose request asks for none; overrides its authors' choice.
             default_prompt: the same, as a text.
@@ -124,12 +152,23 @@ class Engine:
         folder, config = read_config(
             str(model), pooling, default_prompt_name, default_prompt, max_input_tokens, backend, trust_remote_code
         )
-        chosen, where = choose(config, dtype, device)
-        with reserve.reservation(where), torch.inference_mode():
-            if config.generation is not None:
-                check_generator_fits(config, chosen, where, str(folder), max_batch_tokens, cache_tokens)
-            parts = load_parts(folder, config, chosen, where, on_progress)
-            engine = cls(config, parts, chosen, where, cache_tokens, max_batch_tokens)
+        if len(devices) > 1:
+            chosen, where = choose_all(config, dtype, devices)
+        else:
+            chosen, only = choose(config, dtype, devices[0] if devices else device)
+            where = [only]
+        stages: list[Stage] = []
+        with ExitStack() as reserved, torch.inference_mode():
+            for each in dict.fromkeys(where):
+                reserved.enter_context(reserve.reservation(each))
+            if len(where) > 1:
+                stages, cache_tokens = plan_stages(config, chosen, where, max_batch_tokens, cache_tokens)
+                log.info("layers by device: %s", ", ".join(f"{each.device} {len(each.config.layers)}" for each in stages))
+            elif config.generation is not None:
+                check_generator_fits(config, chosen, where[0], str(folder), max_batch_tokens, cache_tokens)
+            last = stages[-1].config if stages else config
+            parts = load_parts(folder, last, chosen, where[-1], on_progress, stages[:-1])
+            engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages)
             engine._warm_up(max_batch_tokens)
         return engine
 
@@ -284,6 +323,11 @@ class Engine:
         return self.runner.passes_in_flight
 
     @property
+    def num_stages(self) -> int:
+        """The devices that compute a pass one after the other."""
+        return len(self.stages)
+
+    @property
     def max_batch_seqs(self) -> int | None:
         """Sequences that one pass may have; None where only their tokens count."""
         if isinstance(self.runner, StreamRunner):
@@ -293,7 +337,7 @@ class Engine:
     @property
     def max_graph_tokens(self) -> int:
         """Batches of up to so many tokens run as CUDA graphs; 0 on a CPU."""
-        return 0 if isinstance(self.runner, CpuRunner) else self.runner.max_graph_tokens
+        return 0 if isinstance(self.runner, CpuRunner | Pipeline) else self.runner.max_graph_tokens
 
     @property
     def longest_input(self) -> int:
@@ -308,13 +352,13 @@ class Engine:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the device's memory that this process has taken."""
-        return reserve.used_bytes(self.device)
+        """Bytes of the devices' memory that this process has taken."""
+        return sum(reserve.used_bytes(device) for device in {stage.device for stage in self.stages})
 
     def planned_bytes(self, max_batch_tokens: int | None) -> int:
         """What a plan counts for this model's `used_bytes`. `max_batch_tokens` is the operator's, None without one."""
         cache_tokens = None if self.pages is None else self.pages.num_pages * PAGE_SIZE
-        return planned_bytes(self.config, self.dtype, self.device, max_batch_tokens, cache_tokens)
+        return sum(planned_bytes(each.config, self.dtype, each.device, max_batch_tokens, cache_tokens) for each in self.stages)
 
     @property
     def dtype_name(self) -> DtypeName:

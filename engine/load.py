@@ -1,6 +1,7 @@
 """A model folder -> what an `Engine` is made of: configuration, tokenizer, weights, heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from engine.model.weights import Checkpoint
 from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
+from engine.run.stages import Stage
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
@@ -40,6 +42,7 @@ class Loaded:
     network: Network
     packer: BatchPacker
     prompts: Prompts | None = None  # of a model that generates
+    earlier: tuple[Model, ...] = ()  # the stages before the network's, if the model is on several devices
 
 
 def read_config(
@@ -76,6 +79,15 @@ def choose(config: ModelConfig, dtype: str, device: str) -> tuple[torch.dtype, t
     return chosen, where
 
 
+def choose_all(config: ModelConfig, dtype: str, devices: Sequence[str]) -> tuple[torch.dtype, list[torch.device]]:
+    """The dtype and the devices of a model on several devices, set up for it. Raises: as `choose`, or for devices that differ."""
+    chosen = [choose(config, dtype, device) for device in devices]
+    dtypes = {each for each, _ in chosen}
+    if len(dtypes) > 1:
+        raise ModelError(f"devices {', '.join(devices)} compute in different dtypes by default; give a dtype")
+    return chosen[0][0], [device for _, device in chosen]
+
+
 def _prepare(device: torch.device) -> None:
     """Set up torch's memory and arithmetic for this process."""
     if device.type == "cpu":
@@ -99,14 +111,24 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     on_progress: Callable[[float], None] | None = None,
+    earlier: Sequence[Stage] = (),
 ) -> Loaded:
-    """Load tokenizer, weights and heads. `on_progress` is the Checkpoint's. Raises: ModelError with the file and the way out."""
+    """Load tokenizer, weights and heads.
+
+    Args:
+        config, device: of the last stage, if the model is on several devices.
+        on_progress: the Checkpoint's.
+        earlier: the stages before it.
+    Raises: ModelError with the file and the way out.
+    """
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype, on_progress) as checkpoint:
         checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
-        reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
+        if not earlier:  # the cut has compared each stage with its device
+            reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
+        models = [_load_stage(stage, checkpoint) for stage in earlier]
         model = family(config, checkpoint)
         head = [] if config.head is None else [_load_head(config, config.head, model, checkpoint)]
         vector_head: VectorHead
@@ -117,7 +139,8 @@ def load(
             vector_head = Pool(config.pooling, [*dense, *head])
         language_head = None
         if config.generation is not None:
-            language_head = _load_language_head(config, config.generation, model, checkpoint)
+            first = models[0] if models else model
+            language_head = _load_language_head(config, config.generation, first, checkpoint)
         checkpoint.finish(model.unused)
     outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
     heads = config.n_heads, config.n_kv_heads
@@ -126,7 +149,14 @@ def load(
     name = f"{config.architecture} with pooling {config.pooling}"
     network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
     prompts = None if config.generation is None else Prompts.of(folder, tokenizer.shared)
-    return Loaded(tokenizer, network, packer, prompts)
+    return Loaded(tokenizer, network, packer, prompts, tuple(models))
+
+
+def _load_stage(stage: Stage, checkpoint: Checkpoint) -> Model:
+    device = stage.device
+    current: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, checkpoint.on(device) as source:
+        return family_of(stage.config)(stage.config, source)
 
 
 def _load_outputs(
@@ -159,9 +189,10 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
     return layer
 
 
-def _load_language_head(config: ModelConfig, said: GenerationConfig, model: Model, checkpoint: Checkpoint) -> LanguageHead:
+def _load_language_head(config: ModelConfig, said: GenerationConfig, first: Model, checkpoint: Checkpoint) -> LanguageHead:
+    """`first`: the model that has the table of words. On another device, a tied head is a copy of the table."""
     if said.tied:
-        return LanguageHead(model.words, checkpoint.decodes)
+        return LanguageHead(first.words.to(checkpoint.device), checkpoint.decodes)
     return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
 
 

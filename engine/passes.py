@@ -35,6 +35,11 @@ class Runner(Protocol):
     def passes_in_flight(self) -> int: ...
 
     @property
+    def num_stages(self) -> int:
+        """The devices that compute a pass one after the other. They can compute as many passes at a time."""
+        ...
+
+    @property
     def max_graph_tokens(self) -> int:
         """Passes of up to so many tokens are quick to launch; 0 where none is."""
         ...
@@ -89,7 +94,9 @@ class Passes:
         """`on_batch` and `on_split` observe passes and batches that were halved. An error of theirs is logged."""
         self.lock = RLock()  # guards the scheduler
         self.changed = Condition(self.lock)  # notified when work comes or a pass ends; takes longer to enter than the lock
-        self.scheduler = Scheduler(max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.lock, runner.pages)
+        self.scheduler = Scheduler(
+            max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.lock, runner.pages, runner.num_stages
+        )
         self.computed_at = -inf  # when a pass last gave a finite vector, by `monotonic`
         self.device_lost = False
         self._runner, self._on_batch, self._on_split = runner, on_batch, on_split

@@ -148,7 +148,7 @@ class StubEngine:
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", torch.device("cpu")
-        self.passes_in_flight, self.max_graph_tokens, self.max_batch_seqs = 1, 0, None
+        self.passes_in_flight, self.num_stages, self.max_graph_tokens, self.max_batch_seqs = 1, 1, 0, None
         self.pages = None
         self.used_bytes = 0
         self._vector = torch.rand(1, self.config.embedding_size).numpy()

@@ -7,6 +7,7 @@ the gateways have the address: `model` in a request's body chooses (docs/decisio
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +73,15 @@ class Share:
         }
 
 
-def machine_share(num_models: int, num_cpus: int, num_gpus: int) -> Share:
-    """The share of one machine that each replica gets.
+def machine_share(num_models: int, num_cpus: int, num_gpus: int, devices: Sequence[str] = ()) -> Share:
+    """The share of one machine that each replica gets. With `devices` the only model's replica books as many GPUs.
 
     On CPUs a replica books half of the cores it computes with. A redeploy then has room to start the new replica before the
     old one stops. A GPU is booked whole and the old replica stops first, because two copies of a model may not fit.
     """
-    if num_gpus:
+    if devices and devices[0] != "cpu":
+        return Share(num_threads=1, num_cpus=1, num_gpus=len(devices), max_surge_percent=0)
+    if num_gpus and not devices:
         # Rounded down, because Ray counts four decimals. With three models on two GPUs, two thirds each would leave one nowhere.
         share = int(1e4 / replicas_on_a_card(num_models, num_gpus)) / 1e4
         return Share(num_threads=1, num_cpus=1, num_gpus=share, max_surge_percent=0)

@@ -49,6 +49,11 @@ class Settings(ServerSettings, ModelOptions):
         description="Processes that take requests; with 0 a single model's process takes them [default: by cores and model]",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
+    devices: Names = Field(
+        (),
+        description="GPUs of this machine, by number, that share the layers of one model that generates, as 0,1; "
+        "or cpu [default: one GPU for each replica, or the CPU]",
+    )
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> "Settings":
@@ -59,6 +64,10 @@ class Settings(ServerSettings, ModelOptions):
             )
         if self.gateways == 0 and len(self.models) > 1:
             raise ValueError("gateways is 0, and several models need a gateway in front of them: set 1 or more")
+        if not all(name == "cpu" or (name.isascii() and name.isdigit()) for name in self.devices):
+            raise ValueError(f"devices is {','.join(self.devices)}, expected the numbers of GPUs, or cpu, separated by commas")
+        if self.devices and len(self.models) > 1:
+            raise ValueError(f"devices is for one model, and there are {len(self.models)}: start a server for each")
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):
             raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
@@ -82,7 +91,8 @@ class Settings(ServerSettings, ModelOptions):
     def specs(self) -> tuple[ModelSpec, ...]:
         """Each model with its name and its options."""
         return tuple(
-            ModelSpec(name=name, model=model, **self.options) for model, name in zip(self.models, self.names, strict=True)
+            ModelSpec(name=name, model=model, devices=self.devices, **self.options)
+            for model, name in zip(self.models, self.names, strict=True)
         )
 
 

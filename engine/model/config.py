@@ -99,6 +99,7 @@ class ModelConfig:
       token's logits.
     * `splade` is there with that pooling.
     * A model with `generation` gives tokens. It gives vectors, too, if `generation.embeds`.
+    * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be in parts.
     * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
       of ColBERT vectors.
     """
@@ -124,6 +125,7 @@ class ModelConfig:
     padding_id: int | None = None
     splade: SpladeConfig | None = None
     generation: GenerationConfig | None = None
+    part: range | None = None
     lexical: bool = False
     colbert_size: int | None = None
     max_input_length: int
@@ -131,6 +133,21 @@ class ModelConfig:
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
     default_prompt: str | None = None
     stored_dtype: str = "float32"
+
+    @property
+    def layers(self) -> range:
+        """The layers that this model, or this part of it, has."""
+        return range(self.n_layers) if self.part is None else self.part
+
+    @property
+    def has_words(self) -> bool:
+        """Whether this part of the model begins with token ids."""
+        return self.layers.start == 0
+
+    @property
+    def has_end(self) -> bool:
+        """Whether this part of the model ends with the final norm, and with the head if there is one."""
+        return self.layers.stop == self.n_layers
 
     @property
     def embedding_size(self) -> int:

@@ -73,12 +73,16 @@ class DecoderLayer(HasAttention, Protocol):
 
 
 class Decoder(Model):
-    """The body of a causal language model. `forward` gives the hidden states that the language model's head reads."""
+    """The body of a causal language model. `forward` gives the hidden states that the language model's head reads.
+
+    A part without the end gives the residual stream [T, C], from which the next part goes on: as `PackedBatch.hidden`.
+    """
 
     head: ClassVar[HeadConfig] = HeadConfig(out="score", out_bias=False, pooling="last_token")
     unused: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # some checkpoints store it although it is tied
 
     layers: Sequence[DecoderLayer]
+    norm: RMSNorm | None  # None for a part of a model without the end
 
     @staticmethod
     def peak_values(config: DecoderConfig) -> int:
@@ -96,12 +100,13 @@ class Decoder(Model):
             return RMSNorm(checkpoint.take(f"{name}.weight", width), config.norm_eps)
 
         angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, config.max_position_embeddings)
-        self.layers = [_Layer(config, checkpoint, index, norm, angles) for index in range(config.n_layers)]
-        self.norm = norm("norm", config.hidden_size)
+        self.layers = [_Layer(config, checkpoint, index, norm, angles) for index in config.layers]
+        self.norm = norm("norm", config.hidden_size) if config.has_end else None
 
     def _load_words(self, config: DecoderConfig, checkpoint: WeightSource) -> None:
         checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
-        self.words = checkpoint.take_embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        if config.has_words:
+            self.words = checkpoint.take_embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.causal = config.causal
         has_windows = any(config.layer_window(index) is not None for index in range(config.n_layers))
         self.shares_prefixes = config.causal and not has_windows
@@ -111,10 +116,10 @@ class Decoder(Model):
         return tuple(dict.fromkeys(layer.attend.window for layer in self.layers))
 
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        x = Residual(self._embedded(batch))  # [T, C]
+        x = Residual(self._embedded(batch) if batch.hidden is None else batch.hidden)  # [T, C]
         for layer, attention in zip(self.layers, attention_by_layer(batch, self.layers, self.causal), strict=True):
             x = layer.forward(x, batch, attention, pooled_only and layer is self.layers[-1])
-        return self.norm.of_sum(x)
+        return x.added() if self.norm is None else self.norm.of_sum(x)
 
     def _embedded(self, batch: PackedBatch) -> Tensor:
         return kernels.embed(batch.token_ids, batch.positions, self.words, last=batch.last_tokens)
@@ -139,7 +144,7 @@ class DecoderAttention(SelfAttention):
             scale = scale.view(kv_heads, 1, d).expand(-1, heads // kv_heads, -1).flatten()
         out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, heads * d, biased=False, scale=scale)
         super().__init__(qkv, out, (heads, kv_heads), angles, config.layer_window(index), in_e4m3)
-        self._index = index
+        self._index = index - config.layers.start  # in the cache, which has the layers of this part alone
 
     def project(self, x: Residual, batch: PackedBatch) -> Tensor:
         """`x.value` holds the whole sum afterwards. Keys and values of streams go into the cache; then only Q is right."""

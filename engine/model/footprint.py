@@ -152,7 +152,7 @@ def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the copies that a CPU keeps to decode: of the matrices in fp16, and of the words, which are the head as well."""
     if config.generation is None:
         return 0
-    words = config.vocab_size * config.hidden_size * dtype.itemsize
+    words = config.vocab_size * config.hidden_size * dtype.itemsize if config.has_end else 0
     return words + (2 * body_parameters(config) + words if dtype == torch.bfloat16 else 0)
 
 
@@ -197,10 +197,10 @@ _INDEX_BYTES = 48
 
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of the tensors that the engine loads. It loads no needless tensor, and no head but that of a classifier or of a
-    model that generates."""
+    model that generates. Where a model is in parts, the last one has a copy of a tied head."""
     token_rows = config.lexical + (config.colbert_size or 0)
     loaded = _shapes(config).num_parameters + dense_parameters(config) + head_parameters(config)
-    if config.generation is not None and not config.generation.tied:
+    if config.generation is not None and config.has_end and not (config.generation.tied and config.has_words):
         loaded += config.vocab_size * config.hidden_size
     return loaded + token_rows * (config.hidden_size + 1)
 

@@ -5,10 +5,12 @@ the finished model plus one tensor. Embeddings do not need some tensors, which t
 other tensor that no model took stops the load, because the vectors may be wrong without it.
 """
 
+import copy
 import fnmatch
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -125,6 +127,19 @@ class Checkpoint:
             file.close()
         if self._upload is not None:
             self._upload.close()
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator["Checkpoint"]:
+        """The same files for another device. Both count what the other has taken, so `finish` is called once."""
+        other = copy.copy(self)
+        other.device = device
+        other._leaves_mapping = is_integrated(device)
+        other._upload = Uploader(device) if device.type == "cuda" and not other._leaves_mapping else None
+        try:
+            yield other
+        finally:
+            if other._upload is not None:
+                other._upload.close()
 
     @property
     def num_bytes(self) -> int:

@@ -65,6 +65,7 @@ class PackedBatch:
     spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
     token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
     cached: Cached | Paged | None = None  # None where the sequences are no streams
+    hidden: Tensor | None = None  # [T, C], what the stage before has computed; None where the pass begins with token ids
 
     @property
     def num_tokens(self) -> int:

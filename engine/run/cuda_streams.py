@@ -7,7 +7,8 @@ next pass is launched before these tokens are on the host.
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,8 +33,15 @@ from engine.schedule.stream import Token
 
 Key = tuple[StreamShape, tuple[()]]
 
+
+class Replayed(Protocol):
+    """A captured pass."""
+
+    def replay(self) -> None: ...
+
+
 # Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
-_MOST_PAGES = 32_768
+MOST_PAGES = 32_768
 
 
 @dataclass(slots=True)
@@ -100,7 +108,7 @@ class StreamFlight:
 class StreamRunner:
     """Not thread-safe, except that flights may be waited for in any thread."""
 
-    passes_in_flight = 2
+    passes_in_flight, num_stages = 2, 1
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"
@@ -108,7 +116,7 @@ class StreamRunner:
         self.packer, self._cache = packer, cache
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = GraphPool(device)
-        self.graphs: Graphs[Key, torch.cuda.CUDAGraph] = Graphs(self._capture)
+        self.graphs: Graphs[Key, Replayed] = Graphs(self._capture)
         self._idle = deque[Staging]()
         self._workspace = self._new_workspace(most_items(MOST_GRAPH_ROWS, packer.tiling.n_kv_heads, packer.num_blocks))
         self._last = torch.zeros(cache.num_pages, dtype=torch.int32, device=device)
@@ -128,7 +136,7 @@ class StreamRunner:
         assert not sequences, "a model that generates gets pieces alone"
         laid = Laid(pieces)
         is_scored = any(piece.scored is not None for piece in pieces)
-        graphed = laid.num_tokens <= self.max_graph_tokens and len(laid.pages) <= _MOST_PAGES and not is_scored
+        graphed = laid.num_tokens <= self.max_graph_tokens and len(laid.pages) <= MOST_PAGES and not is_scored
         shape = self.packer.shape(laid, graphed)
         key: Key = shape, ()
         graphed = graphed and shape.num_seqs <= MOST_GRAPH_ROWS and self.graphs.may_have(key)
@@ -142,6 +150,7 @@ class StreamRunner:
             filled = staging.take(shape.size + len(laid.pages), torch.int32)
             self.packer.fill(filled.numpy(), shape, laid)
             staging.start.record(self._stream)
+            before = self._run_before(laid, shape, filled, staging, graph)
             if graph is not None:
                 self._buffer[: len(filled)].copy_(filled, non_blocking=True)
                 graph.replay()
@@ -149,9 +158,10 @@ class StreamRunner:
                 hidden, sampled = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
             else:
                 buffer = filled.to(self._device, non_blocking=True)
-                hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else ())
+                hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else (), before)
             picks = rows_of(shape, laid, laid.chooses)
             extra = self._extra(hidden, shape, filled, picks, laid.chosen)
+            self._chosen(laid)
             vectors = self._vectors(hidden, rows_of(shape, laid, laid.pools), laid.pooled, staging) if laid.pooled else None
             host = staging.take(sampled.numel(), torch.int32, "results").view(sampled.shape).copy_(sampled, non_blocking=True)
             staging.end.record(self._stream)
@@ -159,18 +169,34 @@ class StreamRunner:
             self.graphs.want(key)
         return StreamFlight(host, picks, laid.chosen, extra, scores, vectors, self._device, staging, self._idle)
 
+    # A pipeline's last stage overrides these three (`engine/run/cuda_pipeline.py`).
+
+    def _run_before(
+        self, laid: Laid, shape: StreamShape, filled: Tensor, staging: Staging, graph: Replayed | None
+    ) -> Tensor | None:
+        """Queues the stages before this one. Returns: the hidden states [T, C] that an eager pass begins with, if any."""
+        return None
+
+    def _chosen(self, laid: Laid) -> None:
+        """The pass's tokens are queued to be chosen."""
+
+    def _graph_input(self, shape: StreamShape) -> Tensor | None:
+        """The place of the hidden states [T, C] that graphs of this shape begin with, if any."""
+        return None
+
     def _new_workspace(self, items: int) -> DecodeWorkspace:
         tiling = self.packer.tiling
         return DecodeWorkspace.create(items, tiling.group * tiling.n_kv_heads, tiling.head_dim, self._device)
 
     def _compute(
-        self, shape: StreamShape, buffer: Tensor, scored: Sequence[Piece] = ()
+        self, shape: StreamShape, buffer: Tensor, scored: Sequence[Piece] = (), before: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[list[Token] | None]]:
         """The hidden states [rows, C], the chosen tokens [rows, 4], and the scores of prompts."""
         workspace = self._workspace
         if shape.num_items > len(workspace.counters):
             workspace = self._new_workspace(shape.num_items)
         batch, choices = shape.view(buffer, self._cache.layers, workspace, self._last)
+        batch = replace(batch, hidden=before)
         scores: list[list[Token] | None] = []
         if scored:
             whole = self._model.forward(batch)
@@ -180,24 +206,25 @@ class StreamRunner:
             hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
         return hidden, kernels.sample(self._head.narrow(hidden), choices, self._last), scores
 
-    def _capture(self, key: Key, eager_first: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: Key, eager_first: bool) -> Replayed:
         """A pass over `_buffer`. Its results go to `_hidden` and `_sampled`.
 
         Raises: RuntimeError, of which torch's OutOfMemoryError is one.
         """
         shape, _ = key
         with torch.inference_mode(), torch.cuda.device(self._device):
-            room = shape.size + _MOST_PAGES
+            room = shape.size + MOST_PAGES
             if len(self._buffer) < room:  # graphs made before keep the smaller buffer: they would read another one
                 raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
             if eager_first:  # a capture can neither compile kernels nor load a library's
                 with torch.cuda.stream(self._stream):
-                    self._compute(shape, self._padding(shape))
+                    self._compute(shape, self._padding(shape), before=self._graph_input(shape))
             assert self._hidden is not None
             hidden_place, sampled_place = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
 
             def compute() -> None:
                 batch, choices = shape.view(self._buffer, self._cache.layers, self._workspace, self._last)
+                batch = replace(batch, hidden=self._graph_input(shape))
                 hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
                 kernels.sample(self._head.narrow(hidden), choices, self._last, sampled_place)
                 hidden_place.copy_(hidden)
@@ -207,15 +234,12 @@ class StreamRunner:
     def _padding(self, shape: StreamShape) -> Tensor:
         """The buffer of a batch without streams."""
         buffer = torch.zeros(shape.size + 1, dtype=torch.int32, device=self._device)
-        batch, choices = shape.view(buffer, self._cache.layers, self._workspace, self._last)
-        choices[:, SLOT] = -1
-        assert batch.cached is not None
-        batch.cached.slots.fill_(-1)
+        fill_padding(buffer, shape)
         return buffer
 
     def prepare_graphs(self, largest: Sequence[StreamShape], hidden_size: int, dtype: torch.dtype) -> None:
         """Set aside what all graphs share. `largest`: the shapes of which one needs the largest buffer."""
-        room = max(shape.size for shape in largest) + _MOST_PAGES
+        room = max(shape.size for shape in largest) + MOST_PAGES
         with torch.inference_mode():
             self._buffer = torch.zeros(room, dtype=torch.int32, device=self._device)
             self._hidden = torch.zeros(MOST_GRAPH_ROWS, hidden_size, dtype=dtype, device=self._device)
@@ -250,6 +274,12 @@ class StreamRunner:
         where, *finishing = filled.to(self._device, non_blocking=True)
         vectors = self._network.finish(hidden.index_select(0, where), finishing)
         return staging.take(vectors.numel(), torch.float32, "vectors").view(vectors.shape).copy_(vectors, non_blocking=True)
+
+
+def fill_padding(buffer: Tensor, shape: StreamShape) -> None:
+    """Makes a buffer of zeros a batch without streams: nothing is stored."""
+    for part, column in (("slots", slice(None)), ("choices", (slice(None), SLOT))):
+        shape.part(buffer, part)[column] = -1
 
 
 def _needs_more(row: Row) -> bool:

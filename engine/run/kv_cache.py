@@ -24,7 +24,7 @@ class KVCache:
     def __init__(self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device, self.num_pages = device, whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
-        self.layers: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.n_layers)]
+        self.layers: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in config.layers]
 
 
 def whole_pages(num_tokens: int) -> int:
@@ -33,7 +33,7 @@ def whole_pages(num_tokens: int) -> int:
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * len(config.layers) * config.n_kv_heads * config.head_dim * dtype.itemsize
 
 
 def most_default_tokens(config: ModelConfig) -> int:

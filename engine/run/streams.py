@@ -97,6 +97,11 @@ class StreamShape:
         where, shape = _places(self)["choices"]
         return buffer[where].reshape(shape)
 
+    def part(self, buffer: Tensor, name: str) -> Tensor:
+        """One of `parts`, a view of the buffer."""
+        where, shape = _places(self)[name]
+        return buffer[where].view(shape)
+
 
 @lru_cache(512)
 def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
@@ -131,6 +136,20 @@ class Laid:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
+    @property
+    def last_pages(self) -> Ints:
+        """The page of the last token, of each piece that chooses a token."""
+        last = self.page_offsets + (self.starts + self.lengths - 1) // PAGE_SIZE
+        pages: Ints = self.pages[last[self.chooses]]
+        return pages
+
+    @property
+    def foreseen_pages(self) -> Ints:
+        """The pages that name foreseen tokens (`last_token`)."""
+        ids = np.fromiter((piece.token_ids[0] for piece in self.pieces[: self.num_decodes]), np.int32, self.num_decodes)
+        pages: Ints = -1 - ids[ids < 0]
+        return pages
+
 
 @dataclass(frozen=True, slots=True)
 class StreamPacker:
@@ -144,7 +163,11 @@ class StreamPacker:
     def of(cls, packer: BatchPacker, model: Model) -> "StreamPacker":
         """Of a model whose attention our kernels compute."""
         assert packer.tiling is not None, "the reference attention needs no such batches"
-        return cls(packer.tiling, model.windows, _BLOCKS_OF_SM * packer.tiling.num_sms)
+        return cls.for_windows(packer.tiling, model.windows)
+
+    @classmethod
+    def for_windows(cls, tiling: Tiling, windows: tuple[int | None, ...]) -> "StreamPacker":
+        return cls(tiling, windows, _BLOCKS_OF_SM * tiling.num_sms)
 
     def shape(self, laid: Laid, graphs: bool) -> StreamShape:
         """The shape of a batch. `graphs`: the smallest shape of a graph that has room for the batch, where there is one."""
@@ -161,6 +184,10 @@ class StreamPacker:
             return None if size is None else self._shape(size, 0, 0)
         beside, padded, rows = _next(_DECODES_BESIDE, decodes), _next(GRAPH_TOKENS, tokens), _next(_CHUNKS, chunks)
         return None if beside is None or padded is None or rows is None else self._shape(beside, padded, min(rows, padded))
+
+    def like(self, shape: StreamShape) -> StreamShape:
+        """The shape of a batch with the same tokens for this packer. Another device's packer may have made `shape`."""
+        return self._shape(shape.num_decodes, shape.num_chunk_tokens, shape.num_chunks)
 
     def decode_shapes(self) -> list[StreamShape]:
         """The shapes of decode steps that have graphs, the largest first."""
@@ -228,8 +255,7 @@ class StreamPacker:
         rows = rows_of(shape, laid, laid.chooses)
         if not len(rows):
             return
-        last = laid.page_offsets + (laid.starts + laid.lengths - 1) // PAGE_SIZE  # the page of each piece's last token
-        choices[rows] = choices_of(laid.chosen, laid.pages[last[laid.chooses]])
+        choices[rows] = choices_of(laid.chosen, laid.last_pages)
 
 
 def rows_of(shape: StreamShape, laid: Laid, wanted: NDArray[np.bool_]) -> Ints:

@@ -95,7 +95,8 @@ class _StreamTrials:
             if tokens > min(most, budget):
                 continue
             seconds = [self._launch_seconds(tokens) for _ in range(3)]
-            if min(whole for _, whole in seconds) < 3 * min(queued for queued, _ in seconds):
+            # A pass occupies the slowest of several stages for a part of its time, and is queued for all of them in that part.
+            if min(whole for _, whole in seconds) / self._runner.num_stages < 3 * min(queued for queued, _ in seconds):
                 return tokens
         return 256
 
@@ -108,8 +109,11 @@ class _StreamTrials:
         return queued, perf_counter() - start
 
     def _fits(self, num_tokens: int) -> bool:
+        pieces = self._pieces(num_tokens, min(256, num_tokens // 2))
         try:
-            self._runner.launch([], pieces=self._pieces(num_tokens, min(256, num_tokens // 2))).wait()
+            # Each stage of a pipeline has a pass: then the hidden states of as many passes take memory.
+            for flight in [self._runner.launch([], pieces=pieces) for _ in range(self._runner.num_stages)]:
+                flight.wait()
         except OutOfMemory:
             torch.cuda.empty_cache()
             return False

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import islice
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -36,19 +37,24 @@ class Scheduler:
         most_in_flight: int,
         lock: AbstractContextManager[Any],
         pages: Pages | None = None,
+        num_stages: int = 1,
     ) -> None:
         """
         Args:
             most_in_flight: passes that may be under way at once.
             pages: of the cache of a model that generates.
+            num_stages: devices that compute a pass one after the other. Without more passes in flight than stages, no stream runs
+                ahead in a pipeline.
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
-        self.streams = None if pages is None else Streams(pages)
+        self.streams = None if pages is None else Streams(pages, num_stages)
         self.rates = Rates(max_batch_tokens)
-        self.free_at = 0.0  # when the device should have finished the passes under way, by `perf_counter`
+        # When the device should have finished the passes under way, by `perf_counter`; of several stages the first one.
+        self.free_at = 0.0
         self.running_tokens = 0
         self._max_batch_seqs, self._lock = max_batch_seqs or sys.maxsize, lock
-        self._most_in_flight = most_in_flight
+        self._most_in_flight, self._num_stages = most_in_flight, num_stages
+        self._runs_ahead = num_stages == 1 or most_in_flight > num_stages
         self._in_flight: deque[float] = deque()  # seconds foreseen for each pass, in order
         self._launch_s = 0.0
         self._alone: deque[Slice] = deque()  # sequences to compute again, each in a pass of its own
@@ -155,7 +161,7 @@ class Scheduler:
             for stream in preempted:
                 self.queue.add_first(stream)
         slices = self.queue.schedule(now, slices)
-        if self.streams is not None:
+        if self.streams is not None and self._runs_ahead:
             self.streams.run_ahead(slices)
         return slices
 
@@ -192,7 +198,8 @@ class Scheduler:
         """The oldest pass under way has ended, well or not."""
         self._in_flight.popleft()
         self.running_tokens -= num_tokens
-        self.free_at = now + sum(self._in_flight)
+        # Each of the stages behind the first one has a pass: the first stage has finished these.
+        self.free_at = now + sum(islice(self._in_flight, self._num_stages - 1, None))
 
     def abandoned(self, num_tokens: int) -> None:
         """The pass that began last could not be launched."""

@@ -10,11 +10,12 @@ pass computes. Such a token is foreseen. A stop id is then seen one pass late, a
 """
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -283,14 +284,18 @@ class Stream(Waiting):
 class Streams:
     """The streams whose prompts are computed. Hold the scheduler's lock to call anything here."""
 
-    def __init__(self, pages: Pages) -> None:
-        self.pages = pages
+    def __init__(self, pages: Pages, num_stages: int = 1) -> None:
+        """`num_stages`: as in `Scheduler`. The streams then form as many groups, of which each stage computes another."""
+        self.pages, self._num_stages = pages, num_stages
         # Whose last token is not yet computed, and known or foreseen; in the order of their beginning.
         self._ready: dict[Stream, None] = {}
+        # Those that can run ahead, by pass, the oldest first. They wait for the passes of the other groups: a pass that foresees
+        # a token cannot begin before the pass that chooses it has ended.
+        self._behind: deque[dict[Stream, None]] = deque()
         self._leaving: dict[Stream, None] = {}  # will give their pages up when the passes under way have ended
 
     def __len__(self) -> int:
-        return len(self._ready)
+        return len(self._ready) + sum(map(len, self._behind))
 
     def schedule(self, most: int) -> tuple[list[Slice], list[Stream]]:
         """A slice of one token for each stream, and the streams that gave up their pages for it, to be queued again.
@@ -300,6 +305,10 @@ class Streams:
         """
         slices: list[Slice] = []
         preempted: list[Stream] = []
+        while self._behind and (not self._ready or len(self._behind) >= self._num_stages):
+            self._ready |= self._behind.popleft()
+        if self._num_stages > 1:
+            most = min(most, -(-self.pages.num_streams // self._num_stages))
         for stream in tuple(self._ready):
             if len(slices) == most:
                 break
@@ -314,12 +323,17 @@ class Streams:
 
     def run_ahead(self, slices: Sequence[Slice]) -> None:
         """The streams of these slices that can run ahead are ready for the pass after the one that is now scheduled."""
+        ahead: dict[Stream, None] = {}
         for part in slices:
             stream = part.request
             if not isinstance(stream, Stream) or stream in self._leaving:
                 continue
             if stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
-                self._ready[stream] = None
+                ahead[stream] = None
+        if self._num_stages == 1:
+            self._ready |= ahead
+        elif ahead:
+            self._behind.append(ahead)
 
     def _take_page(self, stream: Stream, slices: Sequence[Slice], preempted: list[Stream]) -> bool:
         """A page for the stream's next token, if need be of another stream (`_to_preempt`). False: there is none now.
@@ -331,7 +345,7 @@ class Streams:
             if self._leaving:
                 return False
             last = self._to_preempt(slices)
-            self._ready.pop(last, None)
+            self._unready(last)
             if last.num_foreseen:
                 self._leaving[last] = None
                 return False
@@ -344,7 +358,7 @@ class Streams:
 
     def _to_preempt(self, slices: Sequence[Slice]) -> Stream:
         """The last stream of the owner whose streams hold the most pages."""
-        streams: list[Stream] = [*(part.request for part in slices), *self._ready]
+        streams: list[Stream] = [*(part.request for part in slices), *chain(*self._behind), *self._ready]
         held = Counter[str]()
         for stream in streams:
             held[stream.owner] += len(stream.pages)
@@ -363,17 +377,24 @@ class Streams:
             del self._leaving[stream]
             stream.give_back()
             return True
+        for streams in self._behind:  # the token is known, so nothing has to wait for its pass
+            streams.pop(stream, None)
         self._ready.setdefault(stream)
         return False
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended."""
-        self._ready.pop(stream, None)
+        self._unready(stream)
         self._leaving.pop(stream, None)
+
+    def _unready(self, stream: Stream) -> None:
+        for streams in (self._ready, *self._behind):
+            streams.pop(stream, None)
 
     def drain(self) -> list[Stream]:
         """Take out all streams, to tell the callers that nobody will continue them."""
-        streams = [*self._ready, *self._leaving]
+        streams = [*chain(*self._behind), *self._ready, *self._leaving]
         self._ready.clear()
+        self._behind.clear()
         self._leaving.clear()
         return streams

@@ -15,6 +15,7 @@ from engine.errors import InvalidInput
 from engine.model_id import EMBEDDED_GENERATOR
 from serve_app.cli.check import check as check_model
 from serve_app.cli.console import console, say
+from serve_app.cli.devices import chosen_devices
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -48,7 +49,10 @@ class Options:
     no_repeat_ngram: Annotated[int, Option(help="Never repeat so many tokens in the same order; 0 allows it")] = 0
     seed: Annotated[int | None, _option(text="The same seed gives the same answer", default="a new one each time")] = None
     ctx_size: Annotated[int | None, _option("--ctx-size", "-c", text="Tokens of prompt and answer", default="the model's")] = None
-    devices: Annotated[str | None, _option(text="Number of the GPU, or cpu", default="0, else cpu")] = None
+    devices: Annotated[
+        str | None,
+        _option(text="Number of the GPU, or cpu; several, as 0,1, share the model's layers", default="0, else cpu"),
+    ] = None
     dtype: Annotated[
         str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: what the device computes natively")
     ] = "auto"
@@ -58,10 +62,10 @@ class Options:
 
 # Options of Ember's command line that are refused, and why. Each takes any value, or none.
 _REFUSED = {
-    "--memory-fraction": "the model runs on one device, so no memory is divided",
-    "--phase-aware": "a model does not run on several GPUs yet",
+    "--memory-fraction": "a model takes what is free on its devices",
+    "--phase-aware": "each device computes both prompts and answers",
     "--prefill-chunk-len": "the engine cuts long prompts by itself",
-    "--no-prefill-overlap": "a model does not run on several GPUs yet",
+    "--no-prefill-overlap": "devices always compute chunks of prompts at the same time",
     "--dump-layer": "--check compares with transformers in one run, and writes no files",
     "--dump-dir": "--check compares with transformers in one run, and writes no files",
 }
@@ -164,14 +168,15 @@ class Writer:
         for flag, value in {"-n": options.n_predict, "--ctx-size": options.ctx_size, "--threads": options.threads}.items():
             if value is not None and value < 1:
                 raise InvalidInput(f"{flag} is {value}, expected 1 or more")
-        start, dtype, device = perf_counter(), cast(Any, options.dtype), _device(options.devices)
+        start, dtype = perf_counter(), cast(Any, options.dtype)
+        devices = chosen_devices([] if options.devices is None else [name.strip() for name in options.devices.split(",")])
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(f"loading {options.model}", total=1.0)
             from engine import Engine, ModelError
 
             engine = Engine.load(
                 options.model,
-                device=device,
+                devices=devices,
                 dtype=dtype,
                 max_input_tokens=options.ctx_size,
                 num_threads=options.threads,
@@ -180,7 +185,7 @@ class Writer:
         if engine.config.generation is None:
             raise ModelError(f"{options.model} gives vectors and no text; `emberforge serve {options.model}` serves it")
         if options.verbose:
-            say(f"loaded in {perf_counter() - start:.1f} s, {engine.dtype_name} on {engine.device}")
+            say(f"loaded in {perf_counter() - start:.1f} s, {engine.dtype_name} on {', '.join(_placed(engine))}")
         return cls(engine, _sampling(options, engine.config.generation), options.verbose)
 
     def write(self, prompt: "TokenIds") -> str:
@@ -204,27 +209,11 @@ def _written(text: str) -> str:
     return text
 
 
-def _device(devices: str | None) -> str:
-    """The device that `--devices` means, as `Engine.load` takes it. Without a GPU it is the CPU, and who asked for a GPU is told.
-
-    Raises: InvalidInput for several devices, and for one that this machine does not have.
-    """
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    if devices == "cpu":
-        return "cpu"
-    if devices is not None and "," in devices:
-        raise InvalidInput(f"--devices {devices}: one model on several GPUs is not supported yet; give one number")
-    if devices is not None and not (devices.isascii() and devices.isdigit()):
-        raise InvalidInput(f"--devices {devices}: expected the number of a GPU, or cpu")
-    if devices is not None and int(devices) >= max(1, num_gpus):
-        raise InvalidInput(f"--devices {devices}: this machine has {num_gpus} GPUs, and their numbers begin with 0")
-    if num_gpus:
-        return f"cuda:{int(devices or 0)}"
-    if devices is not None:
-        say("this machine has no GPU: the CPU computes")
-    return "cpu"
+def _placed(engine: "Engine") -> list[str]:
+    """Each device, and its layers if there are several devices."""
+    if engine.num_stages == 1:
+        return [str(engine.device)]
+    return [f"{stage.device} ({len(stage.config.layers)} layers)" for stage in engine.stages]
 
 
 def _sampling(options: Options, said: "GenerationConfig") -> "SamplingOptions":

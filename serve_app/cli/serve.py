@@ -21,6 +21,7 @@ from engine.errors import EmberError, ModelError
 from engine.model.config import ModelConfig
 from serve_app.admission.key_file import read_keys
 from serve_app.cli.console import console, report
+from serve_app.cli.devices import by_position, chosen_devices, show_only
 from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _READY_TIMEOUT_S = 60.0
@@ -42,6 +43,8 @@ def serve(settings: Settings) -> None:
     _end_on_signal()
     _check_environment()
     settings = _for_this_machine(settings)
+    if settings.devices:
+        settings = settings.model_copy(update={"devices": show_only(chosen_devices(settings.devices))})
     _check_port(settings.host, settings.port, "--port")
     if settings.grpc_port is not None:
         _check_port(settings.host, settings.grpc_port, "--grpc-port")
@@ -57,6 +60,8 @@ def serve(settings: Settings) -> None:
         models.append(pin.model)
         folder, config = read_model(pin, weights=True)
         configs.append(config)
+        if len(settings.devices) > 1 and config.generation is None:
+            raise ModelError(f"{spec.model} does not generate text, and only such models run on several devices; give one device")
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
@@ -96,7 +101,8 @@ def config(settings: Settings, output: Path | None) -> None:
         configs = [read_model(pinned(spec))[1] for spec in settings.specs]
         settings = _with_gateways(settings, configs, num_gpus)
     settings = _with_requests(settings)
-    share = app.machine_share(len(settings.models), available_cpus(), num_gpus)
+    settings = settings.model_copy(update={"devices": by_position(settings.devices)})
+    share = app.machine_share(len(settings.models), available_cpus(), num_gpus, settings.devices)
     traced = {
         name: value
         for name, value in os.environ.items()
@@ -184,7 +190,7 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
     from serve_app import app
 
     try:
-        app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus))
+        app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus, settings.devices))
     except (RuntimeError, TimeoutError, RayError) as error:
         failed: list[str] = []
         with suppress(Exception):  # the controller may have ended too, and then the first error says more

@@ -94,7 +94,7 @@ class EngineServer:
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Benchmarks and tests replace this method, and no other."""
-        return Engine.load(spec.model, num_threads=num_threads, **spec.options)
+        return Engine.load(spec.model, num_threads=num_threads, devices=spec.devices, **spec.options)
 
     def report(self) -> Report:
         """This replica's report on itself. `busy` is since the last report."""

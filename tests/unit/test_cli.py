@@ -26,7 +26,8 @@ from engine.options import SamplingOptions
 from serve_app import app
 from serve_app.cli import commands
 from serve_app.cli.commands import cli
-from serve_app.cli.generate import Options, Writer, _device, check_refused
+from serve_app.cli.devices import chosen_devices, show_only
+from serve_app.cli.generate import Options, Writer, check_refused
 from serve_app.cli.serve import (
     _address,
     _check_environment,
@@ -257,25 +258,40 @@ def test_the_help_tells_the_default_of_every_setting(monkeypatch: pytest.MonkeyP
     assert "[default: every chip" in help_of("kernels", monkeypatch)["--arch"]
 
 
-def test_the_device_is_the_first_gpu_or_the_one_that_was_asked_for(
+def test_the_devices_are_the_first_gpu_or_those_that_were_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def chosen(devices: str | None, num_gpus: int) -> tuple[str, str]:
+    def chosen(devices: str, num_gpus: int) -> tuple[tuple[str, ...], str]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-        return _device(devices), capsys.readouterr().err
+        return chosen_devices(devices.split(",") if devices else ()), capsys.readouterr().err
 
-    assert chosen(None, 0) == chosen("cpu", 0) == chosen("cpu", 1) == ("cpu", "")
-    assert chosen("0", 0) == ("cpu", "this machine has no GPU: the CPU computes\n")
-    assert chosen(None, 1) == chosen("0", 2) == ("cuda:0", "")
-    assert chosen("1", 2) == chosen("01", 2) == ("cuda:1", "")
+    assert chosen("", 0) == chosen("cpu", 0) == chosen("cpu", 1) == (("cpu",), "")
+    assert chosen("0", 0) == (("cpu",), "this machine has no GPU: the CPU computes\n")
+    assert chosen("", 1) == chosen("0", 2) == (("cuda:0",), "")
+    assert chosen("1", 2) == chosen("01", 2) == (("cuda:1",), "")
+    assert chosen("1,0", 2) == (("cuda:1", "cuda:0"), "")
+    assert chosen("cpu,cpu", 2) == (("cpu", "cpu"), "")
     for devices, problem in {
-        "0,1": "several GPUs is not supported yet",
+        "0,1": "has 1 GPUs",
+        "0,0": "a GPU is named twice",
+        "0,cpu": "or cpu",
+        "0,": "or cpu",
         "1": "has 1 GPUs",
         "x": "or cpu",
         "-1": "or cpu",
     }.items():
         with pytest.raises(InvalidInput, match=f"--devices {devices}: .*{problem}"):
             chosen(devices, 1)
+
+
+def test_a_server_sees_the_devices_that_were_asked_for_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert show_only(("cuda:3", "cuda:1")) == ("cuda:0", "cuda:1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert show_only(("cuda:1",)) == ("cuda:0",)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "numbers count what is visible"
+    assert show_only(("cpu", "cpu")) == ("cpu", "cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_embers_other_options_are_refused_by_name() -> None:

@@ -78,7 +78,7 @@ class Streaming:
         cache = type(engine.runner._cache)(config, num_pages * PAGE_SIZE, torch.float32, CPU)  # type: ignore[union-attr]
         self.pages = Pages(num_pages, PAGE_SIZE)
         self.runner = StreamRunner(engine.network, packer, cache, CPU)
-        self.passes_in_flight, self.max_graph_tokens = self.runner.passes_in_flight, 0
+        self.passes_in_flight, self.num_stages, self.max_graph_tokens = self.runner.passes_in_flight, 1, 0
 
     def with_graphs(self, most_tokens: int) -> "Streaming":
         packer = self.runner.packer

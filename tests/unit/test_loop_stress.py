@@ -50,6 +50,7 @@ class Device:
     random: random.Random
     free_at: float = 0.0
     pages: None = None
+    num_stages: int = 1
 
     @property
     def max_graph_tokens(self) -> int:

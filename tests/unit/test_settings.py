@@ -132,6 +132,17 @@ def test_a_machine_is_shared_between_models() -> None:
         assert machine_share(num_models, 8, num_gpus).num_gpus == share
 
 
+def test_one_replica_gets_all_devices_of_a_model() -> None:
+    assert machine_share(1, 8, 4, ("cuda:0", "cuda:1")).num_gpus == 2
+    assert machine_share(1, 8, 4, ("cpu", "cpu")) == machine_share(1, 8, 0)
+    settings = load_settings({"models": ["a/x"], "devices": "1, 0"}, {})
+    assert settings.specs[0].devices == settings.devices == ("1", "0")
+    with pytest.raises(SettingsError, match="devices is for one model, and there are 2"):
+        load_settings({"models": ["a/x", "b/y"], "devices": "0,1"}, {})
+    with pytest.raises(SettingsError, match="devices is 0,gpu1, expected the numbers of GPUs, or cpu"):
+        load_settings({"devices": "0,gpu1"}, {})
+
+
 def test_a_folder_becomes_absolute_and_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "a.gguf").touch()

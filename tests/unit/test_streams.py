@@ -25,7 +25,7 @@ from engine.run.flight import Finished, Output
 from engine.schedule import stream as module
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
-from engine.schedule.request import Request
+from engine.schedule.request import Request, Slice
 from engine.schedule.stream import Answer, Stream, Streams, Token
 
 PAGE_SIZE = 4
@@ -57,8 +57,8 @@ class Device:
 
     max_graph_tokens = 0
 
-    def __init__(self, num_pages: int, most_tokens: float = inf, passes_in_flight: int = 1) -> None:
-        self.pages, self.passes_in_flight = Pages(num_pages, PAGE_SIZE), passes_in_flight
+    def __init__(self, num_pages: int, most_tokens: float = inf, passes_in_flight: int = 1, num_stages: int = 1) -> None:
+        self.pages, self.passes_in_flight, self.num_stages = Pages(num_pages, PAGE_SIZE), passes_in_flight, num_stages
         self.last: dict[int, int] = {}  # by the id that names the token
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
         self.most_tokens = most_tokens  # of a pass; more are out of memory
@@ -127,6 +127,7 @@ priorities = st.sampled_from(["interactive", "batch"])
     st.integers(1, 30),
     st.integers(4, 40),
     st.integers(1, 3),
+    st.integers(1, 3),
 )
 def test_every_answer_is_what_its_prompt_gives(
     asked: list[tuple[list[int], int, Priority, bool, str]],
@@ -135,9 +136,10 @@ def test_every_answer_is_what_its_prompt_gives(
     budget: int,
     most_tokens: int,
     passes_in_flight: int,
+    num_stages: int,
 ) -> None:
     """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
-    device = Device(num_pages, most_tokens, passes_in_flight)
+    device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages)
     streams = [stream(prompt, most, priority, ahead=ahead, owner=owner) for prompt, most, priority, ahead, owner in asked]
     requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
     passes = Passes(device, budget)
@@ -155,9 +157,11 @@ def test_every_answer_is_what_its_prompt_gives(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(words, min_size=2, max_size=8), st.integers(1, 3), st.data())
-def test_whoever_leaves_gives_the_pages_back_at_once(asked: list[list[int]], passes_in_flight: int, data: st.DataObject) -> None:
-    device = Device(40, passes_in_flight=passes_in_flight)
+@given(st.lists(words, min_size=2, max_size=8), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_whoever_leaves_gives_the_pages_back_at_once(
+    asked: list[list[int]], passes_in_flight: int, num_stages: int, data: st.DataObject
+) -> None:
+    device = Device(40, passes_in_flight=passes_in_flight + num_stages - 1, num_stages=num_stages)
     streams = [stream(prompt, 12) for prompt in asked]
     requests = [request(prompt, prompt * 2, prompt[:1]) for prompt in asked]
     everybody = [each for pair in zip(streams, requests, strict=True) for each in pair]
@@ -178,6 +182,45 @@ def test_whoever_leaves_gives_the_pages_back_at_once(asked: list[list[int]], pas
         if embedded not in left:
             assert vectors(embedded) == [vector_of(prompt), vector_of(prompt * 2), vector_of(prompt[:1])]
     assert device.pages.num_free == 40
+
+
+@pytest.mark.parametrize("num_streams", [2, 3, 6, 7])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_pipeline_waits_for_no_pass_but_that_of_the_same_group(num_streams: int, num_stages: int) -> None:
+    """A pass that foresees a token of one of the passes just before it could not begin before that pass has ended."""
+    device = Device(40, passes_in_flight=num_stages + 1, num_stages=num_stages)
+    passes = Passes(device, 100)
+    groups: list[set[Any]] = []
+    schedule = passes.schedule
+
+    def spy() -> list[Slice]:
+        slices = schedule()
+        groups.append({part.request for part in slices})
+        return slices
+
+    passes.schedule = spy  # type: ignore[method-assign]
+    options = SamplingOptions(max_tokens=20)
+    streams = [Stream(np.array([1, index % 3 + 1, 2], np.int32), options, 0) for index in range(num_streams)]
+    passes.run(streams)
+    decodes = [each for each in groups[1:] if each][: 15 * num_stages]
+    assert max(map(len, decodes)) == -(-num_streams // num_stages)
+    if num_streams >= num_stages:
+        for index, each in enumerate(decodes):
+            for before in decodes[max(0, index - num_stages + 1) : index]:
+                assert not each & before
+
+
+def test_a_stream_alone_runs_ahead_in_a_pipeline() -> None:
+    device = Device(40, passes_in_flight=3, num_stages=2)
+    passes = Passes(device, 100)
+    alone = stream([1, 2], 20)
+    passes.scheduler.add(alone)
+    in_flight = [launched for _ in range(3) for launched in passes.launch(passes.schedule())]
+    assert device.passes == [[2], [1], [1]]
+    for launched in in_flight:
+        passes.deliver(launched)
+    passes.run([])
+    assert ids(alone.future.result(0)) == answer_of([1, 2], 20)
 
 
 def test_a_stream_that_is_left_between_schedule_and_launch_harms_nobody() -> None:
@@ -416,7 +459,7 @@ def test_whoever_waits_for_a_stream_hears_the_end() -> None:
     assert device.pages.num_free == 20
 
     class Embeds(Device):
-        pages, passes_in_flight = None, 1  # type: ignore[assignment]
+        pages, passes_in_flight, num_stages = None, 1, 1  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 

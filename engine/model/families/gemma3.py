@@ -65,7 +65,7 @@ class Gemma3(Decoder):
     def __init__(self, config: Gemma3Config, checkpoint: WeightSource) -> None:
         self._load_words(config, checkpoint)
         self._scale: Tensor | None = torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as it was trained
-        if config.generation is None:  # a language model's head needs the table as it is
+        if config.generation is None and config.has_words:  # a language model's head needs the table as it is
             words, scale = self.words, self._scale
             self.words = checkpoint.derive(tuple(words.shape), lambda: words.mul_(scale))
             self._scale = None
@@ -83,9 +83,9 @@ class Gemma3(Decoder):
         )
         self.layers = [
             _Layer(config, checkpoint, index, norm, local_angles if index in config.local_layers else global_angles)
-            for index in range(config.n_layers)
+            for index in config.layers
         ]
-        self.norm = norm("norm", config.hidden_size)
+        self.norm = norm("norm", config.hidden_size) if config.has_end else None
 
     def _embedded(self, batch: PackedBatch) -> Tensor:
         x = super()._embedded(batch)

@@ -1,0 +1,156 @@
+"""Which layers each device of a pipeline gets: by the device's memory and by the seconds that a layer takes there. No torch here.
+
+A stage is a run of layers on one device. The first stage also has the table of words, the last one the final norm and the
+language model's head. Stages compute at the same time, so the slowest stage limits the throughput: the cut makes it as quick as
+the memory allows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.errors import ModelError
+
+# (stage, first layer, layer after the last one) -> a number of bytes or seconds
+OfStage = Callable[[int, int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The bytes of a model that generates."""
+
+    layer_bytes: tuple[int, ...]  # the weights of each layer
+    words_bytes: int  # the table of words and other weights of the first stage
+    head_bytes: int  # the final norm, the language model's head, and other weights of the last stage
+    cache_bytes: int  # of the cache, for one token and one layer
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device, in the order of the stages.
+
+    `layer_s` has the measured seconds of each layer in a decode step, and `head_s` those of the head. Without measurements, a
+    stage takes the time that reading the weights takes.
+    """
+
+    name: str
+    free_bytes: int
+    pass_bytes: int  # what passes take besides weights and cache
+    bytes_per_s: float  # at which it reads weights
+    layer_s: tuple[float, ...] | None = None
+    head_s: float | None = None
+
+
+def cut(model: Model, devices: Sequence[Device], cache_tokens: int) -> list[range]:
+    """The layers of each device. Each device gets one layer at least, and the devices keep their order.
+
+    Of all cuts that fit, this one has the quickest slowest stage. Of several such cuts it is the one whose stages take the least
+    time together, which a single stream's token waits for.
+
+    Args:
+        cache_tokens: tokens that each stage's cache must hold.
+    Raises: ModelError with the numbers where no cut fits.
+    """
+    n_layers = len(model.layer_bytes)
+    if n_layers < len(devices):
+        raise ModelError(f"the model has {n_layers} layers, too few for {len(devices)} devices; give fewer devices")
+
+    def seconds(stage: int, first: int, stop: int) -> float:
+        fits = stage_bytes(model, devices, stage, range(first, stop), cache_tokens) <= devices[stage].free_bytes
+        return stage_seconds(model, devices, stage, range(first, stop)) if fits else float("inf")
+
+    slowest, _ = _cheapest(seconds, len(devices), n_layers, max)
+    if slowest == float("inf"):
+        raise ModelError(_refusal(model, devices, cache_tokens))
+
+    def allowed(stage: int, first: int, stop: int) -> float:
+        taken = seconds(stage, first, stop)
+        return taken if taken <= slowest else float("inf")
+
+    return _cheapest(allowed, len(devices), n_layers, lambda before, stage: before + stage)[1]
+
+
+def cut_with_cache(model: Model, devices: Sequence[Device], most_tokens: int, page_size: int) -> tuple[list[range], int]:
+    """A cut where nobody says the size of the cache, and the size that it leaves room for, in tokens.
+
+    The cut is the best one that leaves room for `most_tokens`, or else for the half, the quarter, and so on.
+    Raises: ModelError where not even one page fits.
+    """
+    wanted = most_tokens
+    while True:
+        wanted = max(page_size, wanted)
+        try:
+            stages = cut(model, devices, wanted)
+        except ModelError:
+            if wanted == page_size:
+                raise
+            wanted //= 2
+            continue
+        room = min(
+            (device.free_bytes - stage_bytes(model, devices, stage, layers, 0)) // (model.cache_bytes * len(layers))
+            for stage, (device, layers) in enumerate(zip(devices, stages, strict=True))
+        )
+        return stages, min(most_tokens, room // page_size * page_size)
+
+
+def stage_bytes(model: Model, devices: Sequence[Device], stage: int, layers: range, cache_tokens: int) -> int:
+    """Bytes that a stage takes: weights, passes and cache."""
+    weights = sum(model.layer_bytes[layers.start : layers.stop])
+    weights += model.words_bytes * (stage == 0) + model.head_bytes * (stage == len(devices) - 1)
+    return weights + devices[stage].pass_bytes + cache_tokens * model.cache_bytes * len(layers)
+
+
+def stage_seconds(model: Model, devices: Sequence[Device], stage: int, layers: range) -> float:
+    """Seconds that a stage takes in a decode step. Looking words up takes none."""
+    device = devices[stage]
+    of_layers = sum(model.layer_bytes[layers.start : layers.stop]) / device.bytes_per_s
+    if device.layer_s is not None:
+        of_layers = sum(device.layer_s[layers.start : layers.stop])
+    if stage < len(devices) - 1:
+        return of_layers
+    return of_layers + (model.head_bytes / device.bytes_per_s if device.head_s is None else device.head_s)
+
+
+def _cheapest(cost: OfStage, num_stages: int, n_layers: int, join: Callable[[float, float], float]) -> tuple[float, list[range]]:
+    """The stages with the least joined cost, and that cost."""
+    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}  # by the number of layers that the stages so far have
+    for stage in range(num_stages):
+        still_to_come = num_stages - stage - 1
+        stops = range(stage + 1, n_layers - still_to_come + 1) if still_to_come else (n_layers,)
+        best = {
+            stop: min(
+                (
+                    (join(before, cost(stage, first, stop)), [*stages, range(first, stop)])
+                    for first, (before, stages) in best.items()
+                    if first < stop
+                ),
+                key=lambda found: found[0],
+            )
+            for stop in stops
+        }
+    return best[n_layers]
+
+
+def _refusal(model: Model, devices: Sequence[Device], cache_tokens: int) -> str:
+    """What does not fit, with the layers that each device has memory for when those before it take as many as they can."""
+    n_layers, first, held = len(model.layer_bytes), 0, []
+    for stage, device in enumerate(devices):
+        most = n_layers if stage == len(devices) - 1 else n_layers - (len(devices) - stage - 1)
+        stop = first
+        while stop < most:
+            if stage_bytes(model, devices, stage, range(first, stop + 1), cache_tokens) > device.free_bytes:
+                break
+            stop += 1
+        held.append(f"{device.name} with {_gib(device.free_bytes)} free holds {stop - first}")
+        first = stop
+    weights = sum(model.layer_bytes) + model.words_bytes + model.head_bytes
+    cache = cache_tokens * model.cache_bytes * n_layers
+    passes = sum(device.pass_bytes for device in devices)
+    return (
+        f"the model does not fit on these devices in this order: of its {n_layers} layers {', '.join(held)}; it needs "
+        f"{_gib(weights)} for weights, {_gib(cache)} for a cache of {cache_tokens:,} tokens, and {_gib(passes)} for passes; give "
+        "more devices, a smaller cache, a smaller dtype, or a smaller model"
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

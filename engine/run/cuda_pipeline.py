@@ -1,0 +1,253 @@
+"""Runs passes of streams over stages on several GPUs of this process. The last stage is a `StreamRunner`.
+
+One thread queues a pass on all stages. Each stage has a stream, on which its passes run in order, and CUDA events order the
+stages: a stage waits for the hidden states of the stage before. So while the last stage computes a pass, the stages before it
+compute the next ones, which are of other streams (`Streams.run_ahead`). Copies between GPUs run beside both GPUs' passes.
+
+The last stage chooses tokens, and the first stage looks them up. So after each pass the table of last tokens is copied to the
+first stage. A pass with foreseen tokens waits for the copy after the pass that chose them, and for no later one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.attention_decode import DecodeWorkspace, most_items
+from engine.model.base import Model
+from engine.run.cuda import Staging
+from engine.run.cuda_streams import MOST_PAGES, Key, Replayed, StreamRunner, fill_padding
+from engine.run.graphs import GraphPool
+from engine.run.kv_cache import KVCache
+from engine.run.network import Network
+from engine.run.streams import MOST_GRAPH_ROWS, Laid, StreamPacker, StreamShape
+
+# Passes whose copies of last tokens are remembered. A pass before these has ended: fewer are in flight.
+_REMEMBERED = 16
+
+
+class Link:
+    """Copies tensors from one GPU to another, in streams of its own."""
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self._target = target
+        self._out, self._in = torch.cuda.Stream(source), torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+        self._copying = self._in if source == target else self._out
+
+    def send(self, tensor: Tensor, computing: torch.cuda.Stream, to: Tensor | None = None) -> tuple[Tensor, torch.cuda.Event]:
+        """Queues a copy of what `computing` has queued to compute.
+
+        Args:
+            to: where to; None makes a tensor.
+        Returns: the copy, and the event after which both tensors may be used.
+        """
+        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        computed.record(computing)
+        self._out.wait_event(computed)
+        self._in.wait_event(computed)  # between two stages of one GPU, torch copies in this stream
+        # torch runs the copy in the source's current stream, and lets the target's current stream wait for the copy's end.
+        with torch.cuda.stream(self._out), torch.cuda.stream(self._in):
+            copied = torch.empty_like(tensor, device=self._target) if to is None else to
+            copied.copy_(tensor, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(self._in)
+        used_in(tensor, self._copying)
+        return copied, arrived
+
+
+def used_in(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keeps the tensor's memory from other uses until the stream has come so far."""
+    tensor.record_stream(stream)
+
+
+class EarlierStage:
+    """A stage before the last one."""
+
+    def __init__(self, model: Model, packer: StreamPacker, cache: KVCache, link: Link, last: Tensor) -> None:
+        """
+        Args:
+            link: to the next stage.
+            last: [num_pages] int32, the last tokens, which the first stage looks up.
+        """
+        self.packer, self.device, self.last = packer, cache.device, last
+        self._model, self._cache, self._link = model, cache, link
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._pool = GraphPool(self.device)
+        self._workspace = self._new_workspace(most_items(MOST_GRAPH_ROWS, packer.tiling.n_kv_heads, packer.num_blocks))
+        self._buffer = torch.zeros(0, dtype=torch.int32, device=self.device)  # of all graphs
+        self._input: Tensor | None = None  # of all graphs, [most tokens, C]; None for the first stage
+        self._output: Tensor | None = None  # of all graphs, [most tokens, C]
+        self._sent: torch.cuda.Event | None = None  # after which `_output` may be overwritten
+
+    def run(
+        self,
+        shape: StreamShape,
+        filled: Tensor,
+        graph: Replayed | None,
+        hidden: Tensor | None,
+        after: torch.cuda.Event | None,
+    ) -> tuple[Tensor, torch.cuda.Event]:
+        """Queues one pass.
+
+        Args:
+            filled: the batch, in pinned memory.
+            graph: None for an eager pass.
+            hidden: [T, C] on this device, of the stage before.
+            after: the event that this pass waits for.
+        Returns: the hidden states [T, C] on the next stage's device, and the event of their arrival.
+        """
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            if hidden is not None:
+                used_in(hidden, self._stream)
+            if graph is None:
+                output = self._compute(shape, filled.to(self.device, non_blocking=True), hidden)
+            else:
+                assert self._output is not None, "graphs are captured after `prepare_graphs`"
+                self._buffer[: len(filled)].copy_(filled, non_blocking=True)
+                if (place := self._graph_input(shape)) is not None and hidden is not None:
+                    place.copy_(hidden, non_blocking=True)
+                if self._sent is not None:
+                    self._stream.wait_event(self._sent)
+                graph.replay()
+                output = self._output[: shape.num_tokens]
+            sent, arrived = self._link.send(output, self._stream)
+            if graph is not None:
+                self._sent = arrived
+            return sent, arrived
+
+    def capture(self, shape: StreamShape, eager_first: bool) -> Replayed:
+        """A graph of a pass over `_buffer`. Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            if eager_first:  # a capture can neither compile kernels nor load a library's
+                with torch.cuda.stream(self._stream):
+                    buffer = torch.zeros(shape.size + 1, dtype=torch.int32, device=self.device)
+                    fill_padding(buffer, shape)
+                    self._compute(shape, buffer, self._graph_input(shape))
+            assert self._output is not None, "graphs are captured after `prepare_graphs`"
+            output = self._output[: shape.num_tokens]
+
+            def compute() -> None:
+                output.copy_(self._compute(shape, self._buffer, self._graph_input(shape)))
+
+            return self._pool.capture(compute, new_thread=not eager_first)
+
+    def prepare_graphs(self, room: int, num_tokens: int, hidden_size: int, dtype: torch.dtype, is_first: bool) -> None:
+        """Set aside what all graphs share: a buffer of `room` numbers, and the hidden states of `num_tokens` tokens."""
+        with torch.inference_mode():
+            self._buffer = torch.zeros(room, dtype=torch.int32, device=self.device)
+            self._output = torch.zeros(num_tokens, hidden_size, dtype=dtype, device=self.device)
+            self._input = None if is_first else torch.zeros_like(self._output)
+
+    def _compute(self, shape: StreamShape, buffer: Tensor, hidden: Tensor | None) -> Tensor:
+        """The hidden states [T, C] for the next stage."""
+        workspace = self._workspace
+        if shape.num_items > len(workspace.counters):
+            workspace = self._new_workspace(shape.num_items)
+        batch, _ = shape.view(buffer, self._cache.layers, workspace, self.last)
+        return self._model.forward(replace(batch, hidden=hidden))
+
+    def _graph_input(self, shape: StreamShape) -> Tensor | None:
+        return None if self._input is None else self._input[: shape.num_tokens]
+
+    def _new_workspace(self, items: int) -> DecodeWorkspace:
+        tiling = self.packer.tiling
+        return DecodeWorkspace.create(items, tiling.group * tiling.n_kv_heads, tiling.head_dim, self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineGraph:
+    """A captured pass: the graphs of the earlier stages, and the last stage's."""
+
+    earlier: tuple[Replayed, ...]
+    last: Replayed
+
+    def replay(self) -> None:
+        """The last stage's part."""
+        self.last.replay()
+
+
+class CudaPipeline(StreamRunner):
+    """Not thread-safe, except that flights may be waited for in any thread."""
+
+    def __init__(
+        self, models: Sequence[Model], network: Network, packers: Sequence[StreamPacker], caches: Sequence[KVCache]
+    ) -> None:
+        """
+        Args:
+            models: of all stages but the last, whose model `network` has.
+            packers, caches: of each stage.
+        """
+        super().__init__(network, packers[-1], caches[-1], caches[-1].device)
+        self.num_stages = len(caches)
+        self.passes_in_flight = len(caches) + 1  # one for each stage, and one that waits
+        devices = [cache.device for cache in caches]
+        self._earlier = [
+            EarlierStage(model, packer, cache, Link(cache.device, target), torch.zeros_like(self._last, device=cache.device))
+            for model, packer, cache, target in zip(models, packers, caches, devices[1:], strict=False)
+        ]
+        self._back = Link(devices[-1], devices[0])
+        self._input: Tensor | None = None  # of all graphs, [most tokens, C]
+        self._number = 0  # of passes so far
+        self._chosen_by = np.zeros(caches[0].num_pages, np.int64)  # by page, the number of the pass that chose its last token
+        self._copied: deque[tuple[int, torch.cuda.Event]] = deque(
+            maxlen=_REMEMBERED
+        )  # (number, its tokens are at the first stage)
+
+    def _run_before(
+        self, laid: Laid, shape: StreamShape, filled: Tensor, staging: Staging, graph: Replayed | None
+    ) -> Tensor | None:
+        graphs: Sequence[Replayed | None] = [None] * len(self._earlier)
+        if graph is not None:
+            assert isinstance(graph, PipelineGraph), "this runner captures pipelines"
+            graphs = graph.earlier
+        hidden, arrived = None, self._foreseen(laid)
+        for index, (stage, its_graph) in enumerate(zip(self._earlier, graphs, strict=True)):
+            its_shape, its_filled = shape, filled
+            if stage.packer != self.packer:  # unlike GPUs divide the work of attention differently
+                its_shape = stage.packer.like(shape)
+                its_filled = staging.take(its_shape.size + len(laid.pages), torch.int32, f"stage {index}")
+                stage.packer.fill(its_filled.numpy(), its_shape, laid)
+            hidden, arrived = stage.run(its_shape, its_filled, its_graph, hidden, arrived)
+        assert hidden is not None, "there is a stage before the last one"
+        assert arrived is not None, "a stage says when its hidden states arrive"
+        self._stream.wait_event(arrived)
+        used_in(hidden, self._stream)
+        if graph is not None and (place := self._graph_input(shape)) is not None:
+            place.copy_(hidden, non_blocking=True)
+        return hidden
+
+    def _foreseen(self, laid: Laid) -> torch.cuda.Event | None:
+        """The event after which the first stage has all tokens that this pass foresees; None where it foresees none."""
+        pages = laid.foreseen_pages
+        if not len(pages):
+            return None
+        number = self._chosen_by[pages].max()
+        return next((event for its_number, event in self._copied if its_number >= number), None)
+
+    def _chosen(self, laid: Laid) -> None:
+        self._number += 1
+        self._chosen_by[laid.last_pages] = self._number
+        _, arrived = self._back.send(self._last, self._stream, self._earlier[0].last)
+        self._copied.append((self._number, arrived))
+
+    def _graph_input(self, shape: StreamShape) -> Tensor | None:
+        return None if self._input is None else self._input[: shape.num_tokens]
+
+    def _capture(self, key: Key, eager_first: bool) -> Replayed:
+        shape, _ = key
+        earlier = tuple(stage.capture(stage.packer.like(shape), eager_first) for stage in self._earlier)
+        return PipelineGraph(earlier, super()._capture(key, eager_first))
+
+    def prepare_graphs(self, largest: Sequence[StreamShape], hidden_size: int, dtype: torch.dtype) -> None:
+        super().prepare_graphs(largest, hidden_size, dtype)
+        num_tokens = max(shape.num_tokens for shape in largest)
+        with torch.inference_mode():
+            self._input = torch.zeros(num_tokens, hidden_size, dtype=dtype, device=self._device)
+        for index, stage in enumerate(self._earlier):
+            room = max(stage.packer.like(shape).size for shape in largest) + MOST_PAGES
+            stage.prepare_graphs(room, num_tokens, hidden_size, dtype, is_first=index == 0)

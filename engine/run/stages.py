@@ -1,0 +1,112 @@
+"""The stages of a model on several devices of this process: which layers each device gets, and the size of the cache."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from engine import cut
+from engine.devices import compute_dtype
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.families import Transformers, family_of
+from engine.model.footprint import MOST_STREAM_TOKENS, bytes_saved_in_8_bits, num_parameters
+from engine.run import reserve
+from engine.run.fits import pass_bytes
+from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
+
+_PROBE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a model and the device that computes it. `config.part` names the layers."""
+
+    config: ModelConfig
+    device: torch.device
+
+
+def plan_stages(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    devices: Sequence[torch.device],
+    max_batch_tokens: int | None,
+    cache_tokens: int | None,
+) -> tuple[list[Stage], int | None]:
+    """The stages, one for each device in the order given, and the tokens of the cache. Call it before the weights are loaded.
+
+    Returns: the stages, and `cache_tokens` or what the GPUs have room for; None on CPUs, where the free memory decides later.
+    Raises: ModelError for a model that cannot be cut, and with the numbers where the devices have no memory for it.
+    """
+    if config.generation is None:
+        raise ModelError("only a model that generates can run on several devices; give one device")
+    if family_of(config) is Transformers:
+        raise ModelError("--backend transformers runs on one device; give one device")
+    if len({device.type for device in devices}) > 1:
+        raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
+    sizes = _sizes(config, dtype)
+    cards = _cards(config, dtype, devices, max_batch_tokens)
+    page = whole_pages(1)
+    if cache_tokens is not None or devices[0].type == "cpu":
+        parts = cut.cut(sizes, cards, whole_pages(cache_tokens or page))
+    else:
+        parts, cache_tokens = cut.cut_with_cache(sizes, cards, most_default_tokens(config), PAGE_SIZE)
+    stages = [Stage(replace(config, part=layers), device) for layers, device in zip(parts, devices, strict=True)]
+    return stages, cache_tokens
+
+
+def _sizes(config: ModelConfig, dtype: torch.dtype) -> cut.Model:
+    """The bytes of the model's parts, in the dtype of each."""
+    wide = compute_dtype(dtype)
+
+    def weights(index: int) -> int:
+        part = replace(config, part=range(index, index + 1))
+        return num_parameters(part) * wide.itemsize - bytes_saved_in_8_bits(part, dtype)
+
+    layers = [weights(index) for index in range(config.n_layers)]
+    table = config.vocab_size * config.hidden_size * wide.itemsize
+    if config.n_layers > 1:  # a model of one layer is refused by its number of layers
+        layers[0] -= table
+        layers[-1] -= table + config.hidden_size * wide.itemsize  # the final norm
+    head = table + config.hidden_size * wide.itemsize
+    return cut.Model(tuple(layers), table, head, bytes_per_token(replace(config, part=range(1)), wide))
+
+
+def _cards(
+    config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], max_batch_tokens: int | None
+) -> list[cut.Device]:
+    """What the cut knows of each device. Stages on one device share its free memory."""
+    passes = family_of(config).table_bytes(config)
+    if devices[0].type == "cpu":
+        free = int(psutil.virtual_memory().available)
+        return [cut.Device(str(device), free // len(devices), passes, 1.0) for device in devices]
+    count = Counter(devices)
+    # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
+    tokens = max_batch_tokens or MOST_STREAM_TOKENS
+    passes += KERNEL_BYTES + (len(devices) + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
+    alike = len({torch.cuda.get_device_name(device) for device in devices}) == 1
+    return [
+        cut.Device(
+            str(device),
+            reserve.free_bytes(device) // count[device],
+            passes + pass_bytes(config, dtype, device, max_batch_tokens),
+            1.0 if alike else _bytes_per_s(device),
+        )
+        for device in devices
+    ]
+
+
+def _bytes_per_s(device: torch.device) -> float:
+    """The rate at which a GPU copies within its memory. Decode steps read weights, so unlike GPUs differ by this rate."""
+    with torch.cuda.device(device):
+        source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        target.copy_(source)  # the first copy pays for what CUDA loads
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        return float(2 * _PROBE_BYTES / (start.elapsed_time(end) / 1e3))

@@ -1,0 +1,173 @@
+"""The GPU runner of stages without a GPU: what each stage is given, graphs of all stages, and which pass waits for which."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_cuda_runner import CPU, Event, Torch
+from test_cuda_streams import KINDS, MIXED, PAGE_SIZE, NoContext, Pool, same, streams_of
+from tiny_generators import folder_without_pooling, prompts
+
+from engine import Engine
+from engine.kernels.tiles import Tiling
+from engine.loop import EngineLoop
+from engine.options import EmbedOptions, SamplingOptions
+from engine.passes import Passes
+from engine.run import cuda, cuda_pipeline, cuda_streams, tune
+from engine.run.cuda_pipeline import CudaPipeline, EarlierStage
+from engine.run.kv_cache import KVCache
+from engine.run.pipeline import Pipeline
+from engine.run.streams import StreamPacker
+from engine.schedule.pages import Pages
+from engine.schedule.request import Request
+from engine.schedule.stream import Answer, Stream
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Torch()
+    made.cuda.device = made.cuda.stream = NoContext  # type: ignore[attr-defined]
+    for module in (cuda, cuda_pipeline, cuda_streams, tune):
+        monkeypatch.setattr(module, "torch", made)
+    for module in (cuda_pipeline, cuda_streams):
+        monkeypatch.setattr(module, "GraphPool", Pool)
+    monkeypatch.setattr(cuda_pipeline, "used_in", lambda tensor, stream: None)
+
+
+class Staged:
+    """An engine whose streams run on the GPUs' pipeline. Each stage's GPU has another number of multiprocessors if `unlike`."""
+
+    def __init__(self, engine: Engine, num_pages: int, budget: int, unlike: bool = False) -> None:
+        assert isinstance(engine.runner, Pipeline)
+        config, self._engine, self.budget = engine.config, engine, budget
+        group = config.n_heads // config.n_kv_heads
+        models = [*engine.runner._earlier, engine.model]
+        windows = tuple(dict.fromkeys(window for model in models for window in model.windows))
+        capabilities = [(9, 0), (8, 0), (12, 0)] if unlike else [(8, 0)] * 3
+        packers = [
+            StreamPacker(
+                Tiling(config.head_dim, group, config.n_kv_heads, capability, 4 + index * unlike, causal=True), windows, 8
+            )
+            for index, capability in enumerate(capabilities[: engine.num_stages])
+        ]
+        caches = [KVCache(stage.config, num_pages * PAGE_SIZE, torch.float32, CPU) for stage in engine.stages]
+        self.pages = Pages(num_pages, PAGE_SIZE)
+        self.runner = CudaPipeline(models[:-1], engine.network, packers, caches)
+        self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
+        self.max_graph_tokens = 0
+
+    def with_graphs(self, most_tokens: int) -> "Staged":
+        packer = self.runner.packer
+        shapes = [*packer.decode_shapes(), *packer.chunk_shapes(most_tokens)]
+        self.runner.prepare_graphs(shapes, self._engine.config.hidden_size, torch.float32)
+        self.runner.max_graph_tokens = most_tokens
+        return self
+
+    def launch(self, *arguments: Any) -> Any:
+        return self.runner.launch(*arguments)
+
+    def generate(self, streams: list[Stream], requests: Sequence[Request] = ()) -> list[Answer]:
+        for _ in Passes(self, self.budget).steps([*streams, *requests]):
+            self.pages.check_integrity()
+        assert self.pages.num_free == self.pages.num_pages
+        self.runner.graphs.wait()
+        return [each.future.result(0) for each in streams]
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Engine]:
+    made: dict[tuple[str, int], Engine] = {}
+
+    def make(kind: str, num_stages: int) -> Engine:
+        if (kind, num_stages) not in made:
+            copy = tmp_path_factory.getbasetemp() / f"staged-{kind}"
+            config = {"tie_word_embeddings": False, "num_hidden_layers": 4} | KINDS[kind]
+            folder = folder_without_pooling(tiny, kind, copy, **config)
+            how = {"dtype": "float32", "devices": ["cpu"] * num_stages, "cache_tokens": 64 * PAGE_SIZE}
+            made[kind, num_stages] = Engine.load(folder, **how)  # type: ignore[arg-type]
+        return made[kind, num_stages]
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, int], Engine], kind: str, num_stages: int) -> None:
+    """Whole prompts and chunks, without graphs and with, with pages to spare and with few, on like GPUs and unlike ones."""
+    alone, engine = engines(kind, 1), engines(kind, num_stages)
+    sequences = [np.array(ids, dtype=np.int32) for ids in prompts((1, 300, 128, 7))]
+    plain, embedded = streams_of(alone, MIXED), Request(sequences, EmbedOptions())
+    Passes(alone, 4096).run([*plain, embedded])
+    for num_pages, budget, graph_tokens, unlike in (
+        (40, 4096, 0, False), (40, 50, 0, True), (7, 60, 0, False), (40, 4096, 4096, True), (7, 70, 512, False),
+    ):  # fmt: skip
+        ours = Staged(engine, num_pages, budget, unlike)
+        if graph_tokens:
+            ours.with_graphs(graph_tokens)
+        for _ in range(3 if graph_tokens else 1):  # eager, then from graphs
+            request = Request(sequences, EmbedOptions())
+            for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
+                same(mine, theirs.future.result(0))
+            np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
+        graphs: Any = ours.runner.graphs._graphs.values()
+        assert bool(sum(graph.last.count for graph in graphs)) == bool(graph_tokens)
+        assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
+
+
+def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
+    engines: Callable[[str, int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Staged(engines("qwen3_lm", 2), 40, 4096)
+    waited: list[Event | None] = []
+    run = EarlierStage.run
+
+    def spy(stage: EarlierStage, shape: Any, filled: Any, graph: Any, hidden: Any, after: Any) -> Any:
+        waited.append(after)
+        return run(stage, shape, filled, graph, hidden, after)
+
+    monkeypatch.setattr(EarlierStage, "run", spy)
+    copied: list[Event] = []
+    chosen = CudaPipeline._chosen
+
+    def spy_on_chosen(runner: CudaPipeline, laid: Any) -> None:
+        chosen(runner, laid)
+        copied.append(runner._copied[-1][1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CudaPipeline, "_chosen", spy_on_chosen)
+    options = SamplingOptions(max_tokens=10, temperature=0.0)
+    ours.generate([ours._engine.new_stream(prompt, options) for prompt in prompts([5, 6, 7, 8])])
+    waits = [None if event is None else copied.index(event) for event in waited]  # type: ignore[arg-type]
+    assert waits[0] is None, "the pass of the prompts foresees nothing"
+    foreseen = [(number, wait) for number, wait in enumerate(waits) if wait is not None]
+    assert len(foreseen) >= 14
+    assert all(wait == number - 2 for number, wait in foreseen[2:]), "two groups take turns"
+
+
+def test_tuning_finds_a_budget_and_captures_graphs_of_all_stages(engines: Callable[[str, int], Engine]) -> None:
+    engine = engines("qwen3_lm", 2)
+    ours = Staged(engine, 40, 4096)
+    budget = tune.tune_streams(ours.runner, engine.config, torch.float32, 40 * PAGE_SIZE, 512)
+    assert budget == 512
+    graphs: Any = ours.runner.graphs._graphs.values()
+    assert len(graphs) > 5
+    assert all(len(graph.earlier) == 1 for graph in graphs)
+
+
+def test_many_streams_through_the_loop(engines: Callable[[str, int], Engine]) -> None:
+    engine = engines("qwen3_lm", 3)
+    ours = Staged(engine, 400, 8192).with_graphs(512)
+    options = SamplingOptions(max_tokens=16, temperature=0.0)
+    (expected,) = engine.generate(prompts([128])[:1], options)
+    for count in (1, 7, 40):
+        loop = EngineLoop(ours, 8192)
+        streams = [engine.new_stream(prompts([128])[0], replace(options, max_tokens=10 + index % 7)) for index in range(count)]
+        loop.submit(streams)
+        for index, each in enumerate(streams):
+            assert [token.id for token in each.future.result(60).tokens] == [t.id for t in expected.tokens][: 10 + index % 7]
+        loop.stop()
+    ours.pages.check_integrity()
+    ours.runner.graphs.wait()
