@@ -1,5 +1,7 @@
 """A model cut over two GPUs: the tokens of one GPU, in fp32 and in 16 bits, from CUDA graphs and without, under load."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -139,16 +141,19 @@ def test_an_earlier_stage_and_its_link_lose_nothing() -> None:
         assert [float(each) for each in received] == [2.0 * number for number in range(50)]
 
 
-def test_an_uneven_cut_follows_the_memory(folder_of: Callable[[str], Path]) -> None:
-    """The second GPU has little left, so the first gets most layers; with nothing left, the numbers are named."""
+def test_a_gpu_without_room_for_a_layer_is_named(folder_of: Callable[[str], Path]) -> None:
+    """The second GPU has too little left for one layer, and the refusal names the numbers."""
     folder = folder_of("qwen3")
-    free = torch.cuda.mem_get_info(DEVICES[1])[0]
-    held = torch.empty(free - (256 << 20), dtype=torch.uint8, device=DEVICES[1])
-    try:
+    code = (
+        "import sys, torch; free = torch.cuda.mem_get_info(1)[0];"
+        "held = torch.empty(free - (256 << 20), dtype=torch.uint8, device='cuda:1');"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    # Another process: the engine limits what this one may take.
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
         with pytest.raises(
             ModelError, match=r"of its 4 layers cuda:0 with .* GiB free holds 3, cuda:1 with 0\.\d GiB free holds 0"
         ):
             load(folder, DEVICES, "bfloat16")
-    finally:
-        del held
-        torch.cuda.empty_cache()
