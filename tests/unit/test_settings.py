@@ -137,6 +137,8 @@ def test_one_replica_gets_all_devices_of_a_model() -> None:
     assert machine_share(1, 8, 4, ("cpu", "cpu")) == machine_share(1, 8, 0)
     settings = load_settings({"models": ["a/x"], "devices": "1, 0"}, {})
     assert settings.specs[0].devices == settings.devices == ("1", "0")
+    assert load_settings({"models": ["a/x"], "devices": ["cpu,cpu"]}, {}).devices == ("cpu", "cpu")
+    assert load_settings({}, {"EMBERFORGE_DEVICES": "0"}).devices == ("0",)
     with pytest.raises(SettingsError, match="devices is for one model, and there are 2"):
         load_settings({"models": ["a/x", "b/y"], "devices": "0,1"}, {})
     with pytest.raises(SettingsError, match="devices is 0,gpu1, expected the numbers of GPUs, or cpu"):
