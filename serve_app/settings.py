@@ -101,8 +101,9 @@ class Settings(ServerSettings, ModelOptions):
     @property
     def specs(self) -> tuple[ModelSpec, ...]:
         """Each model with its name and its options."""
+        devices = tuple(name if name == "cpu" else f"cuda:{name}" for name in self.devices)
         return tuple(
-            ModelSpec(name=name, model=model, devices=self.devices, **self.options)
+            ModelSpec(name=name, model=model, devices=devices, **self.options)
             for model, name in zip(self.models, self.names, strict=True)
         )
 
