@@ -34,6 +34,12 @@ class ModelEntry(ModelSpec):
         return self
 
     @model_validator(mode="after")
+    def _has_one_device(self) -> "ModelEntry":
+        if self.devices:
+            raise ValueError("devices is for `emberforge serve`: in a cluster a model takes one card; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _cache_has_one_size(self) -> "ModelEntry":
         if self.streams is not None and self.cache_tokens is not None:
             raise ValueError("streams and cache_tokens are both set, and each sets the size of the cache; leave one out")

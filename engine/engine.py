@@ -310,7 +310,8 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
-        """The last hidden states, final norm included: [T, hidden_size] in the engine's dtype."""
+        """The last hidden states, final norm included: [T, hidden_size] in the engine's dtype. Not for several devices."""
+        assert self.num_stages == 1, "the model has only its last layers here"
         return self.network.model.forward(batch)
 
     @property

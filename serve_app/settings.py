@@ -6,10 +6,10 @@ A later source wins over an earlier one.
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import Names, ServerSettings
@@ -27,6 +27,17 @@ _NOT_SETTINGS = (
     "EMBERFORGE_KERNEL_CACHE",
     "EMBERFORGE_ON_ONE_MACHINE",
 )
+
+
+def _split_each(value: Any) -> Any:
+    """The command line gives a list of what each flag says, and one flag may say several."""
+    said = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(each, str) for each in said):
+        return value
+    return tuple(name.strip() for each in said for name in each.split(","))
+
+
+Devices = Annotated[tuple[str, ...], BeforeValidator(_split_each)]
 
 
 class SettingsError(EmberError):
@@ -49,7 +60,7 @@ class Settings(ServerSettings, ModelOptions):
         description="Processes that take requests; with 0 a single model's process takes them [default: by cores and model]",
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
-    devices: Names = Field(
+    devices: Devices = Field(
         (),
         description="GPUs of this machine, by number, that share the layers of one model that generates, as 0,1; "
         "or cpu [default: one GPU for each replica, or the CPU]",
@@ -90,8 +101,9 @@ class Settings(ServerSettings, ModelOptions):
     @property
     def specs(self) -> tuple[ModelSpec, ...]:
         """Each model with its name and its options."""
+        devices = tuple(name if name == "cpu" else f"cuda:{name}" for name in self.devices)
         return tuple(
-            ModelSpec(name=name, model=model, devices=self.devices, **self.options)
+            ModelSpec(name=name, model=model, devices=devices, **self.options)
             for model, name in zip(self.models, self.names, strict=True)
         )
 

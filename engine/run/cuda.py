@@ -159,15 +159,16 @@ def _to_host(results: Sequence[Tensor], staging: Staging) -> list[Tensor]:
 
 
 @contextmanager
-def cuda_errors(what: str, device: torch.device) -> Iterator[None]:
-    """Turn torch's errors into ours. Whether the device has survived is found by asking the device."""
+def cuda_errors(what: str, *devices: torch.device) -> Iterator[None]:
+    """Turn torch's errors into ours. Whether the devices have survived is found by asking each of them."""
     try:
         yield
     except torch.OutOfMemoryError as error:  # torch has given back its own unused memory before
         raise OutOfMemory(f"{what} does not fit into GPU memory: {error}") from error
     except RuntimeError as error:
         try:
-            torch.cuda.synchronize(device)
+            for device in devices:
+                torch.cuda.synchronize(device)
         except RuntimeError as sticky:
             _wreckage.append(error)
             raise DeviceLost(f"the GPU can no longer be used after {what}: {sticky}") from error

@@ -185,7 +185,7 @@ class CudaPipeline(StreamRunner):
         super().__init__(network, packers[-1], caches[-1], caches[-1].device)
         self.num_stages = len(caches)
         self.passes_in_flight = len(caches) + 1  # one for each stage, and one that waits
-        devices = [cache.device for cache in caches]
+        devices = self._devices = tuple(cache.device for cache in caches)
         self._earlier = [
             EarlierStage(model, packer, cache, Link(cache.device, target), torch.zeros_like(self._last, device=cache.device))
             for model, packer, cache, target in zip(models, packers, caches, devices[1:], strict=False)

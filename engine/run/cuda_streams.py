@@ -78,7 +78,7 @@ class StreamFlight:
     extra: Extra | None
     scores: Sequence[Sequence[Token] | None]
     vectors: Tensor | None  # [n, embedding_size], in pinned memory; None if no piece is pooled
-    device: torch.device
+    devices: Sequence[torch.device]  # of all stages
     staging: Staging
     idle: deque[Staging]
 
@@ -94,7 +94,7 @@ class StreamFlight:
             self.staging.end.synchronize()
 
     def wait(self) -> Output:
-        with cuda_errors("a forward pass", self.device):
+        with cuda_errors("a forward pass", *self.devices):
             self.staging.end.synchronize()
             device_s = self.staging.start.elapsed_time(self.staging.end) / 1e3
             tokens = tokens_of(self.sampled.numpy()[self.picks], self.chosen)
@@ -114,6 +114,7 @@ class StreamRunner:
         assert network.language_head is not None, "only a model that generates has streams"
         self._network, self._model, self._head, self._device = network, network.model, network.language_head, device
         self.packer, self._cache = packer, cache
+        self._devices: tuple[torch.device, ...] = (device,)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = GraphPool(device)
         self.graphs: Graphs[Key, Replayed] = Graphs(self._capture)
@@ -145,7 +146,7 @@ class StreamRunner:
             shape = self.packer.shape(laid, graphs=False)
         scores: list[list[Token] | None] = []
         what = f"a pass of {len(pieces)} streams, {laid.num_tokens} tokens"
-        with torch.inference_mode(), cuda_errors(what, self._device), self._stream:
+        with torch.inference_mode(), cuda_errors(what, *self._devices), self._stream:
             staging = self._idle.pop() if self._idle else Staging()
             filled = staging.take(shape.size + len(laid.pages), torch.int32)
             self.packer.fill(filled.numpy(), shape, laid)
@@ -167,7 +168,7 @@ class StreamRunner:
             staging.end.record(self._stream)
         if graphed and graph is None:
             self.graphs.want(key)
-        return StreamFlight(host, picks, laid.chosen, extra, scores, vectors, self._device, staging, self._idle)
+        return StreamFlight(host, picks, laid.chosen, extra, scores, vectors, self._devices, staging, self._idle)
 
     # A pipeline's last stage overrides these three (`engine/run/cuda_pipeline.py`).
 

@@ -37,17 +37,19 @@ def chosen_devices(names: Sequence[str]) -> tuple[str, ...]:
 def show_only(devices: Sequence[str]) -> tuple[str, ...]:
     """Hide all other GPUs from this process and from those that it starts. Call it before CUDA is used.
 
-    Returns: the devices' names from then on. A replica of Ray sees the GPUs that it books, and their numbers begin with 0.
+    Args:
+        devices: as `chosen_devices` gives them.
+    Returns: as `by_position`.
     """
     if devices[0] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return tuple(devices)
-    numbers = [int(device.removeprefix("cuda:")) for device in devices]
+    numbers = [int(device.removeprefix("cuda:")) for device in devices]  # of those that are visible so far
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[number] if visible != [""] else str(number) for number in numbers)
     return by_position(devices)
 
 
 def by_position(devices: Sequence[str]) -> tuple[str, ...]:
-    """The devices' names in a process that sees these GPUs alone."""
-    return tuple(device if device == "cpu" else f"cuda:{position}" for position, device in enumerate(devices))
+    """The names for `--devices` where these GPUs alone are visible, as in a replica of Ray, which sees those that it books."""
+    return tuple(device if device == "cpu" else str(position) for position, device in enumerate(devices))

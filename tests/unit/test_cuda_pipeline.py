@@ -13,6 +13,7 @@ from test_cuda_streams import KINDS, MIXED, PAGE_SIZE, NoContext, Pool, same, st
 from tiny_generators import folder_without_pooling, prompts
 
 from engine import Engine
+from engine.errors import DeviceLost
 from engine.kernels.tiles import Tiling
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, SamplingOptions
@@ -171,3 +172,26 @@ def test_many_streams_through_the_loop(engines: Callable[[str, int], Engine]) ->
         loop.stop()
     ours.pages.check_integrity()
     ours.runner.graphs.wait()
+
+
+def test_a_gpu_of_an_earlier_stage_that_is_lost_ends_the_engine(
+    engines: Callable[[str, int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = Staged(engines("qwen3_lm", 2), 40, 4096)
+    ours.runner._devices = first, _ = torch.device("cuda", 0), torch.device("cuda", 1)
+    asked = []
+
+    def synchronize(device: torch.device) -> None:
+        asked.append(device)
+        if device == first:
+            raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(cuda.torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(EarlierStage, "_compute", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    passes = Passes(ours, 4096)
+    stream = ours._engine.new_stream([1, 2, 3], SamplingOptions(max_tokens=4))
+    passes.run([stream])
+    assert passes.device_lost
+    assert asked == [first]
+    with pytest.raises(DeviceLost, match="can no longer be used"):
+        stream.future.result(0)

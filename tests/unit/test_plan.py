@@ -754,3 +754,8 @@ def test_of_equal_nodes_the_one_with_least_counts_for_all() -> None:
 def test_brackets_in_a_name_are_shown(files: tuple[Path, Path]) -> None:
     files[0].write_text("models: [{name: 'a[red]b', model: qwen3-embedding-0.6b}]")
     assert "a[red]b" in run(files).stdout
+
+
+def test_a_model_of_a_cluster_has_one_card() -> None:
+    with pytest.raises(ValueError, match="devices is for `emberforge serve`: in a cluster a model takes one card"):
+        entry(devices=["cuda:0", "cuda:1"])

@@ -133,10 +133,16 @@ def test_a_machine_is_shared_between_models() -> None:
 
 
 def test_one_replica_gets_all_devices_of_a_model() -> None:
-    assert machine_share(1, 8, 4, ("cuda:0", "cuda:1")).num_gpus == 2
+    assert machine_share(1, 8, 4, ("0", "1")).num_gpus == 2
     assert machine_share(1, 8, 4, ("cpu", "cpu")) == machine_share(1, 8, 0)
     settings = load_settings({"models": ["a/x"], "devices": "1, 0"}, {})
-    assert settings.specs[0].devices == settings.devices == ("1", "0")
+    assert settings.devices == ("1", "0")
+    assert settings.specs[0].devices == ("cuda:1", "cuda:0")
+    application = deploy_config(settings, machine_share(1, 8, 4, settings.devices))["applications"][0]
+    assert application["deployments"][0]["ray_actor_options"]["num_gpus"] == 2
+    assert ModelArgs.model_validate(application["args"]).settings.specs == settings.specs
+    assert load_settings({"models": ["a/x"], "devices": ["cpu,cpu"]}, {}).devices == ("cpu", "cpu")
+    assert load_settings({}, {"EMBERFORGE_DEVICES": "0"}).devices == ("0",)
     with pytest.raises(SettingsError, match="devices is for one model, and there are 2"):
         load_settings({"models": ["a/x", "b/y"], "devices": "0,1"}, {})
     with pytest.raises(SettingsError, match="devices is 0,gpu1, expected the numbers of GPUs, or cpu"):

@@ -1,0 +1,107 @@
+"""The stages of a model on several devices: their bytes are those of the model, and memory and speed decide the cut."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_generators import folder_without_pooling
+
+from engine.errors import ModelError
+from engine.model.config import ModelConfig
+from engine.model.folder import load_model_config
+from engine.model.footprint import bytes_saved_in_8_bits, num_parameters
+from engine.run import stages
+from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
+from engine.run.stages import plan_stages
+
+GPUS = [torch.device("cuda", index) for index in range(3)]
+
+
+@pytest.fixture(scope="module")
+def config_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ModelConfig]:
+    def make(kind: str, **config: Any) -> ModelConfig:
+        config = {"num_hidden_layers": 6} | config
+        name = "-".join(["planned", kind, *(f"{key}={value}" for key, value in config.items())])
+        return load_model_config(folder_without_pooling(tiny, kind, tmp_path_factory.getbasetemp() / name, **config), None)
+
+    return make
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Stand-ins with memory for so many bytes beside passes, and a rate for each; equal rates are equal cards."""
+
+    def make(room: list[int], rates: list[float]) -> None:
+        monkeypatch.setattr(stages, "pass_bytes", lambda *_: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card of {rates[device.index]}")
+        monkeypatch.setattr(stages, "_bytes_per_s", lambda device: rates[device.index])
+        monkeypatch.setattr(stages.reserve, "free_bytes", lambda device: room[device.index] + KERNEL_BYTES + (1 << 20))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["qwen3_lm", "qwen2_lm", "gemma3_lm"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_the_parts_are_as_large_as_the_stages_that_the_engine_loads(
+    config_of: Callable[..., ModelConfig], kind: str, tied: bool, dtype: torch.dtype
+) -> None:
+    config = config_of(kind, tie_word_embeddings=tied)
+    sizes, itemsize = stages._sizes(config, dtype), 2 if dtype.itemsize == 1 else dtype.itemsize
+
+    def loaded(layers: range) -> int:
+        part = replace(config, part=layers)
+        return num_parameters(part) * itemsize - bytes_saved_in_8_bits(part, dtype)
+
+    for cut in (1, 3, 5):
+        assert sum(sizes.layer_bytes[:cut]) + sizes.words_bytes == loaded(range(cut))
+        assert sum(sizes.layer_bytes[cut:]) + sizes.head_bytes == loaded(range(cut, 6))
+    assert sum(sizes.layer_bytes[2:4]) == loaded(range(2, 4))
+    assert sizes.cache_bytes * 6 == bytes_per_token(config, torch.float32 if itemsize == 4 else torch.bfloat16)
+
+
+def test_the_first_parts_of_a_whole_model_add_up(config_of: Callable[..., ModelConfig]) -> None:
+    config = config_of("qwen2_lm", tie_word_embeddings=False)
+    parts = [replace(config, part=layers) for layers in (range(2), range(2, 3), range(3, 6))]
+    assert sum(map(num_parameters, parts)) == num_parameters(config)
+
+
+def test_equal_gpus_share_equally_and_a_faster_one_gets_more(
+    config_of: Callable[..., ModelConfig], gpus: Callable[..., None]
+) -> None:
+    config = config_of("qwen2_lm", tie_word_embeddings=False)
+
+    def cut(devices: list[torch.device]) -> list[int]:
+        planned, tokens = plan_stages(config, torch.bfloat16, devices, 256, 1024)
+        assert tokens == 1024
+        assert [stage.device for stage in planned] == devices
+        assert [layer for stage in planned for layer in stage.config.layers] == list(range(6))
+        return [len(stage.config.layers) for stage in planned]
+
+    gpus([1 << 30] * 3, [1e12] * 3)
+    assert max(cut(GPUS[:2])) <= 4
+    gpus([1 << 30] * 3, [1e12, 4e12, 1e12])
+    assert cut(GPUS[:2])[1] > cut(GPUS[1::-1])[1]
+
+
+def test_the_cache_takes_what_the_fuller_gpu_has_left(config_of: Callable[..., ModelConfig], gpus: Callable[..., None]) -> None:
+    config = config_of("qwen2_lm", tie_word_embeddings=False)
+    sizes = stages._sizes(config, torch.bfloat16)
+    weights = sum(sizes.layer_bytes) + sizes.words_bytes + sizes.head_bytes
+    gpus([weights + 6 * PAGE_SIZE * sizes.cache_bytes, 1 << 30, 0], [1e12] * 3)
+    planned, tokens = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)
+    assert tokens is not None
+    assert tokens >= PAGE_SIZE
+    assert tokens % PAGE_SIZE == 0
+    assert len(planned) == 2
+    gpus([0, 0, 0], [1e12] * 3)
+    with pytest.raises(ModelError, match=r"of its 6 layers cuda:0 with .* free holds \d, cuda:1 with .* free holds \d"):
+        plan_stages(replace(config, vocab_size=10_000_000), torch.bfloat16, GPUS[:2], 256, None)
+
+
+def test_a_gpu_and_a_cpu_do_not_share_a_model(config_of: Callable[..., ModelConfig]) -> None:
+    with pytest.raises(ModelError, match="a model runs on GPUs or on CPUs, not on both"):
+        plan_stages(config_of("qwen2_lm"), torch.float32, [GPUS[0], torch.device("cpu")], None, None)
