@@ -103,7 +103,7 @@ def load(
     """Load tokenizer, weights and heads. `on_progress` is the Checkpoint's. Raises: ModelError with the file and the way out."""
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
-    with Checkpoint(folder, device, dtype, on_progress) as checkpoint:
+    with Checkpoint(folder, device, dtype, on_progress, config.quantization) as checkpoint:
         checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
