@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +221,19 @@ FORMS: dict[str, Form] = {
 }
 
 
-def quantize(plain: Path, form: Form, at: Path, plain_layers: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """Two copies of a checkpoint at `at`: one quantised, one with the same values in fp32. `plain_layers` stay as they are."""
+def quantize(
+    plain: Path, form: Form, at: Path, plain_layers: tuple[str, ...] = (), names: str = "*_proj.weight"
+) -> tuple[Path, Path]:
+    """Two copies of a checkpoint at `at`: one quantised, one with the same values in fp32.
+
+    Args:
+        plain_layers: beginnings of names that stay as they are.
+        names: a glob pattern of the matrices.
+    """
     tensors = load_file(plain / "model.safetensors")
     quantised, same = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if name.endswith("_proj.weight") and not name.startswith(plain_layers or ("-",)):
+        if fnmatch(name, names) and not name.startswith(plain_layers or ("-",)):
             module = name.removesuffix(".weight")
             same[name], stored = form.write(*weight.shape)
             del quantised[name]

@@ -240,21 +240,21 @@ class Checkpoint:
 
         A dequantised matrix is on the device already.
         """
-        if self._upload is None or tensor.device == self.device:
+        if self._upload is None or tensor.is_cuda:
             return self._unmapped(tensor).to(device=self.device, dtype=dtype)
         target = torch.empty_like(tensor, device=self.device, dtype=dtype)
         self._upload(tensor, target)
         return target
 
     def _copy(self, tensor: Tensor, target: Tensor) -> None:
-        if self._upload is None or tensor.device == self.device:
+        if self._upload is None or tensor.is_cuda:
             target.copy_(self._unmapped(tensor))
         else:
             self._upload(tensor, target)
 
     def _unmapped(self, tensor: Tensor) -> Tensor:
         """A copy in ordinary memory if the GPU is integrated. Otherwise the tensor itself, perhaps in a file's mapping."""
-        return tensor.clone() if self._leaves_mapping and tensor.device.type == "cpu" else tensor
+        return tensor.clone() if self._leaves_mapping and not tensor.is_cuda else tensor
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

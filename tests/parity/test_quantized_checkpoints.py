@@ -23,7 +23,7 @@ Tiny = Callable[..., Path]
 IDS = prompts((3, 40, 17))
 # Blocks of 128 rows and columns end within a matrix of an FP8 checkpoint. Groups fill the others.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
-KINDS = ("qwen3_lm", "qwen2_lm", "llama_lm", "mistral_lm")
+KINDS = ("qwen3_lm", "qwen2_lm", "llama_lm", "mistral_lm", "gemma3_lm")
 
 
 def folders(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm", **options: Any) -> tuple[Path, Path]:
@@ -64,6 +64,12 @@ def test_vectors_are_transformers_own(tiny: Tiny, tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("name", ["fp8 blocks", "ct int4 32 asymmetric", "awq 64", "gptq desc_act"])
 def test_every_family_of_decoders_loads_them(tiny: Tiny, tmp_path: Path, kind: str, name: str) -> None:
     assert is_close(*folders(tiny, name, tmp_path, kind))
+
+
+def test_encoders_load_them_too(tiny: Tiny, tmp_path: Path) -> None:
+    bert = tiny("bert", hidden_size=128, intermediate_size=256)
+    folder, plain = quantize(bert, FORMS["ct int8"], tmp_path, names="encoder.*dense.weight")
+    np.testing.assert_array_equal(vectors(folder), vectors(plain))
 
 
 @torch.inference_mode()
