@@ -196,12 +196,56 @@ def compressed_fp8(strategy: str) -> Form:
     return compressed("float-quantized", weights, write, activations)
 
 
+def e2m1(code: int) -> float:
+    """A sign, two bits of exponent with bias 1, and one of mantissa, by the definition of the format."""
+    sign, exponent, mantissa = -1 if code & 8 else 1, code >> 1 & 3, code & 1
+    return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+
+
+def fp4(kind: str) -> Form:
+    """`kind`: "nvfp4", "mxfp4" or "modelopt"."""
+    group = 32 if kind == "mxfp4" else 16
+
+    def write(n: int, k: int) -> tuple[Tensor, Tensors]:
+        rng = random(n, k, group)
+        codes = rng.integers(0, 16, (n, k))
+        numbers = torch.tensor([[e2m1(int(code)) for code in row] for row in codes])
+        pairs = torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        if kind == "mxfp4":
+            exponents = rng.integers(118, 124, (n, k // group))
+            scales = torch.from_numpy(2.0 ** (exponents - 127)).float()
+            stored = {"weight_packed": pairs, "weight_scale": torch.from_numpy(exponents).to(torch.uint8)}
+            return numbers * scales.repeat_interleave(group, 1), stored
+        scales = torch.from_numpy(rng.uniform(50, 400, (n, k // group))).to(torch.float8_e4m3fn)
+        found = numbers * scales.float().repeat_interleave(group, 1)
+        if kind == "nvfp4":
+            stored = {"weight_packed": pairs, "weight_scale": scales, "weight_global_scale": torch.tensor([8192.0])}
+            return found / 8192, stored | {"input_global_scale": torch.tensor([300.0])}
+        whole = torch.tensor(1.3e-4)
+        return found * whole, {"weight": pairs, "weight_scale": scales, "weight_scale_2": whole, "input_scale": torch.tensor(0.1)}
+
+    if kind == "modelopt":
+        return Form(write, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
+    strategy = "group" if kind == "mxfp4" else "tensor_group"
+    weights = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, "symmetric": True, "dynamic": False}
+    dynamic = True if kind == "mxfp4" else "local"
+    return compressed(f"{kind}-pack-quantized", weights, write, {"num_bits": 4, "type": "float", "dynamic": dynamic})
+
+
+def modelopt_fp8() -> Form:
+    return Form(fp8(None).write, {"quant_method": "modelopt", "quant_algo": "FP8"})
+
+
 FORMS: dict[str, Form] = {
     "fp8 blocks": fp8((128, 128)),
     "fp8 tensor": fp8(None),
     "ct fp8 blocks": fp8((128, 128), is_compressed=True),
     "ct fp8 channel": compressed_fp8("channel"),
     "ct fp8 tensor": compressed_fp8("tensor"),
+    "ct nvfp4": fp4("nvfp4"),
+    "ct mxfp4": fp4("mxfp4"),
+    "modelopt nvfp4": fp4("modelopt"),
+    "modelopt fp8": modelopt_fp8(),
     "ct int8": int8(),
     "ct int8 asymmetric": int8(symmetric=False),
     **{f"ct int4 {group}": packed(group) for group in (32, 64, 128, None)},

@@ -154,6 +154,18 @@ def rolled(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.roll(1, 1 if tensor.shape[1] > 1 else 0)
 
 
+def _rolled_bytes(scales: torch.Tensor) -> torch.Tensor:
+    return rolled(scales.view(torch.uint8)).view(scales.dtype)
+
+
+def _swap_bytes(tensors: Tensors) -> None:
+    """Swaps the two values of each byte."""
+    packed = [name for name, tensor in tensors.items() if tensor.dtype == torch.uint8]
+    assert packed
+    for name in packed:
+        tensors[name] = tensors[name] >> 4 | tensors[name] << 4
+
+
 MUTATIONS: dict[str, tuple[str, Callable[[Tensors], None]]] = {
     "awq: rows in order": ("awq 64", every("qweight", lambda q: packed_columns(nibbles(q)[:, _awq_places(q)]))),
     "awq: halves swapped": ("awq 64", every("qweight", halves_swapped)),
@@ -170,6 +182,10 @@ MUTATIONS: dict[str, tuple[str, Callable[[Tensors], None]]] = {
     "ct: g_idx moved": ("ct int4 actorder group", every("weight_g_idx", lambda g: g.roll(1))),
     "ct: int8 zeros + 1": ("ct int8 asymmetric", every("weight_zero_point", lambda z: z + 1)),
     "ct: fp8 scales moved": ("ct fp8 channel", every("weight_scale", lambda s: s.roll(1, 0))),
+    "nvfp4: halves swapped": ("ct nvfp4", every("weight_packed", lambda q: q >> 4 | q << 4)),
+    "nvfp4: scales moved": ("ct nvfp4", every("weight_scale", _rolled_bytes)),
+    "mxfp4: scales moved": ("ct mxfp4", every("weight_scale", rolled)),
+    "modelopt: halves swapped": ("modelopt nvfp4", _swap_bytes),
     "fp8: scales moved": ("fp8 blocks", every("weight_scale_inv", rolled)),
 }
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: FP8 and int8 in `weight`, int4 and int8 packed in `weight_packed`, with `weight_scale`.
+"""compressed-tensors: FP8 and int8 in `weight`, int4 and int8 packed in `weight_packed`, with `weight_scale`; e2m1 in `fp4.py`.
 
 A word of `weight_packed` [N, K * bits / 32] holds successive input columns as code + 2^(bits - 1), the first in the lowest bits.
 `weight_zero_point` of packed matrices is packed the same way along the rows, [N * bits / 32, G]; that of others is int8 like
@@ -9,18 +9,22 @@ A word of `weight_packed` [N, K * bits / 32] holds successive input columns as c
 import torch
 from torch import Tensor
 
-from engine.model.quantized.layout import EightBits, FourBits, four_bits, unpack, unpack_rows
+from engine.model.quantized.fp4 import read_mxfp4, read_nvfp4
+from engine.model.quantized.layout import EightBits, FourBitFloats, FourBits, four_bits, unpack, unpack_rows
 from engine.model.quantized.parts import SCALES, Parts
 from engine.model.quantized.scheme import CompressedTensors, Group
 
 
-def read_compressed_tensors(parts: Parts, scheme: CompressedTensors) -> FourBits | EightBits:
+def read_compressed_tensors(parts: Parts, scheme: CompressedTensors) -> FourBits | FourBitFloats | EightBits:
     group = scheme.group_of(parts.module)
     if group is None:
         raise parts.error(f"{parts.module} is quantised, but config.json's quantisation ignores it or has no group for it")
     if group.has_input_scales:
         parts.skip("input_scale")
         parts.skip("input_zero_point")
+        parts.skip("input_global_scale")
+    if group.is_float and group.bits == 4:
+        return read_nvfp4(parts) if group.strategy == "tensor_group" else read_mxfp4(parts)
     return _read_packed(parts, group) if group.packed else _read_plain(parts, group)
 
 
@@ -61,10 +65,7 @@ def _read_packed(parts: Parts, group: Group) -> FourBits | EightBits:
 def _scales(parts: Parts, group: Group, n: int, k: int) -> tuple[Tensor, tuple[int, int]]:
     """(the scales as in `EightBits`, rows and columns of the block that shares one)."""
     if group.strategy == "tensor":
-        scale = parts.take("weight_scale", SCALES)
-        if scale.numel() != 1:
-            raise parts.error(f"tensor {parts.module}.weight_scale has shape {list(scale.shape)}, expected one value")
-        return scale.view(1, 1).expand(n, 1), (1, k)
+        return parts.take_one("weight_scale").expand(n, 1), (1, k)
     if group.strategy == "block":
         assert group.block is not None, "the scheme's reader saw to it"
         rows, columns = group.block

@@ -12,18 +12,26 @@ from engine.model.quantized.compressed_tensors import read_compressed_tensors
 from engine.model.quantized.fp8 import read_fp8
 from engine.model.quantized.gptq import read_gptq
 from engine.model.quantized.layout import QuantizedMatrix
+from engine.model.quantized.modelopt import read_modelopt
 from engine.model.quantized.parts import Parts
-from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Scheme
+from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, ModelOpt, Scheme
 from engine.model.weight_files import WeightFile
 
 # A module with one of these tensors is quantised. The other tensors of its matrix lie beside it.
 _PACKED = ("qweight", "weight_packed")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OTHERS = (
-    "weight", "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
-    "input_zero_point",
+    "weight", "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
+    "weight_scale_2", "input_scale", "input_zero_point", "input_global_scale",
 )  # fmt: skip
-_CACHE_SCALES = (".self_attn.k_scale", ".self_attn.v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+_CACHE_SCALES = (
+    ".self_attn.k_scale",
+    ".self_attn.v_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+    ".k_proj.k_scale",
+    ".v_proj.v_scale",
+)
 
 
 class QuantizedFiles:
@@ -44,7 +52,7 @@ class QuantizedFiles:
         """
         self._files, self._scheme, self._folder, self._to_device, self._dtype = files, scheme, folder, to_device, dtype
         self._file_of = {name: file for file in files for name in file.names}
-        if isinstance(scheme, CompressedTensors) and scheme.has_cache_scales:
+        if isinstance(scheme, CompressedTensors | ModelOpt) and scheme.has_cache_scales:
             self._file_of = {name: file for name, file in self._file_of.items() if not name.endswith(_CACHE_SCALES)}
         self._left: dict[WeightFile, set[str]] = {file: set() for file in files}  # tensors that are still to come
         for name, file in self._file_of.items():
@@ -92,6 +100,8 @@ class QuantizedFiles:
                 return read_awq(parts, self._scheme)
             case CompressedTensors():
                 return read_compressed_tensors(parts, self._scheme)
+            case ModelOpt():
+                return read_modelopt(parts, self._scheme)
 
     def _find_parts(self) -> dict[str, dict[str, str]]:
         """By each quantised module, the names of its tensors by their last name."""
@@ -108,15 +118,8 @@ class QuantizedFiles:
 
     def _num_codes(self, module: str, names: dict[str, str]) -> int:
         """Values of a matrix. 0 where its codes are missing, which `tensor` reports."""
-        packed = next((names[part] for part in _PACKED if part in names), None)
-        if packed is None:
-            return self._size(names["weight"]) if "weight" in names else 0
-        bits = 4
-        if isinstance(self._scheme, Gptq):
-            bits = self._scheme.bits
-        elif isinstance(self._scheme, CompressedTensors) and (group := self._scheme.group_of(module)) is not None:
-            bits = group.bits
-        return self._size(packed) * 32 // bits
+        codes = next((names[part] for part in (*_PACKED, "weight") if part in names), None)
+        return 0 if codes is None else self._size(codes) * self._scheme.values_a_code(module)
 
     def _size(self, name: str) -> int:
         return self._file_of[name].size(name)

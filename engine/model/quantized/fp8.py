@@ -17,10 +17,7 @@ def read_fp8(parts: Parts, scheme: Fp8) -> EightBits:
     if scheme.has_input_scales:
         parts.skip("input_scale")
     if scheme.block is None:
-        scale = parts.take("weight_scale", SCALES)
-        if scale.numel() != 1:
-            raise parts.error(f"tensor {parts.module}.weight_scale has shape {list(scale.shape)}, expected one value")
-        return EightBits(codes, scale.view(1, 1).expand(n, 1), (1, k))
+        return EightBits(codes, parts.take_one("weight_scale").expand(n, 1), (1, k))
     rows, columns = scheme.block
     scales = parts.take("weight_scale_inv", (*SCALES, torch.float8_e8m0fnu), (-(-n // rows), -(-k // columns)))
     return EightBits(codes, scales, scheme.block)

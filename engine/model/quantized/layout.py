@@ -36,6 +36,30 @@ class FourBits:
 
 
 @dataclass(frozen=True, slots=True)
+class FourBitFloats:
+    """A matrix in e2m1, with a scale for each group of K / G columns of a row, and one for the whole matrix.
+
+    A value is code * scale * whole.
+    """
+
+    codes: Tensor  # [N, K / 2] uint8, two values in e2m1; the low half of a byte is the column before
+    scales: Tensor  # [N, G], float8_e4m3fn or float8_e8m0fnu
+    whole: Tensor  # fp32, no axes
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=2).flatten()
+        values = torch.tensor(_E2M1, device=codes.device).index_select(0, codes.int())
+        grouped = values.view(*self.scales.shape, -1)  # [N, G, K / G]
+        grouped *= self.scales.float()[:, :, None]
+        grouped *= self.whole
+        return grouped.flatten(1).to(dtype)
+
+
+# The values of the codes 0 to 15 in e2m1: the highest bit is the sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True, slots=True)
 class EightBits:
     """A matrix in int8 or e4m3, with a scale for each block of `block` rows and columns. The last blocks may be cut off."""
 

@@ -45,6 +45,13 @@ class Parts:
             raise self.error(f"tensor {name} has shape {list(tensor.shape)}, config.json's quantisation asks for [{expected}]")
         return tensor
 
+    def take_one(self, part: str) -> Tensor:
+        """A scale of the whole matrix, [1, 1]. Raises: ModelError as `take`, and for more values than one."""
+        scale = self.take(part, SCALES)
+        if scale.numel() != 1:
+            raise self.error(f"tensor {self.module}.{part} has shape {list(scale.shape)}, expected one value")
+        return scale.view(1, 1)
+
     def skip(self, part: str) -> None:
         """Account for a tensor that may be there, and that only quantised activations need."""
         self._left.pop(part, None)

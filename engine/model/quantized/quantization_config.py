@@ -6,15 +6,16 @@ are never quantised here, so keys for them change nothing: results are closer to
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from engine.errors import ModelError
 from engine.model.keys import Keys
-from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Group, Scheme, Strategy
+from engine.model.quantized.fp4 import MXFP4_GROUP, NVFP4_GROUP
+from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Group, ModelOpt, Scheme, Strategy
 
 _WAY_OUT = (
-    "take the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm) or compressed-tensors (docs/models.md lists "
-    "the kinds)"
+    "take the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm), compressed-tensors or ModelOpt "
+    "(docs/models.md lists the kinds)"
 )
 
 
@@ -34,6 +35,7 @@ def read_scheme(keys: Keys) -> Scheme | None:
         "gptq": _read_gptq,
         "awq": _read_awq,
         "compressed-tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
     }
     method = said.get("quant_method", "compressed-tensors" if name == "compression_config" else None)
     if method not in readers:
@@ -128,6 +130,16 @@ def _read_awq(said: _Said) -> Awq:
     return Awq(said.group_size("q_group_size" if "q_group_size" in said.values else "group_size"))
 
 
+def _read_modelopt(said: _Said) -> ModelOpt:
+    algorithm = said.one_of("quant_algo", "NVFP4", "FP8")
+    if said.get("config_groups"):
+        for name in (groups := said.below("config_groups")).values:
+            weights = groups.below(name).below("weights")
+            weights.one_of("num_bits", 4 if algorithm == "NVFP4" else 8)
+            weights.one_of("group_size", *((NVFP4_GROUP,) if algorithm == "NVFP4" else (None,)))
+    return ModelOpt(algorithm, has_cache_scales=bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")))
+
+
 def _read_compressed_tensors(said: _Said) -> CompressedTensors:
     said.one_of("quantization_status", "compressed", None)
     said.empty("transform_config")
@@ -150,26 +162,41 @@ _TYPES = {
     "int-quantized": ("int",),
     "float-quantized": ("float",),
     "naive-quantized": ("int", "float"),
+    "nvfp4-pack-quantized": ("float",),
+    "mxfp4-pack-quantized": ("float",),
+}
+
+
+# The strategy and the columns of a group of the formats in e2m1.
+_FP4: dict[str, tuple[Literal["tensor_group", "group"], int]] = {
+    "nvfp4-pack-quantized": ("tensor_group", NVFP4_GROUP),
+    "mxfp4-pack-quantized": ("group", MXFP4_GROUP),
 }
 
 
 def _read_group(group: _Said, form: str) -> Group:
-    weights = group.below("weights")
-    packed = form == "pack-quantized"
+    weights, targets = group.below("weights"), group.names("targets")
+    packed = form.endswith("pack-quantized")
     kind = weights.one_of("type", *_TYPES[form], absent="int")
-    bits = weights.one_of("num_bits", *((4, 8) if packed else (8,)))
-    strategy = weights.one_of("strategy", *get_args(Strategy))
     weights.one_of("dynamic", False, None)
-    activations = group.below("input_activations") if group.get("input_activations") else None
+    activations = group.below("input_activations").get("dynamic") if group.get("input_activations") else None
+    has_input_scales = activations in (False, "local")  # "local" has one scale for the matrix, and others at run time
+    if form in _FP4:
+        strategy, columns = _FP4[form]
+        for key, value in (("num_bits", 4), ("strategy", strategy), ("group_size", columns)):
+            weights.one_of(key, value)
+        weights.one_of("symmetric", True, absent=True)
+        return Group(targets, 4, True, strategy, symmetric=True, packed=True, has_input_scales=has_input_scales)
+    named = weights.one_of("strategy", *get_args(Strategy))
     return Group(
-        targets=group.names("targets"),
-        bits=bits,
+        targets=targets,
+        bits=weights.one_of("num_bits", *((4, 8) if packed else (8,))),
         is_float=kind == "float",
-        strategy=strategy,
+        strategy=named,
         symmetric=weights.one_of("symmetric", True, False, absent=True),
         packed=packed,
-        group_size=weights.size("group_size") if strategy == "group" else None,
-        block=weights.block("block_structure") if strategy == "block" else None,
+        group_size=weights.size("group_size") if named == "group" else None,
+        block=weights.block("block_structure") if named == "block" else None,
         reorders=weights.one_of("actorder", None, "weight", "static", "group", "dynamic") in ("group", "dynamic"),
-        has_input_scales=activations is not None and activations.get("dynamic") is False,
+        has_input_scales=has_input_scales,
     )

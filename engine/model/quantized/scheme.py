@@ -14,6 +14,9 @@ class Fp8:
     block: tuple[int, int] | None
     has_input_scales: bool
 
+    def values_a_code(self, module: str) -> int:
+        return 1
+
     def __str__(self) -> str:
         return "FP8" if self.block is None else f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
 
@@ -27,6 +30,9 @@ class Gptq:
     reorders: bool  # desc_act: g_idx says which group a column is in
     adds_one: bool
 
+    def values_a_code(self, module: str) -> int:
+        return 32 // self.bits
+
     def __str__(self) -> str:
         return f"GPTQ of {self.bits} bits"
 
@@ -35,8 +41,25 @@ class Gptq:
 class Awq:
     group_size: int | None
 
+    def values_a_code(self, module: str) -> int:
+        return 8
+
     def __str__(self) -> str:
         return "AWQ of 4 bits"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpt:
+    """NVIDIA's ModelOpt: NVFP4, or FP8 with one scale for the matrix."""
+
+    algorithm: Literal["NVFP4", "FP8"]
+    has_cache_scales: bool  # as in `CompressedTensors`
+
+    def values_a_code(self, module: str) -> int:
+        return 2 if self.algorithm == "NVFP4" else 1
+
+    def __str__(self) -> str:
+        return f"ModelOpt's {self.algorithm}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +69,7 @@ class Group:
     targets: tuple[str, ...]
     bits: Literal[4, 8]
     is_float: bool
-    strategy: Strategy
+    strategy: Strategy | Literal["tensor_group"]  # the latter is NVFP4's
     symmetric: bool
     packed: bool
     group_size: int | None = None  # of strategy "group"
@@ -72,11 +95,18 @@ class CompressedTensors:
         of_class = (group for group in self.groups if "Linear" in group.targets)
         return next(named, None) or next(of_class, None)
 
+    def values_a_code(self, module: str) -> int:
+        group = self.group_of(module)
+        if group is None or not group.packed:
+            return 1
+        return 2 if group.is_float else 32 // group.bits
+
     def __str__(self) -> str:
         return f"compressed-tensors, {' and '.join(dict.fromkeys(map(str, self.groups)))}"
 
 
-Scheme = Fp8 | Gptq | Awq | CompressedTensors
+# `values_a_code(module)` of a scheme: the number of values in one element of the tensor that holds the layer's codes.
+Scheme = Fp8 | Gptq | Awq | CompressedTensors | ModelOpt
 
 
 def _names(target: str, module: str) -> bool:
