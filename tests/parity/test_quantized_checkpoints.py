@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from tiny_generators import prompts
 from tiny_quantized import AWQ_ORDER, FORMS, Tensors, change_config, change_tensors, packed_columns, packed_rows, quantize
+from typer.testing import CliRunner
 
 from engine import Engine
 from engine.kernels import quantize_weight
@@ -18,6 +19,7 @@ from engine.kernels.quantize import Quantized
 from engine.model.folder import load_model_config
 from engine.model.weights import Checkpoint
 from engine.options import SamplingOptions
+from serve_app.cli.commands import cli
 
 Tiny = Callable[..., Path]
 IDS = prompts((3, 40, 17))
@@ -84,6 +86,8 @@ def test_answers_are_transformers_own(tiny: Tiny, tmp_path: Path) -> None:
     for ids, answer in zip(IDS, engine.generate(IDS, SamplingOptions(max_tokens=20, temperature=0.0)), strict=True):
         theirs = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=20, do_sample=False)
         assert [token.id for token in answer.tokens] == theirs[0, len(ids) :].tolist()
+    done = CliRunner().invoke(cli, ["generate", "--check", "-m", str(folder), "-n", "4"], catch_exceptions=False)
+    assert done.stderr.count("4 of 4 tokens are those of transformers") == 5
 
 
 def test_ignored_layers_are_plain_and_groups_have_their_own_form(tiny: Tiny, tmp_path: Path) -> None:
@@ -120,6 +124,20 @@ def test_layers_in_8_bits_are_made_from_the_values(tiny: Tiny, tmp_path: Path) -
     assert isinstance(made, Quantized)
     assert torch.equal(made.values, wanted.values)
     assert torch.equal(made.scale, wanted.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gpu_dequantises_to_the_same_values(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """With matrices above 1 MiB, whose tensors several threads copy."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 1, "max_position_embeddings": 256}
+    folder, plain = quantize(tiny("qwen3_lm", **shape), FORMS[name], tmp_path)
+    scheme, values = load_model_config(folder).quantization, load_file(plain / "model.safetensors")
+    with Checkpoint(folder, torch.device("cuda", 0), torch.bfloat16, scheme=scheme) as checkpoint:
+        for tensor in (each for each in values if each.endswith("_proj.weight")):
+            found = checkpoint.take(tensor, *values[tensor].shape)
+            assert found.is_cuda
+            assert torch.equal(found.cpu(), values[tensor].bfloat16()), tensor
 
 
 def every(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
