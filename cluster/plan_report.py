@@ -177,6 +177,12 @@ def notes(plan: Plan) -> tuple[str, ...]:
     generating = _generating(plan)
     found += _GENERATION if generating else ()
     found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
+    found += [
+        f"{name}: the checkpoint is quantised ({shape.quantization}); it is dequantised at load, so it takes what its values "
+        f"take in {plan.dtypes[name]}"
+        for name, shape in plan.shapes.items()
+        if shape.quantization is not None
+    ]
     return (*_warnings(plan), *found, *_gateways_note(plan), _placement_note(plan))
 
 

@@ -123,7 +123,7 @@ def load(
     """
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
-    with Checkpoint(folder, device, dtype, on_progress) as checkpoint:
+    with Checkpoint(folder, device, dtype, on_progress, config.quantization) as checkpoint:
         checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         if not earlier:  # the cut has compared each stage with its device

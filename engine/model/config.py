@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import InvalidInput
+from engine.model.quantized.scheme import Scheme
 
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean", "splade"]
 # Poolings that read one token of a sequence. The others read all tokens.
@@ -102,6 +103,7 @@ class ModelConfig:
     * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be in parts.
     * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
       of ColBERT vectors.
+    * `quantization` says how the checkpoint stores matrices in 4 or 8 bits. The engine dequantises them at load.
     """
 
     architecture: str
@@ -133,6 +135,7 @@ class ModelConfig:
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
     default_prompt: str | None = None
     stored_dtype: str = "float32"
+    quantization: Scheme | None = None
 
     @property
     def layers(self) -> range:

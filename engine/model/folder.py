@@ -24,6 +24,7 @@ from engine.model.families import MODELS, Transformers
 from engine.model.families.transformers import TransformersConfig
 from engine.model.generation import read_generation
 from engine.model.keys import Keys, is_causal, read_labels
+from engine.model.quantized.quantization_config import read_scheme
 from engine.model.weight_files import read_linear
 from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
 
@@ -94,6 +95,7 @@ def load_model_config(
         prompts=prompts,
         default_prompt=own_default if default_prompt is None else default_prompt,
         stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
+        quantization=read_scheme(keys),
     )
 
 

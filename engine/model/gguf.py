@@ -148,7 +148,7 @@ class GGUFWeights:
         self._header = read_header(path)
         self._stored = self._header.names()
         self.names: tuple[str, ...] = tuple(self._stored)
-        self.num_values = sum(math.prod(each.shape) for each in self._header.tensors.values())
+        self.num_values = sum(map(self.size, self.names))
         # Copy on write: torch refuses memory that it may not write, and nobody writes.
         self._content: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, np.uint8, mode="c")
 
@@ -168,6 +168,9 @@ class GGUFWeights:
         if self._header.architecture == "gemma3" and name.endswith("norm.weight"):
             return tensor.float() - 1  # llama.cpp multiplies with the weight, transformers with 1 + weight
         return tensor
+
+    def size(self, name: str) -> int:
+        return math.prod(self._header.tensors[self._stored[name]].shape)
 
     def close(self) -> None:
         """Release the mapping. Tensors that share it stay valid, and keep it alive."""

@@ -39,6 +39,10 @@ class WeightFile(Protocol):
         """The tensor on the CPU, as it is stored; dequantised if it is stored in blocks."""
         ...
 
+    def size(self, name: str) -> int:
+        """The number of the tensor's values. Reads none of them."""
+        ...
+
     def close(self) -> None:
         """Release the mapping. Tensors that share it stay valid, and keep it alive."""
         ...
@@ -98,11 +102,14 @@ class _Safetensors:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
         self.names: tuple[str, ...] = tuple(self._file.keys())
-        self.num_values = sum(math.prod(self._file.get_slice(name).get_shape()) for name in self.names)
+        self.num_values = sum(map(self.size, self.names))
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
+
+    def size(self, name: str) -> int:
+        return math.prod(self._file.get_slice(name).get_shape())
 
     def close(self) -> None:
         self._file.__exit__(None, None, None)
@@ -118,6 +125,9 @@ class _PyTorch:
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name].detach()  # old files hold parameters
+
+    def size(self, name: str) -> int:
+        return self._tensors[name].numel()
 
     def close(self) -> None:
         self._tensors.clear()

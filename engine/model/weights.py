@@ -21,6 +21,8 @@ from torch import Tensor
 from engine.devices import compute_dtype, is_integrated
 from engine.errors import ModelError
 from engine.kernels import MaybeQuantized, quantize_weight
+from engine.model.quantized.files import QuantizedFiles
+from engine.model.quantized.scheme import Scheme
 from engine.model.upload import Uploader
 from engine.model.weight_files import WeightFile, open_weights
 
@@ -96,11 +98,13 @@ class Checkpoint:
         device: torch.device,
         dtype: torch.dtype,
         on_progress: Callable[[float], None] | None = None,
+        scheme: Scheme | None = None,
     ) -> None:
         """
         Args:
             dtype: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`.
             on_progress: hears after each tensor which share of the tensors is read.
+            scheme: how a quantised checkpoint stores its matrices. They are dequantised one by one as they are taken.
         Raises: ModelError when there is no file of weights, or one that cannot be read.
         """
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
@@ -110,6 +114,8 @@ class Checkpoint:
         self._leaves_mapping = is_integrated(device)
         self._upload = Uploader(device) if device.type == "cuda" and not self._leaves_mapping else None
         self._files = open_weights(folder)
+        if scheme is not None:
+            self._files = [QuantizedFiles(self._files, scheme, folder, self.to_device, self.dtype)]
         self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
         self._taken: set[str] = set()
         self._untaken: dict[WeightFile, int] = {}  # how many tensors of a file are still to come
@@ -231,7 +237,10 @@ class Checkpoint:
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         if tensor.dtype not in _FLOATS:
-            raise ModelError(f"{self.folder}: tensor {full} is stored as {tensor.dtype}; quantised weights are not supported")
+            raise ModelError(
+                f"{self.folder}: tensor {full} is stored as {tensor.dtype}, and nothing says how it is quantised: "
+                "its scales are missing, or the quantization_config of config.json"
+            )
         if full not in self._taken:
             self._taken.add(full)
             if self._on_progress is not None:
@@ -242,22 +251,25 @@ class Checkpoint:
         return tensor
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor of a file on the model's device. On a CPU, in the file's dtype, it may be the tensor itself."""
-        if self._upload is None:
+        """A tensor of a file on the model's device. On a CPU, in the file's dtype, it may be the tensor itself.
+
+        A dequantised matrix is on the device already.
+        """
+        if self._upload is None or tensor.is_cuda:
             return self._unmapped(tensor).to(device=self.device, dtype=dtype)
         target = torch.empty_like(tensor, device=self.device, dtype=dtype)
         self._upload(tensor, target)
         return target
 
     def _copy(self, tensor: Tensor, target: Tensor) -> None:
-        if self._upload is None:
+        if self._upload is None or tensor.is_cuda:
             target.copy_(self._unmapped(tensor))
         else:
             self._upload(tensor, target)
 
     def _unmapped(self, tensor: Tensor) -> Tensor:
         """A copy in ordinary memory if the GPU is integrated. Otherwise the tensor itself, perhaps in a file's mapping."""
-        return tensor.clone() if self._leaves_mapping else tensor
+        return tensor.clone() if self._leaves_mapping and not tensor.is_cuda else tensor
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

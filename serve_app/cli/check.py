@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from engine.model.quantized.scheme import Scheme
 from serve_app.cli.console import console, say
 
 # Texts of several scripts, with digits and code: a tokenizer's and a model's usual work.
@@ -57,9 +58,10 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
         raise ModelError(f"{model} gives vectors and no text")
     prompts = [engine.prompts.encode(prompt) for prompt in _PROMPTS]
     answers = engine.generate(prompts, SamplingOptions(max_tokens=num_tokens, temperature=0.0, logprobs=1))
+    scheme = engine.config.quantization
     del engine
-    if (folder / "model.gguf").exists():
-        theirs = _of_gguf(folder)
+    if scheme is not None or (folder / "model.gguf").exists():
+        theirs = _of_our_weights(folder, scheme)
     else:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     compared = []
@@ -74,16 +76,21 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
     return compared
 
 
-def _of_gguf(folder: Path) -> Any:
-    """transformers' network with the weights that we read from a GGUF file: its own reader needs further packages."""
+def _of_our_weights(folder: Path, scheme: Scheme | None) -> Any:
+    """transformers' network with the weights that we read from a GGUF file or a quantised checkpoint.
+
+    Its own readers need further packages, and some of them quantise activations.
+    """
     import torch
     import transformers
 
     from engine.model.weights import Checkpoint
 
     make: Any = transformers.AutoModelForCausalLM
-    network = make.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.quantization_config = None
+    network = make.from_config(config, dtype=torch.float32)
+    with Checkpoint(folder, torch.device("cpu"), torch.float32, scheme=scheme) as checkpoint:
         weights = {name: tensor.float() for name, tensor in checkpoint.take_all().items()}
         missing, unknown = network.load_state_dict(weights, strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if network.config.tie_word_embeddings else set())

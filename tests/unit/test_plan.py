@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 from rich.console import Console
 from stub_hub import COMMIT, stub_hub
+from tiny_quantized import FORMS, quantize
 from typer.testing import CliRunner
 
 from cluster import plan_report
@@ -540,6 +541,17 @@ def test_how_many_gateways_requests_of_one_text_would_take_is_said() -> None:
         "gateways: 6 can take about 4,800 one-text requests/s; the replicas' 5,600 texts/s of 100 tokens need 7 gateways"
     )
     assert said(800) == said(5600, gateways=7) == []
+
+
+def test_what_a_quantised_checkpoint_takes_is_said(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    shape = {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 256, "max_position_embeddings": 256}
+    folders = quantize(tiny("qwen3_lm", **shape), FORMS["awq 64"], tmp_path)
+    quantised, plain = (planned([rtx_5080()], entry("q", str(folder))) for folder in folders)
+    (note,) = set(plan_report.notes(quantised)) - set(plan_report.notes(plain))
+    assert note == (
+        "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes what its values take in bfloat16"
+    )
+    assert [each.needs_bytes for each in quantised.assigned] == [each.needs_bytes for each in plain.assigned]
 
 
 def small(name: str, cpus: int, cards: int = 1) -> Node:

@@ -1,0 +1,133 @@
+"""Shows the quantised matrices of a checkpoint as one tensor each, `weight` [N, K], among its other tensors."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model.quantized.awq import read_awq
+from engine.model.quantized.compressed_tensors import read_compressed_tensors
+from engine.model.quantized.fp8 import read_fp8
+from engine.model.quantized.gptq import read_gptq
+from engine.model.quantized.layout import QuantizedMatrix
+from engine.model.quantized.modelopt import read_modelopt
+from engine.model.quantized.parts import Parts
+from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, ModelOpt, Scheme
+from engine.model.weight_files import WeightFile
+
+# A module with one of these tensors is quantised. The other tensors of its matrix lie beside it.
+_PACKED = ("qweight", "weight_packed")
+_SCALES = ("weight_scale", "weight_scale_inv")
+_OTHERS = (
+    "weight", "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
+    "weight_scale_2", "input_scale", "input_zero_point", "input_global_scale",
+)  # fmt: skip
+_CACHE_SCALES = (
+    ".self_attn.k_scale",
+    ".self_attn.v_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+    ".k_proj.k_scale",
+    ".v_proj.v_scale",
+)
+
+
+class QuantizedFiles:
+    """All files of a quantised checkpoint as one. `tensor` dequantises a matrix when it is taken."""
+
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        scheme: Scheme,
+        folder: Path,
+        to_device: Callable[[Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            to_device: brings a matrix's tensors to the device that dequantises it.
+            dtype: of the dequantised matrices.
+        """
+        self._files, self._scheme, self._folder, self._to_device, self._dtype = files, scheme, folder, to_device, dtype
+        self._file_of = {name: file for file in files for name in file.names}
+        if isinstance(scheme, CompressedTensors | ModelOpt) and scheme.has_cache_scales:
+            self._file_of = {name: file for name, file in self._file_of.items() if not name.endswith(_CACHE_SCALES)}
+        self._left: dict[WeightFile, set[str]] = {file: set() for file in files}  # tensors that are still to come
+        for name, file in self._file_of.items():
+            self._left[file].add(name)
+        self._parts_of = self._find_parts()
+        parts = {name for found in self._parts_of.values() for name in found.values()}
+        plain = [name for name in self._file_of if name not in parts]
+        self.names: tuple[str, ...] = (*plain, *(f"{module}.weight" for module in self._parts_of))
+        matrices = (self._num_codes(module, found) for module, found in self._parts_of.items())
+        self.num_values = sum(map(self._size, plain)) + sum(matrices)
+
+    def tensor(self, name: str) -> Tensor:
+        """A plain tensor as it is stored, or a matrix [N, K] in `dtype` on the device.
+
+        Raises: ModelError naming a tensor of the matrix that is missing, or of another shape or dtype, or too many.
+        """
+        names = self._parts_of.get(name.removesuffix(".weight"))
+        if names is None:
+            tensor = self._file_of[name].tensor(name)
+            self._count([name])
+            return tensor
+        parts = Parts(
+            name.removesuffix(".weight"), self._folder, names, lambda part: self._to_device(self._file_of[part].tensor(part))
+        )
+        matrix = self._matrix(parts)
+        parts.finish()
+        self._count(names.values())
+        return matrix.dequantized(self._dtype)
+
+    def size(self, name: str) -> int:
+        names = self._parts_of.get(name.removesuffix(".weight"))
+        return self._size(name) if names is None else self._num_codes(name.removesuffix(".weight"), names)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _matrix(self, parts: Parts) -> QuantizedMatrix:
+        match self._scheme:
+            case Fp8():
+                return read_fp8(parts, self._scheme)
+            case Gptq():
+                return read_gptq(parts, self._scheme)
+            case Awq():
+                return read_awq(parts, self._scheme)
+            case CompressedTensors():
+                return read_compressed_tensors(parts, self._scheme)
+            case ModelOpt():
+                return read_modelopt(parts, self._scheme)
+
+    def _find_parts(self) -> dict[str, dict[str, str]]:
+        """By each quantised module, the names of its tensors by their last name."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self._file_of:
+            module, _, part = name.rpartition(".")
+            if part in (*_PACKED, *_SCALES):
+                found[module] = {}
+        for module, parts in found.items():
+            parts |= {part: f"{module}.{part}" for part in (*_PACKED, *_SCALES, *_OTHERS) if f"{module}.{part}" in self._file_of}
+            if "weight" in parts and any(part in parts for part in _PACKED):
+                raise ModelError(f"{self._folder}: {module} has a weight, and a quantised one too: {', '.join(parts.values())}")
+        return found
+
+    def _num_codes(self, module: str, names: dict[str, str]) -> int:
+        """Values of a matrix. 0 where its codes are missing, which `tensor` reports."""
+        codes = next((names[part] for part in (*_PACKED, "weight") if part in names), None)
+        return 0 if codes is None else self._size(codes) * self._scheme.values_a_code(module)
+
+    def _size(self, name: str) -> int:
+        return self._file_of[name].size(name)
+
+    def _count(self, names: Iterable[str]) -> None:
+        """Close each file behind its last tensor: a mapping's pages count as this process's memory."""
+        for name in names:
+            file = self._file_of[name]
+            self._left[file].discard(name)
+            if not self._left[file]:
+                file.close()

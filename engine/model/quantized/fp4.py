@@ -1,0 +1,30 @@
+"""NVFP4 and MXFP4: values in e2m1, two in a byte, the earlier column in the low half.
+
+NVFP4 has a scale in e4m3 for 16 columns, and one in fp32 for the matrix. compressed-tensors divides by the latter
+(`weight_global_scale`), ModelOpt multiplies with it (`weight_scale_2`). MXFP4 has a power of two for 32 columns, as its exponent
+plus 127. Source: `compressors/nvfp4` and `compressors/mxfp4` of compressed-tensors; `modelopt.py` of vLLM.
+"""
+
+import torch
+
+from engine.model.quantized.layout import FourBitFloats
+from engine.model.quantized.parts import Parts
+
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
+
+
+def read_nvfp4(parts: Parts) -> FourBitFloats:
+    """The matrix of ModelOpt, or of compressed-tensors if it has a `weight_packed`."""
+    is_compressed = parts.has("weight_packed")
+    codes = parts.take("weight_packed" if is_compressed else "weight", (torch.uint8,), (None, None))
+    groups = parts.num_groups(2 * codes.shape[1], NVFP4_GROUP)
+    scales = parts.take("weight_scale", (torch.float8_e4m3fn,), (len(codes), groups))
+    whole = parts.take_one("weight_global_scale" if is_compressed else "weight_scale_2").float().view(())
+    return FourBitFloats(codes, scales, whole.reciprocal() if is_compressed else whole)
+
+
+def read_mxfp4(parts: Parts) -> FourBitFloats:
+    codes = parts.take("weight_packed", (torch.uint8,), (None, None))
+    groups = parts.num_groups(2 * codes.shape[1], MXFP4_GROUP)
+    scales = parts.take("weight_scale", (torch.uint8, torch.float8_e8m0fnu), (len(codes), groups))
+    return FourBitFloats(codes, scales.view(torch.float8_e8m0fnu), torch.ones((), device=codes.device))

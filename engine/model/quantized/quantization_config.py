@@ -1,0 +1,202 @@
+"""config.json's `quantization_config` -> a typed description of how a checkpoint's matrices are stored.
+
+Keys that change values are honoured, or refused by name. Keys that only choose other engines' kernels are not read. Activations
+are never quantised here, so keys for them change nothing: results are closer to the model that the authors quantised.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+from engine.errors import ModelError
+from engine.model.keys import Keys
+from engine.model.quantized.fp4 import MXFP4_GROUP, NVFP4_GROUP
+from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Group, ModelOpt, Scheme, Strategy
+
+_WAY_OUT = (
+    "take the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm), compressed-tensors or ModelOpt "
+    "(docs/models.md lists the kinds)"
+)
+
+
+def read_scheme(keys: Keys) -> Scheme | None:
+    """How a checkpoint's matrices are stored; None where they are not quantised.
+
+    Args:
+        keys: of the model's config.json.
+    Raises: ModelError naming the key, its value and the way out.
+    """
+    name = next((name for name in ("quantization_config", "compression_config") if keys.get(name)), None)
+    if name is None:
+        return None
+    said = _Said(keys, name, keys.get(name))
+    readers: dict[str, Callable[[_Said], Scheme]] = {
+        "fp8": _read_fp8,
+        "gptq": _read_gptq,
+        "awq": _read_awq,
+        "compressed-tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
+    }
+    method = said.get("quant_method", "compressed-tensors" if name == "compression_config" else None)
+    if method not in readers:
+        raise said.refusal("quant_method", method, tuple(readers))
+    return readers[method](said)
+
+
+class _Said:
+    """One dictionary below config.json's top. Every error names the file, the path of the key, and its value."""
+
+    def __init__(self, keys: Keys, path: str, values: Any) -> None:
+        self._keys, self._path = keys, path
+        if not isinstance(values, dict):
+            raise ModelError(f"{keys.path}: {path} is {values!r:.80}, expected an object; {_WAY_OUT}")
+        self.values: dict[str, Any] = values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(key, default)
+
+    def below(self, key: str) -> "_Said":
+        return _Said(self._keys, f"{self._path}.{key}", self.get(key))
+
+    def refusal(self, key: str, value: Any, allowed: Iterable[Any]) -> ModelError:
+        given = ", ".join(str(each) for each in allowed if each is not None)
+        return ModelError(f"{self._keys.path}: {self._path}.{key} = {value!r:.200} is not supported (only {given}); {_WAY_OUT}")
+
+    def one_of(self, key: str, *allowed: Any, absent: Any = None) -> Any:
+        """The value of `key`. Raises: ModelError if it is none of `allowed`."""
+        value = self.get(key, absent)
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise self.refusal(key, value, allowed)
+        return value
+
+    def empty(self, key: str) -> None:
+        """Stop where `key` holds anything: it would change values in a way that we do not compute."""
+        if self.get(key):
+            raise self.refusal(key, self.get(key), ("none",))
+
+    def size(self, key: str) -> int:
+        value = self.get(key)
+        if type(value) is not int or value <= 0:
+            raise self.refusal(key, value, ("a whole number above 0",))
+        return value
+
+    def group_size(self, key: str) -> int | None:
+        """-1 stands for one group of all columns."""
+        return None if self.get(key) == -1 else self.size(key)
+
+    def block(self, key: str) -> tuple[int, int]:
+        value = self.get(key)
+        if not isinstance(value, list) or len(value) != 2 or not all(type(each) is int and each > 0 for each in value):
+            raise self.refusal(key, value, ("two whole numbers above 0, such as [128, 128]",))
+        return value[0], value[1]
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.refusal(key, value, ("a list of names",))
+        for each in value:
+            if each.startswith("re:"):
+                try:
+                    re.compile(each[3:])
+                except re.error:
+                    raise self.refusal(key, each, ("regular expressions that are valid",)) from None
+        return tuple(value)
+
+
+def _read_fp8(said: _Said) -> Fp8:
+    said.one_of("fmt", "e4m3", "float8_e4m3fn", None)
+    activations = said.one_of("activation_scheme", "dynamic", "static", absent="dynamic")
+    block = None if said.get("weight_block_size") is None else said.block("weight_block_size")
+    return Fp8(block, has_input_scales=activations == "static")
+
+
+def _read_gptq(said: _Said) -> Gptq:
+    bits = said.one_of("bits", 4, 8)
+    form = said.one_of("checkpoint_format", "gptq", "gptq_v2", "", None)
+    said.one_of("is_marlin_format", False, None)
+    said.one_of("pack_dtype", "int32", None)
+    for key in ("dynamic", "extra_config"):  # layers with settings of their own
+        said.empty(key)
+    reorders = said.one_of("desc_act", True, False, absent=False)
+    return Gptq(bits, said.group_size("group_size"), reorders, adds_one=form != "gptq_v2")
+
+
+def _read_awq(said: _Said) -> Awq:
+    said.one_of("w_bit" if "w_bit" in said.values else "bits", 4)
+    for key in ("version", "format", "checkpoint_format"):
+        said.one_of(key, "gemm", "GEMM", None)
+    said.one_of("backend", "autoawq", "auto", None)  # llm-awq packs in another order
+    said.one_of("zero_point", True, absent=True)
+    return Awq(said.group_size("q_group_size" if "q_group_size" in said.values else "group_size"))
+
+
+def _read_modelopt(said: _Said) -> ModelOpt:
+    algorithm = said.one_of("quant_algo", "NVFP4", "FP8")
+    if said.get("config_groups"):
+        for name in (groups := said.below("config_groups")).values:
+            weights = groups.below(name).below("weights")
+            weights.one_of("num_bits", 4 if algorithm == "NVFP4" else 8)
+            weights.one_of("group_size", *((NVFP4_GROUP,) if algorithm == "NVFP4" else (None,)))
+    return ModelOpt(algorithm, has_cache_scales=bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")))
+
+
+def _read_compressed_tensors(said: _Said) -> CompressedTensors:
+    said.one_of("quantization_status", "compressed", None)
+    said.empty("transform_config")
+    if said.get("sparsity_config"):
+        said.below("sparsity_config").one_of("format", "dense", None)
+    groups = said.below("config_groups")
+    if not groups.values:
+        raise said.refusal("config_groups", {}, ("at least one group",))
+    found = []
+    for name in groups.values:
+        group = groups.below(name)
+        own = said if group.get("format") is None else group
+        found.append(_read_group(group, own.one_of("format", *_TYPES)))
+    return CompressedTensors(tuple(found), said.names("ignore"), has_cache_scales=bool(said.get("kv_cache_scheme")))
+
+
+# The types of values that each format of compressed-tensors may have.
+_TYPES = {
+    "pack-quantized": ("int",),
+    "int-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+    "nvfp4-pack-quantized": ("float",),
+    "mxfp4-pack-quantized": ("float",),
+}
+
+
+# The strategy and the columns of a group of the formats in e2m1.
+_FP4: dict[str, tuple[Literal["tensor_group", "group"], int]] = {
+    "nvfp4-pack-quantized": ("tensor_group", NVFP4_GROUP),
+    "mxfp4-pack-quantized": ("group", MXFP4_GROUP),
+}
+
+
+def _read_group(group: _Said, form: str) -> Group:
+    weights, targets = group.below("weights"), group.names("targets")
+    packed = form.endswith("pack-quantized")
+    kind = weights.one_of("type", *_TYPES[form], absent="int")
+    weights.one_of("dynamic", False, None)
+    activations = group.below("input_activations").get("dynamic") if group.get("input_activations") else None
+    has_input_scales = activations in (False, "local")  # "local" has one scale for the matrix, and others at run time
+    if form in _FP4:
+        strategy, columns = _FP4[form]
+        for key, value in (("num_bits", 4), ("strategy", strategy), ("group_size", columns)):
+            weights.one_of(key, value)
+        weights.one_of("symmetric", True, absent=True)
+        return Group(targets, 4, True, strategy, symmetric=True, packed=True, has_input_scales=has_input_scales)
+    named = weights.one_of("strategy", *get_args(Strategy))
+    return Group(
+        targets=targets,
+        bits=weights.one_of("num_bits", *((4, 8) if packed else (8,))),
+        is_float=kind == "float",
+        strategy=named,
+        symmetric=weights.one_of("symmetric", True, False, absent=True),
+        packed=packed,
+        group_size=weights.size("group_size") if named == "group" else None,
+        block=weights.block("block_structure") if named == "block" else None,
+        reorders=weights.one_of("actorder", None, "weight", "static", "group", "dynamic") in ("group", "dynamic"),
+        has_input_scales=has_input_scales,
+    )

@@ -1,0 +1,114 @@
+"""A typed description of how a checkpoint's matrices are stored. `quantization_config.py` reads it from config.json."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["tensor", "channel", "group", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Matrices in e4m3 with a scale for each block, or one for the matrix if `block` is None."""
+
+    block: tuple[int, int] | None
+    has_input_scales: bool
+
+    def values_a_code(self, module: str) -> int:
+        return 1
+
+    def __str__(self) -> str:
+        return "FP8" if self.block is None else f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """`group_size` None: one group of all columns. `adds_one`: the file holds zeros less 1 (GPTQ v1)."""
+
+    bits: Literal[4, 8]
+    group_size: int | None
+    reorders: bool  # desc_act: g_idx says which group a column is in
+    adds_one: bool
+
+    def values_a_code(self, module: str) -> int:
+        return 32 // self.bits
+
+    def __str__(self) -> str:
+        return f"GPTQ of {self.bits} bits"
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    group_size: int | None
+
+    def values_a_code(self, module: str) -> int:
+        return 8
+
+    def __str__(self) -> str:
+        return "AWQ of 4 bits"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpt:
+    """NVIDIA's ModelOpt: NVFP4, or FP8 with one scale for the matrix."""
+
+    algorithm: Literal["NVFP4", "FP8"]
+    has_cache_scales: bool  # as in `CompressedTensors`
+
+    def values_a_code(self, module: str) -> int:
+        return 2 if self.algorithm == "NVFP4" else 1
+
+    def __str__(self) -> str:
+        return f"ModelOpt's {self.algorithm}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """How compressed-tensors stores the matrices of one group of layers."""
+
+    targets: tuple[str, ...]
+    bits: Literal[4, 8]
+    is_float: bool
+    strategy: Strategy | Literal["tensor_group"]  # the latter is NVFP4's
+    symmetric: bool
+    packed: bool
+    group_size: int | None = None  # of strategy "group"
+    block: tuple[int, int] | None = None  # of strategy "block"
+    reorders: bool = False
+    has_input_scales: bool = False  # of static activations
+
+    def __str__(self) -> str:
+        return f"{'float' if self.is_float else 'int'} of {self.bits} bits"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...]
+    has_cache_scales: bool = False  # for keys and values in 8 bits; the engine keeps them in the model's dtype
+
+    def group_of(self, module: str) -> Group | None:
+        """The group of a linear layer. A target that names the layer counts before one that names its class. None: ignored."""
+        if any(_names(target, module) or target == "Linear" for target in self.ignore):
+            return None
+        named = (group for group in self.groups if any(_names(target, module) for target in group.targets))
+        of_class = (group for group in self.groups if "Linear" in group.targets)
+        return next(named, None) or next(of_class, None)
+
+    def values_a_code(self, module: str) -> int:
+        group = self.group_of(module)
+        if group is None or not group.packed:
+            return 1
+        return 2 if group.is_float else 32 // group.bits
+
+    def __str__(self) -> str:
+        return f"compressed-tensors, {' and '.join(dict.fromkeys(map(str, self.groups)))}"
+
+
+# `values_a_code(module)` of a scheme: the number of values in one element of the tensor that holds the layer's codes.
+Scheme = Fp8 | Gptq | Awq | CompressedTensors | ModelOpt
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether a target of compressed-tensors names this module: by its whole name, or by a regular expression from the start."""
+    return re.match(target[3:], module) is not None if target.startswith("re:") else target == module

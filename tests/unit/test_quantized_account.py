@@ -1,0 +1,191 @@
+"""Quantised checkpoints: every key that changes values is honoured or refused, and every tensor is used or named."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_quantized import FORMS, Tensors, change_config, change_tensors, quantize
+
+from engine import Engine, ModelError
+from engine.model.folder import load_model_config
+from engine.model.footprint import footprint
+from engine.model.quantized.scheme import CompressedTensors, Group
+
+Tiny = Callable[..., Path]
+MODULE = "model.layers.0.self_attn.k_proj"
+
+
+def folders(tiny: Tiny, name: str, at: Path) -> tuple[Path, Path]:
+    shape = {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 256, "max_position_embeddings": 256}
+    return quantize(tiny("qwen3_lm", **shape), FORMS[name], at)
+
+
+def load(folder: Path) -> Engine:
+    return Engine.load(folder, dtype="float32", device="cpu")
+
+
+# (the form, the tensor, what becomes of it; None: it is gone)
+TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
+    "no codes": ("ct int4 64", "weight_packed", lambda _: None, rf"tensor {MODULE}.weight_packed is missing"),
+    "no scales of int4": ("ct int4 64", "weight_scale", lambda _: None, rf"tensor {MODULE}.weight_scale is missing"),
+    "no scales of awq": ("awq 64", "scales", lambda _: None, rf"tensor {MODULE}.scales is missing"),
+    "no scales of fp8": ("fp8 blocks", "weight_scale_inv", lambda _: None, r"k_proj.weight is stored as torch.float8_e4m3fn"),
+    "no weight of fp8": ("fp8 blocks", "weight", lambda _: None, rf"tensor {MODULE}.weight is missing"),
+    "no zeros": ("gptq v1", "qzeros", lambda _: None, rf"tensor {MODULE}.qzeros is missing"),
+    "no packed zeros": ("ct int4 64 asymmetric", "weight_zero_point", lambda _: None, r"weight_zero_point is missing"),
+    "no g_idx": ("gptq desc_act", "g_idx", lambda _: None, rf"tensor {MODULE}.g_idx is missing"),
+    "no shape": ("ct int4 64", "weight_shape", lambda _: None, rf"tensor {MODULE}.weight_shape is missing"),
+    "no scale of the matrix": ("ct nvfp4", "weight_global_scale", lambda _: None, r"k_proj.weight_global_scale is missing"),
+    "no scale of modelopt's matrix": ("modelopt nvfp4", "weight_scale_2", lambda _: None, r"k_proj.weight_scale_2 is missing"),
+    "a scale too many": ("ct mxfp4", "weight_global_scale", lambda _: torch.ones(1), rf"no tensor {MODULE}.weight_global_scale"),
+    "scales of another kind": ("ct mxfp4", "weight_scale", lambda s: s.half(), r"weight_scale is stored as torch.float16"),
+    "zeros too many": (
+        "ct int4 64", "weight_zero_point", lambda _: torch.zeros(8, 2, dtype=torch.int32),
+        rf"no tensor {MODULE}.weight_zero_point",
+    ),
+    "an unknown g_idx": ("awq 64", "g_idx", lambda _: torch.zeros(128, dtype=torch.int32), rf"no tensor {MODULE}.g_idx"),
+    "scales of a wrong shape": ("awq 64", "scales", lambda s: s.repeat(2, 1), r"has shape \[4, 64\], .* asks for \[2, 64\]"),
+    "scales of a wrong dtype": ("awq 64", "scales", lambda s: s.int(), r"scales is stored as torch.int32, expected"),
+    "codes of a wrong dtype": ("gptq v1", "qweight", lambda q: q.long(), r"qweight is stored as torch.int64, expected"),
+    "a matrix of a wrong shape": (
+        "ct int8", "weight", lambda w: w[:, :64], r"k_proj.weight has shape \[64, 64\], config.json asks for \[64, 128\]",
+    ),
+    "groups of unequal sizes": ("gptq desc_act", "g_idx", torch.zeros_like, r"g_idx does not share the columns among 4 groups"),
+    "groups beyond the last": ("gptq desc_act", "g_idx", lambda g: g + 1, r"g_idx does not share the columns among 4 groups"),
+    "two weights": ("awq 64", "weight", lambda _: torch.zeros(64, 128), r"k_proj has a weight, and a quantised one too"),
+    "many scales for one matrix": ("fp8 tensor", "weight_scale", lambda _: torch.ones(2), r"weight_scale has shape \[2\]"),
+    "an input scale of dynamic activations": (
+        "ct fp8 channel", "input_scale", lambda _: torch.ones(1), rf"no tensor {MODULE}.input_scale",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_a_wrong_tensor_is_named(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    name, part, change, error = TENSORS[case]
+    folder, _ = folders(tiny, name, tmp_path)
+
+    def apply(tensors: Tensors) -> None:
+        changed = change(tensors.pop(f"{MODULE}.{part}", None))
+        if changed is not None:
+            tensors[f"{MODULE}.{part}"] = changed
+
+    change_tensors(folder, apply)
+    with pytest.raises(ModelError, match=error):
+        load(folder)
+
+
+def test_a_tensor_beside_no_matrix_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = folders(tiny, "gptq v1", tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.mlp.qzeros": torch.zeros(1)}))
+    with pytest.raises(ModelError, match=r"not part of this architecture.*model.layers.0.mlp.qzeros"):
+        load(folder)
+
+
+def test_scales_of_keys_and_values_are_expected_where_the_config_names_them(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = folders(tiny, "ct int8", tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
+    with pytest.raises(ModelError, match=r"self_attn.k_scale"):
+        load(folder)
+    cache = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    change_config(folder, {"quantization_config": FORMS["ct int8"].config | cache})
+    load(folder)
+
+
+def test_a_checkpoint_whose_config_does_not_say_so_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    for name, error in (("fp8 blocks", "nothing says how it is quantised"), ("awq 64", "_proj.weight is missing")):
+        folder, _ = folders(tiny, name, tmp_path / name)
+        change_config(folder, {"quantization_config": None})
+        with pytest.raises(ModelError, match=error):
+            load(folder)
+
+
+def test_an_ignored_layer_must_not_be_quantised(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = folders(tiny, "ct int4 64", tmp_path)
+    change_config(folder, {"quantization_config": FORMS["ct int4 64"].config | {"ignore": [MODULE]}})
+    with pytest.raises(ModelError, match=rf"{MODULE} is quantised, but config.json's quantisation ignores it"):
+        load(folder)
+
+
+def test_groups_that_do_not_fill_a_row_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = folders(tiny, "gptq v1", tmp_path)
+    change_config(folder, {"quantization_config": FORMS["gptq v1"].config | {"group_size": 96}})
+    with pytest.raises(ModelError, match=r"rows of 128 columns are no multiple of the group size 96"):
+        load(folder)
+
+
+def weights(**change: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["config_groups"]["group_0"]["weights"].update(change)
+
+
+KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
+    "method": ("awq 64", lambda config: config.update(quant_method="bitsandbytes"), r"quant_method = 'bitsandbytes'.*only fp8"),
+    "no method": ("awq 64", lambda config: config.pop("quant_method"), r"quant_method = None"),
+    "awq's bits": ("awq 64", lambda config: config.update(bits=3), r"quantization_config.bits = 3"),
+    "awq's version": ("awq 64", lambda config: config.update(version="gemv"), r"version = 'gemv' .*only gemm"),
+    "awq's backend": ("awq 64", lambda config: config.update(backend="llm-awq"), r"backend = 'llm-awq'"),
+    "awq's group": ("awq 64", lambda config: config.update(group_size=0), r"group_size = 0"),
+    "awq without zeros": ("awq 64", lambda config: config.update(zero_point=False), r"zero_point = False"),
+    "gptq's bits": ("gptq v1", lambda config: config.update(bits=2), r"bits = 2"),
+    "bits that are a truth": ("gptq v1", lambda config: config.update(bits=True), r"bits = True"),
+    "gptq's layout": ("gptq v1", lambda config: config.update(checkpoint_format="marlin"), r"checkpoint_format = 'marlin'"),
+    "layers of their own": ("gptq v1", lambda config: config.update(dynamic={"-:x": {}}), r"dynamic = .*only none"),
+    "fp8's numbers": ("fp8 blocks", lambda config: config.update(fmt="e5m2"), r"fmt = 'e5m2'"),
+    "fp8's block": ("fp8 blocks", lambda config: config.update(weight_block_size=[128]), r"weight_block_size = \[128\]"),
+    "modelopt's algorithm": ("modelopt nvfp4", lambda config: config.update(quant_algo="NVFP4_AWQ"), r"quant_algo = 'NVFP4_AWQ'"),
+    "fp4's group": ("ct mxfp4", weights(group_size=16), r"weights.group_size = 16"),
+    "a layout": ("ct int4 64", lambda config: config.update(format="marlin-24"), r"format = 'marlin-24'"),
+    "bits": ("ct int4 64", weights(num_bits=3), r"config_groups.group_0.weights.num_bits = 3"),
+    "a type": ("ct int4 64", weights(type="float"), r"weights.type = 'float'"),
+    "a strategy": ("ct int4 64", weights(strategy="token"), r"weights.strategy = 'token'"),
+    "an order": ("ct int4 64", weights(actorder="other"), r"weights.actorder = 'other'"),
+    "dynamic weights": ("ct int4 64", weights(dynamic=True), r"weights.dynamic = True"),
+    "no groups": ("ct int4 64", lambda config: config.update(config_groups={}), r"config_groups = {}"),
+    "no weights": ("ct int4 64", lambda config: config["config_groups"]["group_0"].pop("weights"), r"group_0.weights is None"),
+    "rotations": ("ct int4 64", lambda config: config.update(transform_config={"groups": 1}), r"transform_config ="),
+    "sparsity": (
+        "ct int4 64", lambda config: config.update(sparsity_config={"format": "sparse-bitmask"}), r"sparsity_config.format =",
+    ),
+    "a state": ("ct int4 64", lambda config: config.update(quantization_status="frozen"), r"quantization_status = 'frozen'"),
+    "a bad pattern": ("ct int4 64", lambda config: config.update(ignore=["re:("]), r"ignore = 're:\('"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_a_key_that_cannot_be_honoured_is_named(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    name, change, error = KEYS[case]
+    folder, _ = folders(tiny, name, tmp_path)
+    config = deepcopy(FORMS[name].config)
+    change(config)
+    change_config(folder, {"quantization_config": config})
+    with pytest.raises(ModelError, match=rf"config.json: .*{error}.*not quantised"):
+        load_model_config(folder)
+
+
+def test_the_older_name_of_the_key_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = folders(tiny, "ct int4 64", tmp_path)
+    scheme = load_model_config(folder).quantization
+    config = {key: value for key, value in FORMS["ct int4 64"].config.items() if key != "quant_method"}
+    change_config(folder, {"quantization_config": None, "compression_config": config})
+    assert scheme is not None
+    assert load_model_config(folder).quantization == scheme
+    load(folder)
+
+
+def test_layers_find_their_group() -> None:
+    make = {"is_float": False, "strategy": "channel", "symmetric": True, "packed": True}
+    groups = Group(("Linear",), 4, **make), Group((r"re:.*\.down_proj", "lm_head"), 8, **make)
+    scheme = CompressedTensors(groups, ("a.gate", r"re:vision\."))
+    found = {name: scheme.group_of(name) for name in ("a.q_proj", "a.down_proj", "lm_head", "a.gate", "vision.q", "b.vision.q")}
+    assert list(found.values()) == [groups[0], groups[1], groups[1], None, None, groups[0]]
+
+
+def test_a_quantised_checkpoint_needs_what_its_values_need(tiny: Tiny, tmp_path: Path) -> None:
+    """The engine dequantises at load, so the memory is that of the plain checkpoint."""
+    configs = [load_model_config(folder) for folder in folders(tiny, "awq 64", tmp_path)]
+    quantised, plain = (footprint(config, torch.bfloat16, "gpu") for config in configs)
+    assert configs[0].quantization is not None
+    assert quantised == plain
