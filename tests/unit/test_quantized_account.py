@@ -85,6 +85,16 @@ def test_a_tensor_beside_no_matrix_is_named(tiny: Tiny, tmp_path: Path) -> None:
         load(folder)
 
 
+def test_a_bias_beside_a_matrix_that_has_none_must_be_zero(tiny: Tiny, tmp_path: Path) -> None:
+    """AutoGPTQ writes biases of zeros for layers without one."""
+    folder, _ = folders(tiny, "gptq v1", tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({f"{MODULE}.bias": torch.zeros(64)}))
+    load(folder)
+    change_tensors(folder, lambda tensors: tensors.update({f"{MODULE}.bias": torch.full((64,), 0.01)}))
+    with pytest.raises(ModelError, match=rf"not part of this architecture.*{MODULE}.bias"):
+        load(folder)
+
+
 def test_scales_of_keys_and_values_are_expected_where_the_config_names_them(tiny: Tiny, tmp_path: Path) -> None:
     folder, _ = folders(tiny, "ct int8", tmp_path)
     change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
@@ -132,6 +142,7 @@ KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "gptq's bits": ("gptq v1", lambda config: config.update(bits=2), r"bits = 2"),
     "bits that are a truth": ("gptq v1", lambda config: config.update(bits=True), r"bits = True"),
     "gptq's layout": ("gptq v1", lambda config: config.update(checkpoint_format="marlin"), r"checkpoint_format = 'marlin'"),
+    "gptq's layout by its newer name": ("gptq v1", lambda config: config.update(format="bitblas"), r"format = 'bitblas'"),
     "layers of their own": ("gptq v1", lambda config: config.update(dynamic={"-:x": {}}), r"dynamic = .*only none"),
     "fp8's numbers": ("fp8 blocks", lambda config: config.update(fmt="e5m2"), r"fmt = 'e5m2'"),
     "fp8's block": ("fp8 blocks", lambda config: config.update(weight_block_size=[128]), r"weight_block_size = \[128\]"),
@@ -149,7 +160,7 @@ KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "sparsity": (
         "ct int4 64", lambda config: config.update(sparsity_config={"format": "sparse-bitmask"}), r"sparsity_config.format =",
     ),
-    "a state": ("ct int4 64", lambda config: config.update(quantization_status="frozen"), r"quantization_status = 'frozen'"),
+    "a state": ("ct int4 64", lambda config: config.update(quantization_status="calibration"), r"quantization_status ="),
     "a bad pattern": ("ct int4 64", lambda config: config.update(ignore=["re:("]), r"ignore = 're:\('"),
 }  # fmt: skip
 
