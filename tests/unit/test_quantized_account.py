@@ -1,12 +1,15 @@
 """Quantised checkpoints: every key that changes values is honoured or refused, and every tensor is used or named."""
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_quantized import FORMS, Tensors, change_config, change_tensors, quantize
 
 from engine import Engine, ModelError
@@ -95,6 +98,17 @@ def test_a_bias_beside_a_matrix_that_has_none_must_be_zero(tiny: Tiny, tmp_path:
         load(folder)
 
 
+def test_a_matrix_may_lie_in_several_shards(tiny: Tiny, tmp_path: Path) -> None:
+    folder, plain = folders(tiny, "awq 64", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shard_of = {name: f"{'a' if name.endswith('scales') else 'b'}.safetensors" for name in tensors}
+    for shard in ("a.safetensors", "b.safetensors"):
+        save_file({name: tensors[name] for name in tensors if shard_of[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    np.testing.assert_array_equal(load(folder).embed(["w1 w2"]), load(plain).embed(["w1 w2"]))
+
+
 def test_scales_of_keys_and_values_are_expected_where_the_config_names_them(tiny: Tiny, tmp_path: Path) -> None:
     folder, _ = folders(tiny, "ct int8", tmp_path)
     change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.ones(1)}))
@@ -134,6 +148,7 @@ def weights(**change: Any) -> Callable[[dict[str, Any]], Any]:
 KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "method": ("awq 64", lambda config: config.update(quant_method="bitsandbytes"), r"quant_method = 'bitsandbytes'.*only fp8"),
     "no method": ("awq 64", lambda config: config.pop("quant_method"), r"quant_method = None"),
+    "a method that is no name": ("awq 64", lambda config: config.update(quant_method=[]), r"quant_method = \[\]"),
     "awq's bits": ("awq 64", lambda config: config.update(bits=3), r"quantization_config.bits = 3"),
     "awq's version": ("awq 64", lambda config: config.update(version="gemv"), r"version = 'gemv' .*only gemm"),
     "awq's backend": ("awq 64", lambda config: config.update(backend="llm-awq"), r"backend = 'llm-awq'"),

@@ -38,7 +38,7 @@ def read_scheme(keys: Keys) -> Scheme | None:
         "modelopt": _read_modelopt,
     }
     method = said.get("quant_method", "compressed-tensors" if name == "compression_config" else None)
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise said.refusal("quant_method", method, tuple(readers))
     return readers[method](said)
 
@@ -98,7 +98,7 @@ class _Said:
             if each.startswith("re:"):
                 try:
                     re.compile(each[3:])
-                except re.error:
+                except (re.error, OverflowError, RecursionError):
                     raise self.refusal(key, each, ("regular expressions that are valid",)) from None
         return tuple(value)
 
