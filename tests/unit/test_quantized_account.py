@@ -56,6 +56,7 @@ TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "a matrix of a wrong shape": (
         "ct int8", "weight", lambda w: w[:, :64], r"k_proj.weight has shape \[64, 64\], config.json asks for \[64, 128\]",
     ),
+    "no columns": ("ct int8", "weight", lambda w: w[:, :0], r"k_proj.weight has shape \[64, 0\], it holds no values"),
     "groups of unequal sizes": ("gptq desc_act", "g_idx", torch.zeros_like, r"g_idx does not share the columns among 4 groups"),
     "groups beyond the last": ("gptq desc_act", "g_idx", lambda g: g + 1, r"g_idx does not share the columns among 4 groups"),
     "two weights": ("awq 64", "weight", lambda _: torch.zeros(64, 128), r"k_proj has a weight, and a quantised one too"),
