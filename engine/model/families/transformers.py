@@ -51,8 +51,8 @@ class Transformers(Model):
         hf = _read(keys, trust_remote_code)
         if getattr(hf, "quantization_config", None) is not None:
             raise ModelError(
-                f"{keys.path}: quantization_config is not supported with backend transformers; leave the backend out, or take the "
-                "checkpoint that is not quantised"
+                f"{keys.path}: quantization_config is not supported with backend transformers; leave the backend out, or take "
+                "the checkpoint that is not quantised"
             )
         if (
             getattr(hf, "is_encoder_decoder", False)
