@@ -159,11 +159,7 @@ def e4m3(n: int, k: int) -> Tensor:
 
 def spread(scales: Tensor, n: int, k: int, block: tuple[int, int]) -> Tensor:
     """A value for each block -> one for each element, [n, k]."""
-    found = torch.empty(n, k)
-    for row in range(n):
-        for column in range(k):
-            found[row, column] = scales[row // block[0], column // block[1]]
-    return found
+    return scales[torch.arange(n) // block[0]][:, torch.arange(k) // block[1]]
 
 
 def fp8(block: tuple[int, int] | None, is_compressed: bool = False) -> Form:
@@ -209,7 +205,7 @@ def fp4(kind: str) -> Form:
     def write(n: int, k: int) -> tuple[Tensor, Tensors]:
         rng = random(n, k, group)
         codes = rng.integers(0, 16, (n, k))
-        numbers = torch.tensor([[e2m1(int(code)) for code in row] for row in codes])
+        numbers = torch.tensor([e2m1(code) for code in range(16)])[torch.from_numpy(codes)]
         pairs = torch.from_numpy(codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
         if kind == "mxfp4":
             exponents = rng.integers(118, 124, (n, k // group))

@@ -114,8 +114,10 @@ class Checkpoint:
         self._leaves_mapping = is_integrated(device)
         self._upload = Uploader(device) if device.type == "cuda" and not self._leaves_mapping else None
         self._files = open_weights(folder)
+        self._dequantizes: QuantizedFiles | None = None
         if scheme is not None:
-            self._files = [QuantizedFiles(self._files, scheme, folder, self.to_device, self.dtype)]
+            self._dequantizes = QuantizedFiles(self._files, scheme, folder, self.to_device, self.dtype)
+            self._files = [self._dequantizes]
         self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
         self._taken: set[str] = set()
         self._untaken: dict[WeightFile, int] = {}  # how many tensors of a file are still to come
@@ -213,6 +215,8 @@ class Checkpoint:
         Returns: the names found that match `unused`. Raises: ModelError naming tensors that nobody expected.
         """
         left = sorted(set(self._file_of) - self._taken)
+        if self._dequantizes is not None:
+            left = [name for name in left if not self._dequantizes.adds_nothing(name)]
         bare = [name.removeprefix(self._prefix) for name in left]
         unknown = [name for name, short in zip(left, bare, strict=True) if not _matches(short, unused)]
         if unknown:

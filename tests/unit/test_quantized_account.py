@@ -1,12 +1,15 @@
 """Quantised checkpoints: every key that changes values is honoured or refused, and every tensor is used or named."""
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_quantized import FORMS, Tensors, change_config, change_tensors, quantize
 
 from engine import Engine, ModelError
@@ -53,6 +56,7 @@ TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "a matrix of a wrong shape": (
         "ct int8", "weight", lambda w: w[:, :64], r"k_proj.weight has shape \[64, 64\], config.json asks for \[64, 128\]",
     ),
+    "no columns": ("ct int8", "weight", lambda w: w[:, :0], r"k_proj.weight has shape \[64, 0\], it holds no values"),
     "groups of unequal sizes": ("gptq desc_act", "g_idx", torch.zeros_like, r"g_idx does not share the columns among 4 groups"),
     "groups beyond the last": ("gptq desc_act", "g_idx", lambda g: g + 1, r"g_idx does not share the columns among 4 groups"),
     "two weights": ("awq 64", "weight", lambda _: torch.zeros(64, 128), r"k_proj has a weight, and a quantised one too"),
@@ -83,6 +87,27 @@ def test_a_tensor_beside_no_matrix_is_named(tiny: Tiny, tmp_path: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.mlp.qzeros": torch.zeros(1)}))
     with pytest.raises(ModelError, match=r"not part of this architecture.*model.layers.0.mlp.qzeros"):
         load(folder)
+
+
+def test_a_bias_beside_a_matrix_that_has_none_must_be_zero(tiny: Tiny, tmp_path: Path) -> None:
+    """AutoGPTQ writes biases of zeros for layers without one."""
+    folder, _ = folders(tiny, "gptq v1", tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({f"{MODULE}.bias": torch.zeros(64)}))
+    load(folder)
+    change_tensors(folder, lambda tensors: tensors.update({f"{MODULE}.bias": torch.full((64,), 0.01)}))
+    with pytest.raises(ModelError, match=rf"not part of this architecture.*{MODULE}.bias"):
+        load(folder)
+
+
+def test_a_matrix_may_lie_in_several_shards(tiny: Tiny, tmp_path: Path) -> None:
+    folder, plain = folders(tiny, "awq 64", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shard_of = {name: f"{'a' if name.endswith('scales') else 'b'}.safetensors" for name in tensors}
+    for shard in ("a.safetensors", "b.safetensors"):
+        save_file({name: tensors[name] for name in tensors if shard_of[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    np.testing.assert_array_equal(load(folder).embed(["w1 w2"]), load(plain).embed(["w1 w2"]))
 
 
 def test_scales_of_keys_and_values_are_expected_where_the_config_names_them(tiny: Tiny, tmp_path: Path) -> None:
@@ -124,6 +149,7 @@ def weights(**change: Any) -> Callable[[dict[str, Any]], Any]:
 KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "method": ("awq 64", lambda config: config.update(quant_method="bitsandbytes"), r"quant_method = 'bitsandbytes'.*only fp8"),
     "no method": ("awq 64", lambda config: config.pop("quant_method"), r"quant_method = None"),
+    "a method that is no name": ("awq 64", lambda config: config.update(quant_method=[]), r"quant_method = \[\]"),
     "awq's bits": ("awq 64", lambda config: config.update(bits=3), r"quantization_config.bits = 3"),
     "awq's version": ("awq 64", lambda config: config.update(version="gemv"), r"version = 'gemv' .*only gemm"),
     "awq's backend": ("awq 64", lambda config: config.update(backend="llm-awq"), r"backend = 'llm-awq'"),
@@ -132,6 +158,7 @@ KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "gptq's bits": ("gptq v1", lambda config: config.update(bits=2), r"bits = 2"),
     "bits that are a truth": ("gptq v1", lambda config: config.update(bits=True), r"bits = True"),
     "gptq's layout": ("gptq v1", lambda config: config.update(checkpoint_format="marlin"), r"checkpoint_format = 'marlin'"),
+    "gptq's layout by its newer name": ("gptq v1", lambda config: config.update(format="bitblas"), r"format = 'bitblas'"),
     "layers of their own": ("gptq v1", lambda config: config.update(dynamic={"-:x": {}}), r"dynamic = .*only none"),
     "fp8's numbers": ("fp8 blocks", lambda config: config.update(fmt="e5m2"), r"fmt = 'e5m2'"),
     "fp8's block": ("fp8 blocks", lambda config: config.update(weight_block_size=[128]), r"weight_block_size = \[128\]"),
@@ -149,7 +176,7 @@ KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "sparsity": (
         "ct int4 64", lambda config: config.update(sparsity_config={"format": "sparse-bitmask"}), r"sparsity_config.format =",
     ),
-    "a state": ("ct int4 64", lambda config: config.update(quantization_status="frozen"), r"quantization_status = 'frozen'"),
+    "a state": ("ct int4 64", lambda config: config.update(quantization_status="calibration"), r"quantization_status ="),
     "a bad pattern": ("ct int4 64", lambda config: config.update(ignore=["re:("]), r"ignore = 're:\('"),
 }  # fmt: skip
 

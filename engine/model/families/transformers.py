@@ -50,7 +50,10 @@ class Transformers(Model):
             log.warning("%s: its own code is run, as trust_remote_code allows: %s", _origin(folder), keys.get("auto_map"))
         hf = _read(keys, trust_remote_code)
         if getattr(hf, "quantization_config", None) is not None:
-            raise ModelError(f"{keys.path}: quantization_config is not supported; take the checkpoint that is not quantised")
+            raise ModelError(
+                f"{keys.path}: quantization_config is not supported with backend transformers; leave the backend out, or take "
+                "the checkpoint that is not quantised"
+            )
         if (
             getattr(hf, "is_encoder_decoder", False)
             and not own_code

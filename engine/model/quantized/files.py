@@ -86,6 +86,11 @@ class QuantizedFiles:
         names = self._parts_of.get(name.removesuffix(".weight"))
         return self._size(name) if names is None else self._num_codes(name.removesuffix(".weight"), names)
 
+    def adds_nothing(self, name: str) -> bool:
+        """Whether the tensor is a bias of zeros of a quantised layer. AutoGPTQ writes one for layers that have none."""
+        module, _, part = name.rpartition(".")
+        return part == "bias" and module in self._parts_of and not bool(self._file_of[name].tensor(name).any())
+
     def close(self) -> None:
         for file in self._files:
             file.close()

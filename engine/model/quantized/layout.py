@@ -4,11 +4,15 @@ A matrix is [N, K], as `torch.nn.Linear` stores it. A value is (code - zero) * s
 dtype that is asked for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+# Values that are dequantised at a time: 64 MiB in fp32. A table of words can have a hundred times as many.
+_SLICE_VALUES = 1 << 24
 
 
 class QuantizedMatrix(Protocol):
@@ -27,12 +31,14 @@ class FourBits:
     order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None where they are the same
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        low, high = self.codes & 15, self.codes >> 4
-        codes = torch.stack((low, high), dim=2).flatten(1).float()  # [N, K]
-        grouped = codes.view(len(codes), self.scales.shape[1], -1)  # [N, G, K / G]
-        grouped -= 8.0 if self.zeros is None else self.zeros.float()[:, :, None]
-        grouped *= self.scales.float()[:, :, None]
-        return _in_order(codes.to(dtype), self.order)
+        def values(rows: slice) -> Tensor:
+            grouped = _halves(self.codes[rows]).float().view(*self.scales[rows].shape, -1)  # [rows, G, K / G]
+            grouped -= 8.0 if self.zeros is None else self.zeros[rows].float()[:, :, None]
+            grouped *= self.scales[rows].float()[:, :, None]
+            return grouped.flatten(1)
+
+        n, half = self.codes.shape
+        return _in_slices(values, (n, 2 * half), dtype, self.codes.device, self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +53,17 @@ class FourBitFloats:
     whole: Tensor  # fp32, no axes
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=2).flatten()
-        values = torch.tensor(_E2M1, device=codes.device).index_select(0, codes.int())
-        grouped = values.view(*self.scales.shape, -1)  # [N, G, K / G]
-        grouped *= self.scales.float()[:, :, None]
-        grouped *= self.whole
-        return grouped.flatten(1).to(dtype)
+        table = torch.tensor(_E2M1, device=self.codes.device)
+
+        def values(rows: slice) -> Tensor:
+            codes = _halves(self.codes[rows]).flatten().int()
+            grouped = table.index_select(0, codes).view(*self.scales[rows].shape, -1)  # [rows, G, K / G]
+            grouped *= self.scales[rows].float()[:, :, None]
+            grouped *= self.whole
+            return grouped.flatten(1)
+
+        n, half = self.codes.shape
+        return _in_slices(values, (n, 2 * half), dtype, self.codes.device)
 
 
 # The values of the codes 0 to 15 in e2m1: the highest bit is the sign.
@@ -70,24 +81,46 @@ class EightBits:
     order: Tensor | None = None  # as in `FourBits`
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        values = self.codes.float()
-        if self.zeros is not None:
-            values -= self._spread(self.zeros)
-        values *= self._spread(self.scales)
-        return _in_order(values.to(dtype), self.order)
+        def values(rows: slice) -> Tensor:
+            found = self.codes[rows].float()
+            if self.zeros is not None:
+                found -= self._spread(self.zeros, rows)
+            found *= self._spread(self.scales, rows)
+            return found
 
-    def _spread(self, of_blocks: Tensor) -> Tensor:
-        """A value for each block -> a value for each code, [N, K] or broadcast to it, fp32."""
-        (n, k), (rows, columns) = self.codes.shape, self.block
-        spread = of_blocks.float()
-        if columns < k:
-            spread = spread.repeat_interleave(columns, dim=1)[:, :k]
-        return spread.repeat_interleave(rows, dim=0)[:n] if rows > 1 else spread
+        n, k = self.codes.shape
+        return _in_slices(values, (n, k), dtype, self.codes.device, self.order)
+
+    def _spread(self, of_blocks: Tensor, rows: slice) -> Tensor:
+        """A value for each block -> a value for each code of these rows, [rows, K] or broadcast to it, fp32."""
+        block_of = torch.arange(rows.start, rows.stop, device=of_blocks.device) // self.block[0]
+        of_rows = of_blocks.float().index_select(0, block_of)
+        k = self.codes.shape[1]
+        return of_rows if self.block[1] >= k else of_rows.repeat_interleave(self.block[1], dim=1)[:, :k]
 
 
-def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:
-    """The columns at the places that the model has for them."""
-    return stored if order is None else torch.empty_like(stored).index_copy_(1, order, stored)
+def _in_slices(
+    values: Callable[[slice], Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    order: Tensor | None = None,
+) -> Tensor:
+    """The rows that `values` gives in fp32, in `dtype`. With `order`, column j becomes column order[j]."""
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    step = max(1, _SLICE_VALUES // shape[1])
+    for start in range(0, shape[0], step):
+        rows = slice(start, min(start + step, shape[0]))
+        if order is None:
+            whole[rows] = values(rows)
+        else:
+            whole[rows].index_copy_(1, order, values(rows).to(dtype))
+    return whole
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    """uint8 [A, B] -> uint8 [A, 2 B]: the low half of each byte, then the high one."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
 def four_bits(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> FourBits:
@@ -97,10 +130,9 @@ def four_bits(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [A, B] -> uint8 [A, B * 32 / bits]: the fields of each word, the lowest bits first."""
-    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
-    fields = words[:, :, None] >> shifts & (1 << bits) - 1
-    return fields.to(torch.uint8).flatten(1)
+    """int32 [A, B] -> uint8 [A, B * 32 / bits]: the fields of 4 or 8 bits of each word, the lowest bits first."""
+    little_endian = words.contiguous().view(torch.uint8)
+    return little_endian if bits == 8 else _halves(little_endian)
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:

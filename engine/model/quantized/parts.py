@@ -38,6 +38,8 @@ class Parts:
         tensor = self._read(name)
         if tensor.dtype not in dtypes:
             raise self.error(f"tensor {name} is stored as {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+        if not tensor.numel():
+            raise self.error(f"tensor {name} has shape {list(tensor.shape)}, it holds no values")
         if shape is not None and not (
             tensor.ndim == len(shape) and all(want in (None, size) for want, size in zip(shape, tensor.shape, strict=True))
         ):

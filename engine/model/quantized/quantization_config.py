@@ -38,7 +38,7 @@ def read_scheme(keys: Keys) -> Scheme | None:
         "modelopt": _read_modelopt,
     }
     method = said.get("quant_method", "compressed-tensors" if name == "compression_config" else None)
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise said.refusal("quant_method", method, tuple(readers))
     return readers[method](said)
 
@@ -98,7 +98,7 @@ class _Said:
             if each.startswith("re:"):
                 try:
                     re.compile(each[3:])
-                except re.error:
+                except (re.error, OverflowError, RecursionError):
                     raise self.refusal(key, each, ("regular expressions that are valid",)) from None
         return tuple(value)
 
@@ -112,7 +112,7 @@ def _read_fp8(said: _Said) -> Fp8:
 
 def _read_gptq(said: _Said) -> Gptq:
     bits = said.one_of("bits", 4, 8)
-    form = said.one_of("checkpoint_format", "gptq", "gptq_v2", "", None)
+    form = said.one_of("format" if said.get("format") else "checkpoint_format", "gptq", "gptq_v2", "", None)
     said.one_of("is_marlin_format", False, None)
     said.one_of("pack_dtype", "int32", None)
     for key in ("dynamic", "extra_config"):  # layers with settings of their own
@@ -141,7 +141,7 @@ def _read_modelopt(said: _Said) -> ModelOpt:
 
 
 def _read_compressed_tensors(said: _Said) -> CompressedTensors:
-    said.one_of("quantization_status", "compressed", None)
+    said.one_of("quantization_status", "compressed", "frozen", None)  # older files say "frozen" of compressed tensors
     said.empty("transform_config")
     if said.get("sparsity_config"):
         said.below("sparsity_config").one_of("format", "dense", None)
