@@ -454,6 +454,8 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
             _wait_until(lambda: _listens(port))
             os.kill(pid, signal.SIGKILL)
             sleep(0.3)
+            head = httpx.head(f"http://127.0.0.1:{port}/metrics")
+            assert (head.status_code, head.content, "version=0.0.4" in head.headers["content-type"]) == (200, b"", True)
             text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
             assert "emberforge_node_processes 0" in text
             assert 'haproxy_frontend_http_requests_total{proxy="http"} ' in text
