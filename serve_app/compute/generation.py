@@ -17,6 +17,7 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.prompts import Prompts
 from serve_app.admission.accounts import calling
 from serve_app.admission.qos import Qos
+from serve_app.compute.delivery import Delivery
 from serve_app.compute.service import Service
 from serve_app.errors import BadRequest, BatchTooLarge
 from serve_app.models import GeneratingModel
@@ -81,6 +82,34 @@ class _Answer:
     has_ended: bool = False
 
 
+class _Inbox:
+    """The events of one request that `Generation.deltas` has not taken. Streams refer to it, and so not to the request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, delivery: Delivery) -> None:
+        self.loop, self._delivery = loop, delivery
+        self._events: list[_Event] = []
+        self._has_events: asyncio.Future[None] | None = None  # what `take` waits for
+
+    async def take(self) -> list[_Event]:
+        """All events that are there, and at least one."""
+        if not self._events:
+            self._has_events = self.loop.create_future()
+            await self._has_events
+        events, self._events = self._events, []
+        return events
+
+    def put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
+        """To be called on the event loop."""
+        self._events.append((index, event))
+        if self._has_events is not None and not self._has_events.done():
+            self._has_events.set_result(None)
+
+    def ended(self, index: int, future: Future[Answer]) -> None:
+        """A stream has its end, in whatever thread that is."""
+        self._delivery.add(partial(self.put, index), future)
+        self._delivery.wake()
+
+
 class Generation:
     """The answers of one request. `deltas` computes them.
 
@@ -90,9 +119,7 @@ class Generation:
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
         self._tags, self._record = request_tags.get(), record.get()
-        self._loop, self._delivery = asyncio.get_running_loop(), service.delivery
-        self._events: list[_Event] = []
-        self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
+        self._delivery, self._inbox = service.delivery, _Inbox(asyncio.get_running_loop(), service.delivery)
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
         self._account, self._num_charged = calling(), 0
@@ -129,7 +156,7 @@ class Generation:
         """
         service, wanted, qos = self._service, self._wanted, self._qos
         start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
-        timer = self._loop.call_later(timeout_s, self._put, 0, TimeoutError())
+        timer = self._inbox.loop.call_later(timeout_s, self._inbox.put, 0, TimeoutError())
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
@@ -141,11 +168,7 @@ class Generation:
                 self._model.submit([answer.stream for answer in self._answers])
                 self._num_open, is_first = len(self._answers), True
                 while self._num_open:
-                    if not self._events:
-                        self._has_events = self._loop.create_future()
-                        await self._has_events
-                    events, self._events = self._events, []
-                    deltas, error = self._take(events)
+                    deltas, error = self._take(await self._inbox.take())
                     self._charge()
                     if deltas and is_first:
                         is_first = False
@@ -191,9 +214,9 @@ class Generation:
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
-                stream.on_token = partial(self._delivery.add, partial(self._put, len(answers)))
+                stream.on_token = partial(self._delivery.add, partial(self._inbox.put, len(answers)))
                 stream.on_pass = self._delivery.wake
-                stream.future.add_done_callback(partial(self._ended, len(answers)))
+                stream.future.add_done_callback(partial(self._inbox.ended, len(answers)))
                 writer = self._model.prompts.detokenizer(
                     prompt,
                     self._wanted.stop,
@@ -217,16 +240,6 @@ class Generation:
             )
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
-
-    def _ended(self, index: int, future: Future[Answer]) -> None:
-        """A stream has its end, in whatever thread that is."""
-        self._delivery.add(partial(self._put, index), future)
-        self._delivery.wake()
-
-    def _put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        self._events.append((index, event))
-        if self._has_events is not None and not self._has_events.done():
-            self._has_events.set_result(None)
 
     def _take(self, events: Sequence[_Event]) -> tuple[list[Delta], Exception | None]:
         """The deltas of these events, up to an error that ends the request. Events after an answer's end add nothing."""
