@@ -1,8 +1,9 @@
 """Generated text: prompts become streams of the engine, and the streams' tokens become text. Knows nothing of HTTP."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -89,6 +90,12 @@ class _Inbox:
         self.loop, self._delivery = loop, delivery
         self._events: list[_Event] = []
         self._has_events: asyncio.Future[None] | None = None  # what `take` waits for
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Keep no events any more."""
+        self._is_closed = True
+        self._events.clear()
 
     async def take(self) -> list[_Event]:
         """All events that are there, and at least one."""
@@ -100,6 +107,8 @@ class _Inbox:
 
     def put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
         """To be called on the event loop."""
+        if self._is_closed:
+            return
         self._events.append((index, event))
         if self._has_events is not None and not self._has_events.done():
             self._has_events.set_result(None)
@@ -178,20 +187,31 @@ class Generation:
                     if deltas:
                         yield deltas
                     if error is not None:
-                        raise error
+                        try:
+                            raise error
+                        finally:
+                            del error  # the error refers to this frame
         except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
             raise service.late(error, timeout_s) from None
         except (InvalidInput, TokenizerError, BatchTooLarge) as error:
             raise BadRequest(str(error)) from None
         finally:
             timer.cancel()
-            service.num_streams -= len(self._answers)
-            for answer in self._answers:
-                answer.stream.future.cancel()  # does nothing to a stream that has ended
-            service.metrics.generated_tokens.inc(self.usage.completion_tokens)
-            if self._record is not None:
-                self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
-                self._record.tokens_out += self.usage.completion_tokens
+            self._close()
+            if isinstance(sys.exception(), Exception):
+                self._answers.clear()  # the error's frames refer to this request, and a stream refers to the error
+
+    def _close(self) -> None:
+        """Give up what has not ended, and count what was computed."""
+        metrics = self._service.metrics
+        self._inbox.close()
+        self._service.num_streams -= len(self._answers)
+        for answer in self._answers:
+            answer.stream.future.cancel()  # does nothing to a stream that has ended
+        metrics.generated_tokens.inc(self.usage.completion_tokens)
+        if self._record is not None:
+            self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
+            self._record.tokens_out += self.usage.completion_tokens
 
     def _charge(self) -> None:
         """Count the tokens that the answers have got since the last call for the API key."""
@@ -259,11 +279,12 @@ class Generation:
                 answer.stream.future.cancel()
                 deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
             else:
-                try:
-                    result = event.result()
-                    deltas.append(_last_delta(index, answer.writer, result))
-                except Exception as error:
+                # `result()` would raise, and then the error refers to this frame, and so to itself.
+                error = CancelledError() if event.cancelled() else event.exception()
+                if isinstance(error, Exception):
                     return deltas, error
+                result = event.result()
+                deltas.append(_last_delta(index, answer.writer, result))
                 if self._record is not None:
                     self._record.queue_s = max(self._record.queue_s, result.queue_s)
             answer.has_ended = True

@@ -9,7 +9,6 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from fake_generator import FakeGenerator
 from fake_models import FakeBackend, FakeModel
-from test_streams import Device
+from test_streams import BROKEN, Device
 
 from cluster.router import Ticket
 from engine.errors import BackendError
@@ -201,34 +200,65 @@ class Generator(FakeGenerator):
         super().__init__(folder)
         self._loop = loop
 
+    def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
+        return Stream(prompt, options, 0)
+
     def submit(self, streams: Sequence[Stream]) -> None:
         self._loop.submit(streams)
 
 
-@pytest.mark.parametrize("end", ["length", "deadline", "left"])
-def test_an_answer_that_is_generated(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "deadline_s", "most", "expected"),
+    [
+        ([1, 2, 3], None, 4, ""),
+        ([1, 2, 3], None, 100, "left"),
+        ([1, 2, 3], 1e-6, 100, "DeadlineExceeded"),  # of the engine's
+        ([1, 2, 3], 0.03, 180, "DeadlineExceeded"),  # of the server's
+        ([1, BROKEN, 3], None, 4, "BackendError"),
+    ],
+)
+def test_an_answer_that_is_generated(
+    prompt: list[int], deadline_s: float | None, most: int, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """From `Generation.deltas` through the scheduler and the engine's threads."""
-    device = Device(num_pages=64)
+    caplog.set_level(logging.CRITICAL)
+    device = Device(num_pages=128)
+    if deadline_s == 0.03:
+        device.launch = slowly(device.launch)  # type: ignore[method-assign]
     loop = EngineLoop(device, max_batch_tokens=64)
     service = Api(FakeBackend(Generator(tmp_path, loop)), Settings(), Metrics("fake")).service
     model = service.backend.get(None)
+    ends: list[str] = []
 
     async def ask() -> None:
-        deadline = replace(DEFAULT_QOS, deadline_s=1e-6) if end == "deadline" else DEFAULT_QOS
-        sampling = SamplingOptions(max_tokens=100 if end == "left" else 4)
-        wanted = Wanted(2, 8, lambda _: [np.arange(1, 5, dtype=np.int32)] * 2, sampling)
-        deltas = Generation(service, model, wanted, deadline).deltas()  # type: ignore[arg-type]
-        with suppress(DeadlineExceeded):
+        wanted = Wanted(2, 8, lambda _: [np.array(prompt, dtype=np.int32)] * 2, SamplingOptions(max_tokens=most))
+        qos = replace(DEFAULT_QOS, deadline_s=deadline_s)
+        deltas = Generation(service, model, wanted, qos).deltas()  # type: ignore[arg-type]
+        end = ""
+        try:
             async for _ in deltas:
-                if end == "left":
+                if expected == "left":
+                    end = "left"
                     break
+        except (DeadlineExceeded, BackendError) as error:
+            end = type(error).__name__
         await deltas.aclose()
+        ends.append(end)
         await asyncio.sleep(0.05)
 
     try:
         assert _left_by(ask) == {}
+        assert set(ends) == {expected}
     finally:
         loop.stop()
+
+
+def slowly(launch: Callable[..., Finished]) -> Callable[..., Finished]:
+    def launch_slowly(*arguments: Any) -> Finished:
+        sleep(0.002)
+        return launch(*arguments)
+
+    return launch_slowly
 
 
 @pytest.mark.parametrize(
