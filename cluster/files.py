@@ -36,7 +36,8 @@ def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
     if first["type"] == "missing":
         return f"{where} is missing"
     if first["type"] == "model_type":
-        return f"{where or 'the file'} is {first['input']!r}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
+        given = "empty" if first["input"] is None else repr(first["input"])
+        return f"{where or 'the file'} is {given}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
     reason = first["msg"].removeprefix("Value error, ")
     if isinstance(first["input"], dict):  # a rule between several keys; the reason names them
         return f"{where}: {reason}" if where else reason

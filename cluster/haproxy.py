@@ -157,6 +157,8 @@ _GRPC = "frontend grpc_frontend\n"
 _GRPC_TIMEOUT = "    timeout client 60s\n"  # a stream of calls may pause
 # Ray takes a call's id from this header, and returns it in the trailing metadata.
 _GRPC_ID = _ID + "    http-request set-header request_id %[var(txn.id)]\n"
+# Ray's own choice of replicas, as `serve_multiplexed_model_id` of HTTP.
+_GRPC_HEADERS = "    http-request del-header multiplexed_model_id\n"
 # The same list over gRPC.
 _NO_LIST = (
     "    http-request return status 200 content-type application/grpc hdr grpc-status 12 hdr grpc-message Unimplemented "
@@ -246,9 +248,9 @@ def with_ours(text: str, folder: Path | None = None) -> str:
         )
     text = _ROUTES.sub(_NO_ROUTE, text)
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
-    text = text.replace(_GRPC, _GRPC + _GRPC_TIMEOUT + _NO_LIST + _GRPC_ID + _DEADLINE + _default_application(text), 1).replace(
-        _SOCKET_OF_ALL, " mode 600 level admin"
-    )
+    text = text.replace(
+        _GRPC, _GRPC + _GRPC_TIMEOUT + _NO_LIST + _GRPC_HEADERS + _GRPC_ID + _DEADLINE + _default_application(text), 1
+    ).replace(_SOCKET_OF_ALL, " mode 600 level admin")
     if ALONE_VARIABLE in os.environ:
         text = _OPEN_TO_ALL.sub(r"\g<1>127.0.0.1\2", text)
         text = _FOR_CLIENTS.sub(lambda bind: bind[1] + _bound_to(os.environ[ALONE_VARIABLE], bind[2]) + bind[3], text)

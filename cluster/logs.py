@@ -77,6 +77,15 @@ def set_up_ray(handler: "_Stderr | None" = None) -> None:
             logger.removeHandler(each)
         logger.propagate = False  # else the root's handler writes the line again
         _add(logger, warnings)
+    logging.getLogger("ray.serve").addFilter(_is_not_of_a_client_that_left)  # a second call adds nothing
+
+
+def _is_not_of_a_client_that_left(record: logging.LogRecord) -> bool:
+    """False for a gRPC stream that its client has cancelled between two answers.
+
+    Python ends such a stream with GeneratorExit. Ray Serve takes it for an unforeseen error, and logs a traceback for each.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], GeneratorExit))
 
 
 def _add(logger: logging.Logger, handler: "_Stderr") -> None:

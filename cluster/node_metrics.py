@@ -125,12 +125,20 @@ class _Scrape(BaseHTTPRequestHandler):
     server: NodeServer
 
     def do_GET(self) -> None:
+        self.wfile.write(self._head())
+
+    def do_HEAD(self) -> None:
+        """HAProxy's `METH_GET` is true for HEAD, too."""
+        self._head()
+
+    def _head(self) -> bytes:
+        """Sends the head of the answer. Returns: the body."""
         body = self.server.metrics()
         self.send_response(200)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        return body
 
     def log_message(self, format: str, *args: object) -> None:
         """HAProxy logs the requests."""

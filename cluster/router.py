@@ -5,6 +5,7 @@ seconds. All objects here belong to one gateway process. It learns of other gate
 are a second late.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,11 @@ from engine.request_tag import RequestTag
 # fast would look idle, and attract requests.
 _SHUNNED_S = 1.0
 _MOST_SHUNNED_S = 30.0
-# A replica counts as lost if its latest report is this much older than the latest report of any replica.
+# A replica counts as lost if its latest report is this much older than the latest report of any replica, and another replica has
+# reported so many times since. Serve's controller brings all reports. A slow controller brings them seldom, some pools' later
+# than others', and then four seconds prove nothing.
 SILENT_S = 4.0
+SILENT_REPORTS = 3
 # Assumed seconds to start a replica.
 COLD_START_S = 20.0
 # A request is split if one replica would need at least _SPLIT_FROM_S, and the last part ends within this share of that time.
@@ -83,6 +87,7 @@ class ReplicaLoad:
 
     report: Report = Report()
     heard_at: float = 0.0  # by this process's clock
+    reports_at: deque[float] = field(default_factory=lambda: deque(maxlen=SILENT_REPORTS))  # the latest reports' times
     sent: dict[int, int] = field(default_factory=dict)  # tokens of this gateway's open interactive requests, by ticket
     sent_batch: dict[int, int] = field(default_factory=dict)  # the same for batch priority
     failures: int = 0  # in a row
@@ -105,12 +110,25 @@ class ReplicaLoad:
 
 @dataclass
 class Heard:
-    """The time of the latest report of any replica, by this process's clock. All pools share it.
+    """When replicas report, by this process's clock. All pools share it.
 
     If no replica reports at all, the controller is gone and the replicas are not lost.
     """
 
-    at: float = 0.0
+    at: float = 0.0  # of the latest report of any replica
+    repeated_at: float = 0.0  # the latest time after which one replica has reported SILENT_REPORTS times
+
+    @property
+    def silent_before(self) -> float:
+        """A replica whose latest report is older counts as lost."""
+        return min(self.at - SILENT_S, self.repeated_at)
+
+    def add(self, load: ReplicaLoad, now: float) -> None:
+        """A replica has reported."""
+        load.heard_at, self.at = now, max(self.at, now)
+        load.reports_at.append(now)
+        if len(load.reports_at) == SILENT_REPORTS:
+            self.repeated_at = max(self.repeated_at, load.reports_at[0])
 
 
 class PoolLoad:
@@ -151,8 +169,8 @@ class PoolLoad:
             load = self.replicas.get(name)
             if load is None or load.report.at != report.at:
                 load = self.replicas.setdefault(name, ReplicaLoad())
-                load.report, load.heard_at = report, now
-                self._heard.at = max(self._heard.at, now)
+                load.report = report
+                self._heard.add(load, now)
                 if report.deaths and self.on_deaths is not None:
                     self.on_deaths(report.deaths)
         loaded = self.dtypes, self.revisions
@@ -229,7 +247,7 @@ class PoolLoad:
         return load is not None and not self._silent(load)
 
     def _silent(self, load: ReplicaLoad) -> bool:
-        return load.heard_at < self._heard.at - SILENT_S
+        return load.heard_at < self._heard.silent_before
 
     def _avoided(self, load: ReplicaLoad, now: float) -> bool:
         return load.shunned_until > now or self._silent(load)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.prefixes import PAGE_TOKENS, Prefixes
-from cluster.router import SILENT_S, Heard, PoolLoad, ReplicaLoad, Report, Ticket
+from cluster.router import Heard, PoolLoad, ReplicaLoad, Report, Ticket
 
 # A second of the rest of the answer, of this stream or of another one, counts as so many seconds before the first token.
 _ANSWER_WEIGHT = 0.02
@@ -202,7 +202,7 @@ class StreamLoad(PoolLoad):
         num_ends = np.ceil(np.maximum(0.0, missing) * streams / np.maximum(1.0, table["pages_held"]))
         first_s += num_ends * self._answer_tokens * step_s / np.maximum(1.0, streams)
         first_s[table["longest"] < ticket.longest] = inf
-        avoided = (table["shunned_until"] > now) | (table["heard_at"] < self._heard.at - SILENT_S)
+        avoided = (table["shunned_until"] > now) | (table["heard_at"] < self._heard.silent_before)
         first_s[avoided] += _AVOIDED_S
         answer = min(ticket.answer_tokens, self._answer_tokens)
         cost_s = first_s + _ANSWER_WEIGHT * answer * (step_s + streams * table["stream_s"])

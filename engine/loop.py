@@ -184,13 +184,16 @@ class EngineLoop:
 
     async def answer(self, request: Request) -> Embeddings:
         """The result of a request that was submitted. While its pass is about to end the event loop polls, and does not sleep."""
-        if self._polled is not None:
-            while not request.future.done() and (nap_s := self._poll()) is not None:
-                await asyncio.sleep(nap_s)
-            if request.future.done():
-                result: Embeddings = request.future.result()
-                return result
-        return await asyncio.wrap_future(request.future)
+        try:
+            if self._polled is not None:
+                while not request.future.done() and (nap_s := self._poll()) is not None:
+                    await asyncio.sleep(nap_s)
+                if request.future.done():
+                    result: Embeddings = request.future.result()
+                    return result
+            return await asyncio.wrap_future(request.future)
+        finally:
+            del request  # an error refers to this frame, and the request to the error
 
     def _poll(self) -> float | None:
         """Deliver the pass that a caller launched if it has ended. Returns the seconds after which to ask again, or None."""

@@ -5,11 +5,16 @@ A pass has room for a number of tokens. Interactive requests fill it first, batc
 of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a quarter of
 a pass of each other owner, however much they have sent. Without API keys all requests have one owner.
 
+A request's first turn comes before later turns of its owner's other requests. So a short request waits for one pass or two, not
+for a turn of each large request that waits. At most three quarters of a pass go past a request in this way between two of its
+turns.
+
 A sequence is never stepped over because a shorter one would fit: a long text waits for one pass, not for a quiet hour.
 """
 
 import sys
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import inf
@@ -110,13 +115,50 @@ class Queue:
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """The requests of one owner; the front one is served next."""
+    """The requests of one owner. Each deque is in the order of `Waiting.turn`: who waits for longer has the lower number."""
 
     owner: str
-    requests: deque[Waiting] = field(default_factory=deque)
+    fresh: deque[Waiting] = field(default_factory=deque)  # those whose first turn is to come or under way
+    requests: deque[Waiting] = field(default_factory=deque)  # the others
+    overtaken: int = 0  # tokens of fresh requests that went past the front one of `requests` since its last turn
     num_tokens: int = 0
     num_requests: int = 0
     credit: int = 0  # tokens that the owner may still take in this round; unused while there is one line
+
+    def __iter__(self) -> Iterator[Waiting]:
+        yield from self.fresh
+        yield from self.requests
+
+    def next(self, most_overtaken: int) -> deque[Waiting] | None:
+        """The deque whose front request is served next. None if nothing waits. Drops what is over from the fronts."""
+        for each in (self.fresh, self.requests):
+            while each and not each[0].waiting_tokens:
+                each.popleft()
+        if not (self.fresh and self.requests):
+            return self.fresh or self.requests or None
+        overtakes = self.fresh[0].turn > self.requests[0].turn
+        return self.requests if overtakes and self.overtaken >= most_overtaken else self.fresh
+
+    def took(self, served: deque[Waiting], num_tokens: int) -> None:
+        """Count tokens of the front request of `served`."""
+        if served is self.fresh and self.requests and served[0].turn > self.requests[0].turn:
+            self.overtaken += num_tokens
+
+    def end_turn(self, served: deque[Waiting], turn: int) -> None:
+        """The turn of the front request of `served` is over. It waits for the given turn, unless all of it was scheduled."""
+        if served is self.requests:
+            self.overtaken = 0
+        request = served.popleft()
+        if request.waiting_tokens:
+            request.turn = turn
+            self.requests.append(request)
+
+    def drop_over(self) -> None:
+        """Remove the requests that are over, wherever they are."""
+        for each in (self.fresh, self.requests):
+            waiting = [request for request in each if request.waiting_tokens]
+            each.clear()
+            each.extend(waiting)
 
 
 class _Priority:
@@ -128,6 +170,8 @@ class _Priority:
         self._lines: dict[str, _Line] = {}  # by owner
         self._order: deque[_Line] = deque()
         self._scheduled_at = -inf
+        self._num_turns = 0  # that requests have begun to wait for
+        self._most_overtaken = (_SHARE - 1) * quantum
 
     def add(self, request: Waiting, first: bool = False) -> None:
         line = self._lines.get(request.owner)
@@ -140,9 +184,15 @@ class _Priority:
         self.num_inputs += request.num_inputs
         self._count_requests(line, 1)
         if first:
-            line.requests.appendleft(request)
+            request.turn = 0
+            line.fresh.appendleft(request)
         else:
-            line.requests.append(request)
+            request.turn = self._new_turn()
+            line.fresh.append(request)
+
+    def _new_turn(self) -> int:
+        self._num_turns += 1
+        return self._num_turns
 
     def forget(self, request: Waiting) -> None:
         """Count a request no longer: all of it was scheduled, or it is over. It leaves when it comes to the front."""
@@ -151,9 +201,9 @@ class _Priority:
             self.num_inputs -= request.num_inputs
             self._count(line, request, request.waiting_tokens)
             self._count_requests(line, -1)
-            over = len(line.requests) - line.num_requests
+            over = len(line.fresh) + len(line.requests) - line.num_requests
             if over > max(_MOST_OVER, line.num_requests):
-                line.requests = deque(each for each in line.requests if each.waiting_tokens)
+                line.drop_over()
 
     def tokens_ahead(self, request: Waiting) -> int:
         """As `Queue.tokens_ahead`, of this priority alone."""
@@ -165,8 +215,8 @@ class _Priority:
 
     def waits_s(self, now: float) -> float:
         """How long nothing of this priority was scheduled; 0 where nothing waits."""
-        front = self._front()
-        return now - max(self._scheduled_at, front.submitted_at) if front is not None else 0.0
+        front = self._next()
+        return now - max(self._scheduled_at, front[0].submitted_at) if front is not None else 0.0
 
     def schedule(self, slices: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
         """Add slices that fit into `room`, tokens and sequences; at least one to an empty list. Returns the room left.
@@ -174,29 +224,29 @@ class _Priority:
         A request whose next sequence finds no pages keeps its place, and nobody behind it takes pages. Requests that need none go
         past it.
         """
-        held: list[tuple[_Line, Waiting]] = []
+        held: list[tuple[_Line, deque[Waiting], Waiting]] = []
         fits = True
-        while fits and room[0] > 0 and room[1] > 0 and (request := self._front()) is not None:
-            line = self._order[0]
+        while fits and room[0] > 0 and room[1] > 0 and (served := self._next()) is not None:
+            line, request = self._order[0], served[0]
             if len(self._order) > 1 and not self._has_credit(line):  # its last sequence was longer than a share
                 self._order.rotate(-1)
                 continue
             if not self._has_credit(request):
-                line.requests.rotate(-1)
+                line.end_turn(served, self._new_turn())
                 continue
             saved = request.prepare(may_take_pages=not held)
             if saved is None:
-                held.append((line, line.requests.popleft()))
-                if not line.requests:
+                held.append((line, served, served.popleft()))
+                if not (line.fresh or line.requests):
                     self._order.popleft()
                 continue
             self._count(line, request, saved)
-            room, fits = self._take_slice(line, request, slices, room, now)
+            room, fits = self._take_slice(line, served, slices, room, now)
         if held:
-            for line, request in reversed(held):
-                line.requests.appendleft(request)
-                self._lines[line.owner] = line  # `_front` forgets a line without requests
-            self._order = deque(dict.fromkeys([*(line for line, _ in held), *self._order]))
+            for line, served, request in reversed(held):
+                served.appendleft(request)
+                self._lines[line.owner] = line  # `_next` forgets a line without requests
+            self._order = deque(dict.fromkeys([*(line for line, _, _ in held), *self._order]))
         return room
 
     def _has_credit(self, member: _Line | Waiting) -> bool:
@@ -206,24 +256,28 @@ class _Priority:
         return member.credit > 0
 
     def _take_slice(
-        self, line: _Line, request: Waiting, slices: list[Slice], room: tuple[int, int], now: float
+        self, line: _Line, served: deque[Waiting], slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
-        """Add the next slice of the front request. Returns the room left, and False where the slice does not fit."""
+        """Add the next slice of the front request of `served`. Returns the room left, and False where the slice does not fit."""
         tokens, seqs = room
+        request = served[0]
         inputs = request.num_inputs
         part = request.next_slice(tokens, alone=not slices)
         if part is None:
+            if served is line.requests:
+                line.overtaken = self._most_overtaken  # else what is fresh could keep the next pass too full for it as well
             return room, False
         slices.append(part)
         length = part.stop - part.start
         request.credit -= length
+        line.took(served, length)
         self._count(line, request, length)
         self.num_inputs -= inputs - request.num_inputs
         self._scheduled_at = now
         if not request.waiting_tokens:
             self._count_requests(line, -1)
-        elif request.credit <= 0:
-            line.requests.rotate(-1)
+        if not request.waiting_tokens or request.credit <= 0:
+            line.end_turn(served, self._new_turn())
         if len(self._order) > 1:
             line.credit -= length
             if line.credit <= 0:
@@ -240,13 +294,12 @@ class _Priority:
         line.num_requests += change
         self.num_requests += change
 
-    def _front(self) -> Waiting | None:
+    def _next(self) -> deque[Waiting] | None:
+        """The deque of the front line whose front request is served next. Forgets lines without requests."""
         while self._order:
             line = self._order[0]
-            while line.requests and not line.requests[0].waiting_tokens:
-                line.requests.popleft()
-            if line.requests:
-                return line.requests[0]
+            if (served := line.next(self._most_overtaken)) is not None:
+                return served
             self._order.popleft()
             del self._lines[line.owner]
         return None
@@ -254,7 +307,7 @@ class _Priority:
     def drop_late(self, now: float) -> float:
         """Tell the requests whose deadline has passed. Returns the first deadline of the others."""
         first = inf
-        for request in [each for line in self._order for each in line.requests]:
+        for request in [each for line in self._order for each in line]:
             if request.waiting_tokens and request.deadline <= now:
                 request.fail(DeadlinePassed("the request's deadline passed while it waited"))
             elif request.waiting_tokens:
@@ -262,7 +315,7 @@ class _Priority:
         return first
 
     def drain(self) -> list[Waiting]:
-        requests = [each for line in self._order for each in line.requests if each.waiting_tokens]
+        requests = [each for line in self._order for each in line if each.waiting_tokens]
         for each in requests:
             self.forget(each)
         self._lines.clear()

@@ -16,6 +16,17 @@ from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 
 
+class _Future(Future[Any]):
+    """A future that forgets its callbacks after it has called them.
+
+    The callbacks refer to the request, and the request to its future. Servers look for such cycles seldom (docs/decisions/026).
+    """
+
+    def _invoke_callbacks(self) -> None:
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks.clear()  # type: ignore[attr-defined]
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Waiting(ABC):
     """What a caller waits for: `future` brings the result or an error. A caller leaves by cancelling `future`.
@@ -27,7 +38,7 @@ class Waiting(ABC):
     owner: str = ""  # who asks: the queue shares tokens between owners first
     deadline: float = inf
     limit: float = inf  # for the decision at arrival alone: what would be done later than this is refused, as with `deadline`
-    future: "Future[Any]" = field(default_factory=Future)
+    future: "Future[Any]" = field(default_factory=_Future)
     submitted_at: float = field(default_factory=perf_counter)
     first_scheduled_at: float | None = None
     tags: tuple[RequestTag, ...] = ()  # the callers' requests, for logs and traces
@@ -35,6 +46,7 @@ class Waiting(ABC):
     # Progress, kept by the queue.
     waiting_tokens: int = 0  # tokens that no pass has taken; 0 outside of a queue
     credit: int = 0  # tokens that this may still take in this round of its queue
+    turn: int = 0  # the number of the turn for which this waits, in the order in which the waiting began
 
     @property
     @abstractmethod

@@ -1,8 +1,9 @@
 """Generated text: prompts become streams of the engine, and the streams' tokens become text. Knows nothing of HTTP."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -17,6 +18,7 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.prompts import Prompts
 from serve_app.admission.accounts import calling
 from serve_app.admission.qos import Qos
+from serve_app.compute.delivery import Delivery
 from serve_app.compute.service import Service
 from serve_app.errors import BadRequest, BatchTooLarge
 from serve_app.models import GeneratingModel
@@ -81,6 +83,42 @@ class _Answer:
     has_ended: bool = False
 
 
+class _Inbox:
+    """The events of one request that `Generation.deltas` has not taken. Streams refer to it, and so not to the request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, delivery: Delivery) -> None:
+        self.loop, self._delivery = loop, delivery
+        self._events: list[_Event] = []
+        self._has_events: asyncio.Future[None] | None = None  # what `take` waits for
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Keep no events any more."""
+        self._is_closed = True
+        self._events.clear()
+
+    async def take(self) -> list[_Event]:
+        """All events that are there, and at least one."""
+        if not self._events:
+            self._has_events = self.loop.create_future()
+            await self._has_events
+        events, self._events = self._events, []
+        return events
+
+    def put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
+        """To be called on the event loop."""
+        if self._is_closed:
+            return
+        self._events.append((index, event))
+        if self._has_events is not None and not self._has_events.done():
+            self._has_events.set_result(None)
+
+    def ended(self, index: int, future: Future[Answer]) -> None:
+        """A stream has its end, in whatever thread that is."""
+        self._delivery.add(partial(self.put, index), future)
+        self._delivery.wake()
+
+
 class Generation:
     """The answers of one request. `deltas` computes them.
 
@@ -90,9 +128,7 @@ class Generation:
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
         self._tags, self._record = request_tags.get(), record.get()
-        self._loop, self._delivery = asyncio.get_running_loop(), service.delivery
-        self._events: list[_Event] = []
-        self._has_events: asyncio.Future[None] | None = None  # what `deltas` waits for
+        self._delivery, self._inbox = service.delivery, _Inbox(asyncio.get_running_loop(), service.delivery)
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
         self._account, self._num_charged = calling(), 0
@@ -129,7 +165,7 @@ class Generation:
         """
         service, wanted, qos = self._service, self._wanted, self._qos
         start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
-        timer = self._loop.call_later(timeout_s, self._put, 0, TimeoutError())
+        timer = self._inbox.loop.call_later(timeout_s, self._inbox.put, 0, TimeoutError())
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
@@ -141,11 +177,7 @@ class Generation:
                 self._model.submit([answer.stream for answer in self._answers])
                 self._num_open, is_first = len(self._answers), True
                 while self._num_open:
-                    if not self._events:
-                        self._has_events = self._loop.create_future()
-                        await self._has_events
-                    events, self._events = self._events, []
-                    deltas, error = self._take(events)
+                    deltas, error = self._take(await self._inbox.take())
                     self._charge()
                     if deltas and is_first:
                         is_first = False
@@ -155,20 +187,31 @@ class Generation:
                     if deltas:
                         yield deltas
                     if error is not None:
-                        raise error
+                        try:
+                            raise error
+                        finally:
+                            del error  # the error refers to this frame
         except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
             raise service.late(error, timeout_s) from None
         except (InvalidInput, TokenizerError, BatchTooLarge) as error:
             raise BadRequest(str(error)) from None
         finally:
             timer.cancel()
-            service.num_streams -= len(self._answers)
-            for answer in self._answers:
-                answer.stream.future.cancel()  # does nothing to a stream that has ended
-            service.metrics.generated_tokens.inc(self.usage.completion_tokens)
-            if self._record is not None:
-                self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
-                self._record.tokens_out += self.usage.completion_tokens
+            self._close()
+            if isinstance(sys.exception(), Exception):
+                self._answers.clear()  # the error's frames refer to this request, and a stream refers to the error
+
+    def _close(self) -> None:
+        """Give up what has not ended, and count what was computed."""
+        metrics = self._service.metrics
+        self._inbox.close()
+        self._service.num_streams -= len(self._answers)
+        for answer in self._answers:
+            answer.stream.future.cancel()  # does nothing to a stream that has ended
+        metrics.generated_tokens.inc(self.usage.completion_tokens)
+        if self._record is not None:
+            self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
+            self._record.tokens_out += self.usage.completion_tokens
 
     def _charge(self) -> None:
         """Count the tokens that the answers have got since the last call for the API key."""
@@ -191,9 +234,9 @@ class Generation:
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
-                stream.on_token = partial(self._delivery.add, partial(self._put, len(answers)))
+                stream.on_token = partial(self._delivery.add, partial(self._inbox.put, len(answers)))
                 stream.on_pass = self._delivery.wake
-                stream.future.add_done_callback(partial(self._ended, len(answers)))
+                stream.future.add_done_callback(partial(self._inbox.ended, len(answers)))
                 writer = self._model.prompts.detokenizer(
                     prompt,
                     self._wanted.stop,
@@ -218,16 +261,6 @@ class Generation:
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
 
-    def _ended(self, index: int, future: Future[Answer]) -> None:
-        """A stream has its end, in whatever thread that is."""
-        self._delivery.add(partial(self._put, index), future)
-        self._delivery.wake()
-
-    def _put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        self._events.append((index, event))
-        if self._has_events is not None and not self._has_events.done():
-            self._has_events.set_result(None)
-
     def _take(self, events: Sequence[_Event]) -> tuple[list[Delta], Exception | None]:
         """The deltas of these events, up to an error that ends the request. Events after an answer's end add nothing."""
         deltas: list[Delta] = []
@@ -246,11 +279,12 @@ class Generation:
                 answer.stream.future.cancel()
                 deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
             else:
-                try:
-                    result = event.result()
-                    deltas.append(_last_delta(index, answer.writer, result))
-                except Exception as error:
+                # `result()` would raise, and then the error refers to this frame, and so to itself.
+                error = CancelledError() if event.cancelled() else event.exception()
+                if isinstance(error, Exception):
                     return deltas, error
+                result = event.result()
+                deltas.append(_last_delta(index, answer.writer, result))
                 if self._record is not None:
                     self._record.queue_s = max(self._record.queue_s, result.queue_s)
             answer.has_ended = True

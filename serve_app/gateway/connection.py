@@ -127,6 +127,7 @@ class PoolConnection:
         finally:
             if not waiting.done():
                 drop(response, waiting)
+            del waiting  # an error refers to this frame, and the task to the error
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
         """Computes a stream on `ticket.replica`, or on the next best one. Returns when it has its end, or its caller has left.

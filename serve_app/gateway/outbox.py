@@ -66,6 +66,20 @@ class _Group:
     num_waiting: int = 0
     sending: "asyncio.Task[None] | None" = None
 
+    def cancel(self) -> None:
+        for each in self.members:
+            each.answer.cancel()
+
+    def answer(self, answers: "Sequence[Embeddings | BaseException]") -> None:
+        """Give each caller that still waits its answer."""
+        for each, answer in zip(self.members, answers, strict=True):
+            if each.answer.done():
+                continue
+            if isinstance(answer, BaseException):
+                each.answer.set_exception(answer)
+            else:
+                each.answer.set_result(answer)
+
 
 class Outbox:
     """The outbox of one pool."""
@@ -105,6 +119,7 @@ class Outbox:
             group.num_waiting -= 1
             if group.sending is not None and not group.num_waiting:
                 group.sending.cancel()  # does nothing once the call has ended
+            del waiting, group  # an error refers to this frame, and both refer to the error
 
     def _group_for(self, kind: _Kind, num_tokens: int) -> _Group:
         loop, group = asyncio.get_running_loop(), self._groups.get(kind)
@@ -148,19 +163,15 @@ class Outbox:
             self._check_soon(group)
 
     async def _deliver(self, group: _Group) -> None:
-        answers: Sequence[Embeddings | BaseException]
+        answers: Sequence[Embeddings | BaseException] = ()
         try:
-            answers = await self._send([each.call for each in group.members], [each.ticket for each in group.members])
-        except asyncio.CancelledError:
-            for each in group.members:
-                each.answer.cancel()
-            raise
-        except Exception as error:
-            answers = [error] * len(group.members)
-        for each, answer in zip(group.members, answers, strict=True):
-            if each.answer.done():
-                continue
-            if isinstance(answer, BaseException):
-                each.answer.set_exception(answer)
-            else:
-                each.answer.set_result(answer)
+            try:
+                answers = await self._send([each.call for each in group.members], [each.ticket for each in group.members])
+            except asyncio.CancelledError:
+                group.cancel()
+                raise
+            except Exception as error:
+                answers = [error] * len(group.members)
+            group.answer(answers)
+        finally:
+            del answers, group  # an error refers to this frame, and both refer to the error

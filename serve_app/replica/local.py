@@ -53,6 +53,7 @@ class LocalModel:
         finally:
             request.future.cancel()  # does nothing to a request that has ended; one whose caller has left leaves the queue
             traces.computed(request)
+            del request  # an error refers to this frame, and the request to the error
 
 
 class LocalGenerator:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import grpc
 import httpx
@@ -16,7 +17,7 @@ from loadtests import fuzz
 from loadtests.fuzz_cases import Site, cases
 from loadtests.fuzz_schema import generated
 from loadtests.soak import Clients, held, left_over
-from loadtests.usage import Key, Usage, usage
+from loadtests.usage import Key, Usage, tracebacks, usage
 from serve_app.app import GATEWAY, Share, targets
 from serve_app.http.openapi import document
 from serve_app.settings import Settings
@@ -65,7 +66,10 @@ def test_no_answer_to_rubbish_is_wrong(site: Site) -> None:
     assert before.keys() == count().keys()
 
 
-def test_clients_that_leave_leave_nothing_behind(site: Site) -> None:
+def test_clients_that_leave_leave_nothing_behind(site: Site, server_log: Path) -> None:
+    """Not even a traceback in the log."""
+    logged = len(tracebacks(server_log))
+
     async def soak() -> tuple[fuzz.Outcome, list[str]]:
         clients = Clients(1, site, document(PREFIX), MODELS)
         await clients.run(rate=60, number=30, most=8)  # makes the connections and threads that stay
@@ -79,3 +83,4 @@ def test_clients_that_leave_leave_nothing_behind(site: Site) -> None:
     assert outcome.faults == []
     assert left == []
     assert sum(number for (_, status), number in outcome.counts.items() if status.startswith("left")) > 25
+    assert tracebacks(server_log)[logged:] == []

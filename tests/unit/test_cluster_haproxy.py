@@ -58,6 +58,7 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: p
     assert len(servers) > 2
     assert all(" tcp-ut 5s " in line for line in servers), servers
     ours = (haproxy._ADDED, haproxy._OWN_ERRORS, haproxy._edge(7), haproxy._GRPC_TIMEOUT, haproxy._NO_LIST, haproxy._GRPC_ID,
+            haproxy._GRPC_HEADERS,
             haproxy._DEADLINE, " tcp-ut 5s")  # fmt: skip
     without = functools.reduce(lambda rest, each: rest.replace(each, ""), ours, added).replace("mode 600 level", "mode 666 level")
     assert without == haproxy._ROUTES.sub(haproxy._NO_ROUTE, haproxy._ERROR_FILES.sub("", text))
@@ -242,9 +243,10 @@ def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
     lines = with_ours(rendered(config, backends=http, grpc_backends=grpc)).splitlines()
     at = lines.index("frontend grpc_frontend")
     num_id_lines = haproxy._GRPC_ID.count("\n")
-    assert [*lines[at + 1 : at + 3], *lines[at + 3 + num_id_lines : at + 5 + num_id_lines]] == [
+    assert [*lines[at + 1 : at + 4], *lines[at + 4 + num_id_lines : at + 6 + num_id_lines]] == [
         "    timeout client 60s",
         haproxy._NO_LIST.rstrip(),
+        "    http-request del-header multiplexed_model_id",
         "    http-request set-header x-grpc-timeout %[req.hdr(grpc-timeout)] if { req.hdr(grpc-timeout) -m found }",
         "    http-request set-header application First unless { req.hdr(application) -m found }",
     ]
@@ -455,6 +457,8 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
             _wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/metrics").is_success)  # HAProxy listens before that process
             os.kill(pid, signal.SIGKILL)
             sleep(0.3)
+            head = httpx.head(f"http://127.0.0.1:{port}/metrics")
+            assert (head.status_code, head.content, "version=0.0.4" in head.headers["content-type"]) == (200, b"", True)
             text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
             assert "emberforge_node_processes 0" in text
             assert 'haproxy_frontend_http_requests_total{proxy="http"} ' in text

@@ -6,19 +6,37 @@ request's body.
 
 import asyncio
 import gc
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_generator import FakeGenerator
 from fake_models import FakeBackend, FakeModel
+from test_streams import BROKEN, Device
 
+from cluster.router import Ticket
+from engine.errors import BackendError
+from engine.loop import Embeddings, EngineLoop
 from engine.model.folder import load_model_config
+from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.run.flight import Finished, Output
+from engine.schedule.request import Request
+from engine.schedule.stream import Stream
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.qos import DEFAULT_QOS
+from serve_app.compute.generation import Generation, Wanted
+from serve_app.errors import DeadlineExceeded
+from serve_app.gateway.outbox import Outbox, next_ticket
+from serve_app.gateway.parcel import Answer, ReplicaCall
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
+from serve_app.replica.local import LocalModel
 from serve_app.settings import Settings
 
 EMBEDDER: dict[str, tuple[str, bytes, dict[str, str]]] = {
@@ -90,13 +108,16 @@ async def _post(app: Any, path: str, body: bytes, headers: dict[str, str]) -> No
 
 def _left(app: Any, path: str, body: bytes, headers: dict[str, str]) -> Counter[str]:
     """The objects of a request that only a collection frees, by type."""
+    return _left_by(lambda: _post(app, path, body, headers))
 
+
+def _left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
     async def scenario() -> Counter[str]:
         for _ in range(2):  # the first request makes what stays
-            await _post(app, path, body, headers)
+            await ask()
             await asyncio.sleep(0.01)
             gc.collect()
-        await _post(app, path, body, headers)
+        await ask()
         await asyncio.sleep(0.01)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
@@ -119,3 +140,148 @@ def test_an_embedder(what: str, tokenizer: Tokenizer) -> None:
 def test_a_generator(what: str, tmp_path: Path) -> None:
     app = Api(FakeBackend(FakeGenerator(tmp_path, "answer")), Settings(), Metrics("fake")).app
     assert _left(app, *GENERATOR[what]) == {}
+
+
+async def _end_of(task: "asyncio.Task[Any]") -> str:
+    """The name of what the task gives or raises. To raise it here would make this frame a part of a cycle."""
+    await asyncio.wait([task])
+    return "CancelledError" if task.cancelled() else type(task.exception() or task.result()).__name__
+
+
+class Engine:
+    """A stub that computes nothing. The word "broken" (13) breaks its pass, the word "slow" (14) holds the pass for a moment."""
+
+    passes_in_flight, max_graph_tokens, pages = 1, 0, None
+
+    def launch(self, sequences: Sequence[TokenIds], *_: object) -> Finished:
+        firsts = {int(ids[0]) for ids in sequences}
+        if 13 in firsts:
+            raise RuntimeError("broken")
+        if 14 in firsts:
+            sleep(0.05)
+        return Finished(Output(np.ones((len(sequences), 2), dtype=np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"), [(1, "Embeddings"), (13, "BackendError"), (14, "DeadlinePassed"), (14, "CancelledError")]
+)
+def test_a_replicas_model(first: int, expected: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """From `LocalModel.embed` through the queue and the engine's threads."""
+    caplog.set_level(logging.CRITICAL)  # pytest keeps records, and they keep errors
+    loop = EngineLoop(Engine(), max_batch_tokens=8)
+
+    async def collect(request: Request) -> None:
+        loop.submit([request])
+
+    ends: list[str] = []
+    model = LocalModel(FakeModel(tokenizer, "embedding").info, tokenizer, loop, collect)
+
+    async def ask() -> None:
+        sequences = [np.full(4, first, dtype=np.int32) for _ in range(6)]
+        qos = replace(DEFAULT_QOS, deadline_s=0.03) if expected == "DeadlinePassed" else DEFAULT_QOS
+        task = asyncio.create_task(model.embed(sequences, EmbedOptions(), qos))
+        if expected == "CancelledError":
+            await asyncio.sleep(0.01)
+            task.cancel()
+        ends.append(await _end_of(task))
+        await asyncio.sleep(0.15 if first == 14 else 0)  # until the pass under way has ended
+
+    try:
+        assert _left_by(ask) == {}
+        assert set(ends) == {expected}
+    finally:
+        loop.stop()
+
+
+class Generator(FakeGenerator):
+    """Its streams pass the scheduler."""
+
+    def __init__(self, folder: Path, loop: EngineLoop) -> None:
+        super().__init__(folder)
+        self._loop = loop
+
+    def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
+        return Stream(prompt, options, 0)
+
+    def submit(self, streams: Sequence[Stream]) -> None:
+        self._loop.submit(streams)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "deadline_s", "most", "expected"),
+    [
+        ([1, 2, 3], None, 4, ""),
+        ([1, 2, 3], None, 100, "left"),
+        ([1, 2, 3], 1e-6, 100, "DeadlineExceeded"),  # of the engine's
+        ([1, 2, 3], 0.03, 180, "DeadlineExceeded"),  # of the server's
+        ([1, BROKEN, 3], None, 4, "BackendError"),
+    ],
+)
+def test_an_answer_that_is_generated(
+    prompt: list[int], deadline_s: float | None, most: int, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From `Generation.deltas` through the scheduler and the engine's threads."""
+    caplog.set_level(logging.CRITICAL)
+    device = Device(num_pages=128)
+    if deadline_s == 0.03:
+        device.launch = slowly(device.launch)  # type: ignore[method-assign]
+    loop = EngineLoop(device, max_batch_tokens=64)
+    service = Api(FakeBackend(Generator(tmp_path, loop)), Settings(), Metrics("fake")).service
+    model = service.backend.get(None)
+    ends: list[str] = []
+
+    async def ask() -> None:
+        wanted = Wanted(2, 8, lambda _: [np.array(prompt, dtype=np.int32)] * 2, SamplingOptions(max_tokens=most))
+        qos = replace(DEFAULT_QOS, deadline_s=deadline_s)
+        deltas = Generation(service, model, wanted, qos).deltas()  # type: ignore[arg-type]
+        end = ""
+        try:
+            async for _ in deltas:
+                if expected == "left":
+                    end = "left"
+                    break
+        except (DeadlineExceeded, BackendError) as error:
+            end = type(error).__name__
+        await deltas.aclose()
+        ends.append(end)
+        await asyncio.sleep(0.05)
+
+    try:
+        assert _left_by(ask) == {}
+        assert set(ends) == {expected}
+    finally:
+        loop.stop()
+
+
+def slowly(launch: Callable[..., Finished]) -> Callable[..., Finished]:
+    def launch_slowly(*arguments: Any) -> Finished:
+        sleep(0.002)
+        return launch(*arguments)
+
+    return launch_slowly
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("well", "Embeddings"), ("one fails", "BackendError"), ("all fail", "BackendError"), ("left", "CancelledError")],
+)
+def test_what_a_gateway_sends(how: str, expected: str) -> None:
+    async def send(calls: Sequence[ReplicaCall], tickets: Sequence[Ticket]) -> list[Answer]:
+        await asyncio.sleep(0.005)
+        if how == "all fail":
+            raise BackendError("lost")
+        return [BackendError("broken") if how == "one fails" else Embeddings(None, {}, 0.0, 0.0) for _ in calls]
+
+    ends: list[str] = []
+    outbox = Outbox(send, lambda: 100, lambda _: True)
+
+    async def ask() -> None:
+        call = [np.ones(4, dtype=np.int32)], EmbedOptions(), DEFAULT_QOS
+        task = asyncio.create_task(outbox.put(call, next_ticket(4, 4, batch=False)))
+        if how == "left":
+            await asyncio.sleep(0.001)
+            task.cancel()
+        ends.append(await _end_of(task))
+
+    assert _left_by(ask) == {}
+    assert set(ends) == {expected}

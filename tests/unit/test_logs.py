@@ -1,5 +1,6 @@
 """Log lines: where they go, what they hold, and that none is lost with its process."""
 
+import asyncio
 import json
 import logging
 import os
@@ -7,7 +8,7 @@ import pty
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -71,6 +72,37 @@ def test_libraries_warnings_are_lines_and_their_chatter_is_not(log_lines: Lines)
     assert [(each["logger"], each["message"]) for each in log_lines()] == [
         (name, "trouble") for name in ("asyncio", "ray", "ray.serve")
     ]
+
+
+def test_a_stream_that_its_client_leaves_is_no_line(log_lines: Lines) -> None:
+    """Through this Ray's own code. Another error of a stream stays a line."""
+    from ray.serve._private.grpc_util import get_grpc_response_status
+
+    logs.set_up_ray()
+
+    async def stream(end: BaseException | None) -> AsyncGenerator[int]:
+        try:
+            if end is not None:
+                raise end
+            yield 1
+        except BaseException as error:
+            get_grpc_response_status(error, None, "id")
+            raise
+
+    async def leave() -> None:
+        leaving = stream(None)
+        await anext(leaving)
+        await leaving.aclose()
+
+    async def fail() -> None:
+        await anext(stream(ZeroDivisionError("of ours")))
+
+    asyncio.run(leave())
+    assert log_lines() == []
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(fail())
+    (line,) = log_lines()
+    assert line["exception"].endswith("ZeroDivisionError: of ours")
 
 
 # A command, and a process that it starts with another stderr. That one kills itself after its last words.

@@ -76,7 +76,7 @@ def test_a_class_is_a_label_however_long_the_cards_name() -> None:
         ),
         ("nodes: [{name: a}]", ["nodes.0.ram_gib is missing"]),
         ("nodes: []", ["nodes = []", "at least 1"]),
-        ("", ["the file is None", "a mapping with nodes"]),
+        ("", ["the file is empty", "a mapping with nodes"]),
         ("- a", ["the file is ['a']", "a mapping with nodes"]),
         ("nodes: [7]", ["nodes.0 is 7", "a mapping with name, arch"]),
         ("nodes: [{name: a, ram_gib: [}]", ["cannot be read", "line 1"]),

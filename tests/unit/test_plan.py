@@ -439,7 +439,7 @@ def test_a_catalogue_is_of_our_engine_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 BAD_MODELS = [
-    ("", ["the file is None", "a mapping with models"]),
+    ("", ["the file is empty", "a mapping with models"]),
     ("models: [}", ["cannot be read", "line 1"]),
     ("modles: []", ["modles is not a key", "models, default"]),
     ("models: []", ["models = []", "at least 1"]),

@@ -144,7 +144,7 @@ def test_a_replica_that_failed_or_is_silent_is_taken_only_if_there_is_no_other()
     assert {route(load, ticket(n, prompt(n)), 0.5) for n in range(2, 9)} == {"a", "b"} - {first}
     heard = Heard()
     silent = pool("silent", heard, s={})
-    heard.at = SILENT_S + 1
+    heard.at = heard.repeated_at = SILENT_S + 1
     chosen = choose_stream([silent], each, 0.0)
     assert chosen == (silent, None)
 
