@@ -118,6 +118,14 @@ def test_with_every_node_ill_their_own_answers_come_through(balancer: Balancer, 
     assert {post(balancer).text for _ in range(4)} == {"node1", "node2"}
 
 
+def test_without_a_node_the_balancer_answers_in_the_form_of_the_api(balancer: Balancer, nodes: tuple[Node, Node]) -> None:
+    for node in nodes:
+        node.kill()
+    answer = post(balancer)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json() == {"error": "No node answers: send the request again", "error_type": "Unhealthy"}
+
+
 def test_a_drained_node_finishes_its_work_and_gets_no_more(balancer: Balancer, nodes: tuple[Node, Node]) -> None:
     for node in nodes:
         node.set(delay=0.15)
