@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
@@ -37,9 +37,13 @@ def download(name: str, revision: str | None, weights: bool, code: bool) -> Path
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ModelError(f"{given!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
     except (LocalEntryNotFoundError, OSError) as error:
+        reason = (
+            "HF_HUB_OFFLINE forbids to ask the Hub"
+            if constants.HF_HUB_OFFLINE
+            else f"the Hub cannot be reached ({type(error).__name__})"
+        )
         raise ModelError(
-            f"{given!r} is neither a folder here nor in the Hub's cache, and the Hub cannot be reached "
-            f"({type(error).__name__}); copy its folder here and name that instead"
+            f"{given!r} is neither a folder here nor in the Hub's cache, and {reason}; copy its folder here and name that instead"
         ) from error
 
 

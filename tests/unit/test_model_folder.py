@@ -523,7 +523,7 @@ def test_dtypes_that_would_give_wrong_vectors_are_refused(tiny: Tiny) -> None:
 def test_a_model_that_is_nowhere_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a folder"):
         resolve_model(str(tmp_path / "nothing"))
-    with pytest.raises(ModelError, match="neither a folder here nor"):
+    with pytest.raises(ModelError, match="neither a folder here nor in the Hub's cache, and HF_HUB_OFFLINE forbids"):
         resolve_model("someone/no-such-model")
 
 
