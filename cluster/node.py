@@ -4,6 +4,7 @@
 processes, and no other.
 """
 
+import logging
 import os
 import select
 import shlex
@@ -36,6 +37,12 @@ from cluster.nodes import GIB, Node
 
 _START_TIMEOUT_S = 120.0
 _ALIVE_TIMEOUT_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class _Unexplained(ClusterError):
+    """Ray's command has failed, and its output has no error."""
 
 
 def start(
@@ -212,7 +219,12 @@ def _launch(
     """Runs `ray start`, waits for the node, and records it. Any error, and Ctrl-C, ends all processes started so far."""
     write_record(home, started)
     try:
-        session = _run_ray(arguments, {**environ, MARK: started.id}, address)
+        try:
+            session = _run_ray(arguments, {**environ, MARK: started.id}, address)
+        except _Unexplained as error:  # three times on a busy machine; the cause is not known
+            log.warning("%s; starting once more", error)
+            end(started)
+            session = _run_ray(arguments, {**environ, MARK: started.id}, address)
         member = _wait_until_alive(address, labels, environ)
         if started.head:
             address = host_port(member.ip, int(address.rpartition(":")[2]))
@@ -228,7 +240,7 @@ def _launch(
 
 
 def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
-    """Runs `ray start`. Ray's processes outlive the command. Returns their session. Raises: ClusterError."""
+    """Runs `ray start`. Ray's processes outlive the command. Returns their session. Raises: ClusterError, or _Unexplained."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
     # A file instead of a pipe, because Ray's processes would hold a pipe open.
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
@@ -251,9 +263,9 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
             process.wait()
         if status:
             output.seek(0)
-            raise ClusterError(
-                "; ".join([f"{explain(output.read(), address)} (exit status {status})", *machine_limits.problems()])
-            )
+            said = explain(output.read(), address)
+            kind = _Unexplained if "\tINFO " in said else ClusterError  # Ray's last line is none of an error
+            raise kind("; ".join([f"{said} (exit status {status})", *machine_limits.problems()]))
     return process.pid
 
 

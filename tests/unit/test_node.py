@@ -337,6 +337,29 @@ def test_a_start_that_fails_leaves_nothing_behind(home: Path, spawn: Spawn, monk
     assert not (home / "node.json").exists()
 
 
+@pytest.mark.parametrize(("says", "starts"), [("INFO scripts.py:1043 -- Local node IP: 10.0.0.1", 2), ("OSError: no", 1)])
+def test_ray_that_fails_without_an_error_is_started_once_more(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, starts: int
+) -> None:
+    """A script stands in for Ray's command."""
+    package, count = tmp_path / "path" / "ray" / "scripts", tmp_path / "count"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    code = f"open({str(count)!r}, 'a').write('x'); print({'2026-11-25' + chr(9) + says!r}); raise SystemExit(1)"
+    (package / "scripts.py").write_text(code)
+    real = node_module._run_ray
+
+    def run(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
+        return real(arguments, {**environ, "PYTHONPATH": str(tmp_path / "path")}, address)
+
+    monkeypatch.setattr(node_module, "_run_ray", run)
+    with pytest.raises(ClusterError, match=r"Ray did not start: .*\(exit status 1\)"):
+        start(True, port=free_port(), say=lambda line: None)
+    assert len(count.read_text()) == starts
+    assert not (home / "node.json").exists()
+
+
 @pytest.mark.parametrize("lost", [{}, {"emberforge-class": "other"}])
 def test_a_node_that_lost_its_labels_is_no_node(lost: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     labels = {"emberforge-node": "box", "emberforge-class": "c"}
