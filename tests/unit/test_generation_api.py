@@ -155,8 +155,8 @@ def test_the_template_s_options_arrive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "12"), (True, "12ab")])
 def test_a_stop_string_ends_the_answer(tmp_path: Path, include: bool, expected: str) -> None:
-    model = FakeGenerator(tmp_path, "12ab34", held=True)
-    answer = post(model, COMPLETIONS, stop=["x", "ab"], include_stop_str_in_output=include)
+    model = FakeGenerator(tmp_path, "12ab34", stall=True)
+    answer = post(model, COMPLETIONS, stop=["x", "ab"], include_stop_str_in_output=include, max_tokens=100)
     assert text_of(answer) == [expected]
     (choice,) = answer.json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "ab")
