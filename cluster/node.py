@@ -221,7 +221,7 @@ def _launch(
     try:
         try:
             session = _run_ray(arguments, {**environ, MARK: started.id}, address)
-        except _Unexplained as error:  # three times on a busy machine; the cause is not known
+        except _Unexplained as error:  # This was seen three times on a busy machine. Nobody knows the cause.
             log.warning("%s; starting once more", error)
             end(started)
             session = _run_ray(arguments, {**environ, MARK: started.id}, address)
@@ -264,7 +264,7 @@ def _run_ray(arguments: list[str], environ: Mapping[str, str], address: str) -> 
         if status:
             output.seek(0)
             said = explain(output.read(), address)
-            kind = _Unexplained if "\tINFO " in said else ClusterError  # Ray's last line is none of an error
+            kind = _Unexplained if "\tINFO " in said else ClusterError  # Ray's last line reports no error
             raise kind("; ".join([f"{said} (exit status {status})", *machine_limits.problems()]))
     return process.pid
 

@@ -1,6 +1,6 @@
 """The GPU runner of stages without a GPU: what each stage is given, graphs of all stages, and which pass waits for which."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_cuda_runner import CPU, Event, Torch
-from test_cuda_streams import KINDS, MIXED, PAGE_SIZE, NoContext, Pool, same, streams_of
+from test_cuda_streams import KINDS, MIXED, PAGE_SIZE, NoContext, Pool, Streaming, same, streams_of
 from tiny_generators import folder_without_pooling, prompts
 
 from engine import Engine
@@ -25,7 +25,6 @@ from engine.run.pipeline import Pipeline
 from engine.run.streams import StreamPacker
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
-from engine.schedule.stream import Answer, Stream
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_pipeline, "used_in", lambda tensor, stream: None)
 
 
-class Staged:
+class Staged(Streaming):
     """An engine whose streams run on the GPUs' pipeline. Each stage's GPU has another number of multiprocessors if `unlike`."""
 
     def __init__(self, engine: Engine, num_pages: int, budget: int, unlike: bool = False) -> None:
@@ -60,23 +59,6 @@ class Staged:
         self.runner = CudaPipeline(models[:-1], engine.network, packers, caches)
         self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
         self.max_graph_tokens = 0
-
-    def with_graphs(self, most_tokens: int) -> "Staged":
-        packer = self.runner.packer
-        shapes = [*packer.decode_shapes(), *packer.chunk_shapes(most_tokens)]
-        self.runner.prepare_graphs(shapes, self._engine.config.hidden_size, torch.float32)
-        self.runner.max_graph_tokens = most_tokens
-        return self
-
-    def launch(self, *arguments: Any) -> Any:
-        return self.runner.launch(*arguments)
-
-    def generate(self, streams: list[Stream], requests: Sequence[Request] = ()) -> list[Answer]:
-        for _ in Passes(self, self.budget).steps([*streams, *requests]):
-            self.pages.check_integrity()
-        assert self.pages.num_free == self.pages.num_pages
-        self.runner.graphs.wait()
-        return [each.future.result(0) for each in streams]
 
 
 @pytest.fixture(scope="module")
