@@ -16,13 +16,18 @@ _BUSY = 0.75
 
 
 def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
-    """(replicas, no state). A replica reports `busy`, the share of its time that it computed, and `backlog_s`."""
+    """(replicas, no state).
+
+    A replica reports `busy`, the share of its time that it computed, `backlog_s`, and `calls`. These are the gateways' calls of
+    which Serve does not know.
+    """
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
     reports = ctx.aggregated_metrics or {}
     busy = sum(reports.get("busy", {}).values())
     backlog_s = sum(reports.get("backlog_s", {}).values())
-    return needed(busy, backlog_s, ctx.total_num_requests), {}
+    calls = sum(reports.get("calls", {}).values())
+    return needed(busy, backlog_s, ctx.total_num_requests + calls), {}
 
 
 def needed(busy: float, backlog_s: float, num_requests: float) -> int:

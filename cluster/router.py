@@ -54,6 +54,7 @@ class Report:
     card: str = ""  # uuid of its GPU, without a prefix such as GPU-; empty on a CPU
     planned_bytes: int = 0  # of the card's memory, or the host's
     used_bytes: int = 0
+    wire: Sequence[Any] = ()  # (host, port, secret) at which the replica listens for gateways; empty where it does not
     deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
 
 

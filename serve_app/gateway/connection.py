@@ -1,4 +1,8 @@
-"""The gateway's connection to one pool: Serve's handle, and the load of the pool's replicas."""
+"""The gateway's connection to one pool: wires to its replicas, Serve's handle, and the load of the replicas.
+
+Requests for vectors go over the wires. Without a wire they go through Serve: to a pool that sleeps, and between nodes whose
+firewall lets only Ray's own connections through.
+"""
 
 import asyncio
 import logging
@@ -23,6 +27,7 @@ from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, Answered, ReplicaCall, pack, unpack
 from serve_app.gateway.remote import LOST, Lost, ReplicaDied, drop, has_died, in_background, remote
+from serve_app.gateway.wire import Wire
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,8 @@ _BACK_AFTER_S = 4.0
 _LOOK_EVERY_S = 0.5
 # A replica hears of another one's death within this time, or not.
 _TELL_S = 5.0
+# A replica that could not be reached by a wire is called through Serve for this time.
+_NO_WIRE_S = 10.0
 # Requests that arrive together leave as one call if a replica computes the call within this time.
 _JOINT_CALL_S = 0.02
 
@@ -51,6 +58,8 @@ class PoolConnection:
         self.load = load_of(ref.name, ref.tokens_per_s, kind)
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
+        self._wires: dict[str, Wire] = {}  # by replica
+        self._no_wire_until: dict[str, float] = {}  # by replica
         self._channels: dict[str, Channel] = {}  # by replica
         self._lost_at: dict[str, float] = {}  # when a replica last lost a stream
 
@@ -79,7 +88,7 @@ class PoolConnection:
         return num_calls < max(1, len(self.load.heard))
 
     async def send(self, calls: Sequence[ReplicaCall], tickets: Sequence[Ticket]) -> list[Answer]:
-        """Sends the calls to one replica as one call of Serve, and returns an answer for each.
+        """Sends the calls to one replica as one call, and returns an answer for each.
 
         Raises: one of LOST, or an error that concerns all of the calls.
         """
@@ -109,8 +118,12 @@ class PoolConnection:
         """`ticket` is the joint ticket of all calls."""
         awake = bool(self.load.replicas)
         packed = pack(calls, [each.fingerprint for each in tickets], [each.tag for each in tickets])
-        response = remote(handle.embed_parcels, [parcel for _, parcel in packed], ticket=ticket)
-        waiting = asyncio.ensure_future(_answered(response))
+        parcels = [parcel for _, parcel in packed]
+        if (wire := await self._wire_for(ticket)) is not None:
+            waiting, response = asyncio.ensure_future(wire.call(parcels)), None
+        else:
+            response = remote(handle.embed_parcels, parcels, ticket=ticket)
+            waiting = asyncio.ensure_future(_answered(response))
         try:
             while not (await asyncio.wait({waiting}, timeout=_LOOK_EVERY_S))[0]:
                 # Serve waits for another replica of this pool, which may take minutes. The caller can ask another pool now.
@@ -125,9 +138,42 @@ class PoolConnection:
                 raise ReplicaDied(self._replica_of(ticket), error) from None
             raise
         finally:
-            if not waiting.done():
+            if response is None:
+                waiting.cancel()  # does nothing to a call that has ended
+            elif not waiting.done():
                 drop(response, waiting)
             del waiting  # an error refers to this frame, and the task to the error
+
+    async def _wire_for(self, ticket: Ticket) -> Wire | None:
+        """A wire to the replica that finishes first, which then has the request. None where Serve has to bring it there."""
+        ranked = self.load.ranked(ticket, monotonic())
+        if not ranked:
+            return None
+        replica = ranked[0]
+        wire = self._wires.get(replica)
+        if wire is None or wire.is_over:
+            address = self.load.replicas[replica].report.wire
+            if not address or monotonic() < self._no_wire_until.get(replica, 0.0):
+                return None
+            self._forget_wires()
+            wire = self._wires[replica] = Wire(replica, address)
+        try:
+            await wire.connect()
+        except OSError as error:  # among them TimeoutError
+            if self._wires.get(replica) is wire:
+                log.warning("%s: replica %s does not answer at %s:%s: %r", self.ref.name, replica, *wire.address[:2], error)
+                self._no_wire_until[replica] = monotonic() + _NO_WIRE_S
+                del self._wires[replica]
+            return None
+        self.load.routed(replica, ticket)
+        return wire
+
+    def _forget_wires(self) -> None:
+        """Forgets the replicas that are gone."""
+        for replica in [each for each in self._wires if each not in self.load.replicas and self._wires[each].is_idle]:
+            self._wires.pop(replica).close()
+        for replica in set(self._no_wire_until) - set(self.load.replicas):
+            del self._no_wire_until[replica]
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
         """Computes a stream on `ticket.replica`, or on the next best one. Returns when it has its end, or its caller has left.

@@ -30,6 +30,7 @@ from serve_app.replica.channel import Channels
 from serve_app.replica.local import LocalGenerator
 from serve_app.replica.model_server import BusyShare, EngineServer
 from serve_app.replica.watched import WatchedGenerator
+from serve_app.replica.wire import Wires, listening_host
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class PoolServer(EngineServer):
         self._busy_for_scaling = BusyShare(self._loop)
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
+        self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host)
         self._channels: Channels | None = None
         if isinstance(self._model, LocalGenerator):
             self._channels = Channels(WatchedGenerator(self._model, self._in_flight))
@@ -69,7 +71,13 @@ class PoolServer(EngineServer):
         return await self._model.embed(sequences, options, qos)
 
     async def embed_parcels(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> list[Answered]:
-        """The result or the error of `embed` for each parcel. The router on the caller's side reads `ticket`."""
+        """As `answer_parcels`, through Serve. The router on the caller's side reads `ticket`."""
+        return await self.answer_parcels(parcels)
+
+    async def answer_parcels(self, parcels: Sequence[Parcel]) -> list[Answered]:
+        """The result or the error of `embed` for each parcel."""
+        if len(parcels) == 1:
+            return [await self._answer_parcel(parcels[0])]
         return await asyncio.gather(*map(self._answer_parcel, parcels))
 
     async def _answer_parcel(self, parcel: Parcel) -> Answered:
@@ -138,6 +146,7 @@ class PoolServer(EngineServer):
             longest_input=self._longest_input(),
             batch_tokens=loop.queued_batch_tokens,
             deaths=tuple(self._in_flight.suspects.deaths),
+            wire=() if self._wires is None else self._wires.address,
         )
         if (streams := self._channels) is not None:
             num_streams = streams.num_answering
@@ -152,7 +161,13 @@ class PoolServer(EngineServer):
         return asdict(report)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"busy": self._busy_for_scaling.read(), "backlog_s": self._loop.backlog_s}
+        calls = 0 if self._wires is None else self._wires.calls_since_last()
+        return {"busy": self._busy_for_scaling.read(), "backlog_s": self._loop.backlog_s, "calls": float(calls)}
+
+    async def __del__(self) -> None:
+        if self._wires is not None:
+            await self._wires.close()
+        await super().__del__()
 
     def _longest_input(self) -> int:
         """Tokens of the longest input that fits into memory now. A card's memory is reserved at load."""

@@ -1,0 +1,62 @@
+"""The frames of a wire, the connection between a gateway and a replica.
+
+A gateway sends the replica's secret first. After that both sides send frames: a head, and a payload in pickle's format. A replica
+unpickles nothing before the secret has come.
+"""
+
+import asyncio
+from abc import abstractmethod
+from enum import IntEnum
+from struct import Struct
+
+SECRET_BYTES = 32
+# No frame is longer. A longer one means that the two sides do not speak the same language.
+MOST_BYTES = 1 << 31
+
+_HEAD = Struct("<IIB")  # bytes of the payload, the number of the call, the kind
+
+
+class Kind(IntEnum):
+    CALL = 1  # gateway to replica: a list of parcels
+    CANCEL = 2  # gateway to replica: nobody waits for the answer of this call
+    ANSWER = 3  # replica to gateway: what `PoolServer.embed_parcels` gives, or an error
+    LEAVING = 4  # replica to gateway: this replica stops in order and takes no further call
+
+
+class FrameProtocol(asyncio.Protocol):
+    """Cuts what arrives into frames."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._arrived = bytearray()
+
+    @abstractmethod
+    def frame_received(self, number: int, kind: Kind, payload: bytes) -> None: ...
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        arrived = self._arrived
+        arrived += data
+        while len(arrived) >= _HEAD.size:
+            length, number, kind = _HEAD.unpack_from(arrived)
+            if length > MOST_BYTES:
+                raise ValueError(f"a frame of {length} bytes")  # asyncio ends the connection
+            end = _HEAD.size + length
+            if len(arrived) < end:
+                return
+            payload = bytes(memoryview(arrived)[_HEAD.size : end])
+            del arrived[:end]
+            self.frame_received(number, Kind(kind), payload)
+
+    def send(self, number: int, kind: Kind, payload: bytes = b"") -> None:
+        """Does nothing once the connection has ended."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines((_HEAD.pack(len(payload), number, kind), payload))
+
+    def close(self) -> None:
+        """Ends the connection when everything is sent."""
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,112 @@
+"""The gateway's side of a wire: calls to one replica over a connection of our own.
+
+A call through Ray Serve costs each side about a millisecond, and an answer of more than 100 kB goes through Ray's object store
+(docs/decisions/048).
+"""
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from serve_app.gateway.frames import FrameProtocol, Kind
+from serve_app.gateway.parcel import Answered, Parcel
+from serve_app.gateway.remote import Lost, ReplicaDied
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 2.0
+
+
+class Wire(FrameProtocol):
+    """This gateway's connection to one replica. Called on one event loop."""
+
+    def __init__(self, replica: str, address: Sequence[Any]) -> None:
+        """
+        Args:
+            replica: Serve's id of the replica.
+            address: `Report.wire` of its reports.
+        """
+        super().__init__()
+        self.address = address
+        self._replica = replica
+        self._open: dict[int, asyncio.Future[Any]] = {}  # the calls without an answer
+        self._numbers = count()
+        self._is_left = False
+        self._connecting: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this connection takes no more calls."""
+        return self._is_left or (self._transport is not None and self._transport.is_closing())
+
+    async def connect(self) -> None:
+        """Returns when the connection is there. Raises: OSError if it cannot be made."""
+        if self._transport is None:
+            # One attempt for all callers. A caller that leaves ends only its own wait.
+            self._connecting = self._connecting or asyncio.get_running_loop().create_task(self._connect())
+            await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> None:
+        host, port, _ = self.address
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                await asyncio.get_running_loop().create_connection(lambda: self, host, port)
+        finally:
+            self._connecting = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        *_, secret = self.address
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(bytes.fromhex(secret))
+
+    async def call(self, parcels: Sequence[Parcel]) -> list[Answered]:
+        """The replica's answer to each parcel. A caller that leaves cancels the call there.
+
+        Raises: ReplicaDied if the replica's process ends first. Lost if the connection ends for another reason. An error of the
+            replica that concerns all parcels.
+        """
+        number = next(self._numbers)
+        answer = self._open[number] = asyncio.get_running_loop().create_future()
+        self.send(number, Kind.CALL, pickle.dumps(parcels, protocol=5))
+        try:
+            if self.is_over:
+                raise Lost("the connection to the replica has ended")
+            answered: list[Answered] = await answer
+            return answered
+        finally:
+            del self._open[number]
+            if answer.cancelled():
+                self.send(number, Kind.CANCEL)
+            del answer  # an error refers to this frame, and the future to the error
+
+    def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.LEAVING:
+            self._is_left = True
+            return
+        answer = self._open.get(number)
+        if answer is None or answer.done():  # its caller has left
+            return
+        answered = pickle.loads(payload)  # noqa: S301 - it comes from the replica whose secret we have
+        if isinstance(answered, Exception):
+            answer.set_exception(answered)
+        else:
+            answer.set_result(answered)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._open:
+            return
+        # The end of a process closes its connections. A node that is lost leaves them open, or lets them time out.
+        has_died = not self._is_left and (error is None or isinstance(error, ConnectionError))
+        log.warning("the connection to replica %s ended with %d calls: %r", self._replica, len(self._open), error)
+        for answer in self._open.values():
+            if not answer.done():
+                reason = error or ConnectionResetError("the replica has closed the connection")
+                answer.set_exception(ReplicaDied(self._replica, reason) if has_died else Lost(f"the replica is gone: {reason!r}"))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open

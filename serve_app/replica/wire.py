@@ -1,0 +1,139 @@
+"""The replica's side of the wires: it listens for gateways, and answers their calls."""
+
+import asyncio
+import logging
+import os
+import pickle
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
+from hmac import compare_digest
+
+import ray
+
+from cluster.haproxy import ALONE_VARIABLE
+from engine.errors import BackendError
+from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind
+from serve_app.gateway.parcel import Answered, Parcel
+
+log = logging.getLogger(__name__)
+
+# A connection that has not sent the secret by then is ended.
+_SECRET_S = 5.0
+# A replica that leaves takes calls for this time: they were on their way before the gateway knew.
+_LEAVING_S = 0.1
+
+Answer = Callable[[Sequence[Parcel]], Awaitable[list[Answered]]]
+
+
+class Wires:
+    """All connections of gateways to this replica. Used on one event loop."""
+
+    def __init__(self, answer: Answer, host: str) -> None:
+        """Listens from now on, at a port that the kernel chooses. `answer` computes a call's parcels."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        self._answer, self._secret = answer, secrets.token_bytes(SECRET_BYTES)
+        self.address = (host, self._socket.getsockname()[1], self._secret.hex())
+        self.connections = set[_Connection]()
+        self._calls = 0
+        self._server: asyncio.Server | None = None
+        self._starting = asyncio.get_running_loop().create_task(self._start(), context=Context())
+
+    async def _start(self) -> None:
+        make = asyncio.get_running_loop().create_server
+        self._server = await make(lambda: _Connection(self, self._answer, self._secret), sock=self._socket)
+
+    @property
+    def num_open(self) -> int:
+        """Calls without an answer."""
+        return sum(len(each.tasks) for each in self.connections)
+
+    def note_call(self) -> None:
+        self._calls += 1
+
+    def calls_since_last(self) -> int:
+        """Calls that came since this method was called last, or that are under way."""
+        calls, self._calls = self._calls, 0
+        return calls or self.num_open
+
+    async def close(self) -> None:
+        """Tells the gateways that this replica leaves, and returns when every call has its answer."""
+        await self._starting
+        assert self._server is not None, "the start has ended"
+        self._server.close()
+        for each in self.connections:
+            each.send(0, Kind.LEAVING)
+        await asyncio.sleep(_LEAVING_S)
+        while self.num_open:
+            await asyncio.sleep(_LEAVING_S)
+        for each in list(self.connections):
+            each.close()
+
+
+class _Connection(FrameProtocol):
+    """One gateway's connection."""
+
+    def __init__(self, wires: Wires, answer: Answer, secret: bytes) -> None:
+        super().__init__()
+        self.tasks = dict[int, asyncio.Task[None]]()  # of the calls without an answer, by the gateway's numbers
+        self._wires, self._compute, self._secret = wires, answer, secret
+        self._is_known = False
+        self._too_late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._wires.connections.add(self)
+        self._too_late = asyncio.get_running_loop().call_later(_SECRET_S, self._abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_known:
+            return super().data_received(data)
+        self._arrived += data
+        if len(self._arrived) < SECRET_BYTES:
+            return
+        if not compare_digest(bytes(self._arrived[:SECRET_BYTES]), self._secret):
+            return self._abort()
+        assert self._too_late is not None, "set when the connection was made"
+        self._too_late.cancel()
+        self._is_known = True
+        rest, self._arrived = bytes(self._arrived[SECRET_BYTES:]), bytearray()
+        super().data_received(rest)
+
+    def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.CALL:
+            self._wires.note_call()
+            # A context of its own: the tags of one request must not reach the next one.
+            task = asyncio.get_running_loop().create_task(self._answer(number, payload), context=Context())
+            self.tasks[number] = task
+            task.add_done_callback(lambda _: self.tasks.pop(number))
+        elif kind is Kind.CANCEL and number in self.tasks:
+            self.tasks[number].cancel()
+
+    async def _answer(self, number: int, payload: bytes) -> None:
+        try:
+            parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
+            answered = pickle.dumps(await self._compute(parcels), protocol=5)
+        except Exception as error:
+            log.exception("a call failed")
+            answered = pickle.dumps(BackendError(f"the replica failed: {error!r}"))
+        self.send(number, Kind.ANSWER, answered)
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        assert self._too_late is not None, "set when the connection was made"
+        self._too_late.cancel()
+        self._wires.connections.discard(self)
+        for task in self.tasks.values():
+            task.cancel()
+
+
+def listening_host() -> str | None:
+    """Where a replica of this process listens for gateways. None if Ray encrypts its own connections, because wires do not."""
+    if os.environ.get("RAY_USE_TLS", "0") == "1":
+        return None
+    return "127.0.0.1" if ALONE_VARIABLE in os.environ else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
