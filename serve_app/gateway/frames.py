@@ -8,6 +8,7 @@ import asyncio
 from abc import abstractmethod
 from enum import IntEnum
 from struct import Struct
+from typing import cast
 
 SECRET_BYTES = 32
 # No frame is longer. A longer one means that the two sides do not speak the same language.
@@ -34,8 +35,7 @@ class FrameProtocol(asyncio.Protocol):
     def frame_received(self, number: int, kind: Kind, payload: bytes) -> None: ...
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of no class of asyncio's
 
     def data_received(self, data: bytes) -> None:
         arrived = self._arrived

@@ -60,8 +60,8 @@ class Wire(FrameProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         *_, secret = self.address
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(bytes.fromhex(secret))
+        assert self._transport is not None, "the line above sets it"
+        self._transport.write(bytes.fromhex(secret))
 
     async def call(self, parcels: Sequence[Parcel]) -> list[Answered]:
         """The replica's answer to each parcel. A caller that leaves cancels the call there.

@@ -19,6 +19,9 @@ from serve_app.gateway.wire import Wire
 from serve_app.replica import wire as replica_wire
 from serve_app.replica.wire import Wires
 
+Scenario = Callable[["Replica", Wires, Wire], Awaitable[None]]
+Run = Callable[[Scenario], None]
+
 
 def parcel(number: int, length: int = 3) -> Parcel:
     return Parcel.of([([np.full(length, number, dtype=np.int32)], EmbedOptions(), DEFAULT_QOS)], [0], [None])
@@ -56,8 +59,12 @@ def number_of(answer: Answered) -> int:
     return int(answer.vectors[0, 0])
 
 
-def run(scenario: Callable[[Replica, Wires, Wire], Awaitable[None]]) -> None:
-    async def whole() -> None:
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    """Runs a scenario in each of the event loops that Serve may use."""
+    loops = asyncio if request.param == "asyncio" else pytest.importorskip("uvloop")
+
+    async def whole(scenario: Scenario) -> None:
         replica = Replica()
         wires = Wires(replica.answer, "127.0.0.1")
         wire = Wire("it", wires.address)
@@ -67,7 +74,11 @@ def run(scenario: Callable[[Replica, Wires, Wire], Awaitable[None]]) -> None:
         wire.close()
         await asyncio.wait_for(wires.close(), 5)
 
-    asyncio.run(whole())
+    def run_it(scenario: Scenario) -> None:
+        with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
+            runner.run(whole(scenario))
+
+    return run_it
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -76,7 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_many_calls_share_a_connection_and_each_hears_its_own_answer() -> None:
+def test_many_calls_share_a_connection_and_each_hears_its_own_answer(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         slow = asyncio.ensure_future(wire.call([parcel(0)]))
         numbers = range(20, 220)
@@ -92,7 +103,7 @@ def test_many_calls_share_a_connection_and_each_hears_its_own_answer() -> None:
     run(scenario)
 
 
-def test_a_large_message_arrives_whole() -> None:
+def test_a_large_message_arrives_whole(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         (answer,) = await wire.call([parcel(7, 3_000_000)])
         assert isinstance(answer, Embeddings)
@@ -103,7 +114,7 @@ def test_a_large_message_arrives_whole() -> None:
     run(scenario)
 
 
-def test_an_error_is_its_calls_alone() -> None:
+def test_an_error_is_its_calls_alone(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         wrong, bug, right = await asyncio.gather(*(wire.call([parcel(each)]) for each in (13, 14, 15)), return_exceptions=True)
         assert isinstance(wrong, list)
@@ -116,7 +127,7 @@ def test_an_error_is_its_calls_alone() -> None:
     run(scenario)
 
 
-def test_a_caller_that_leaves_cancels_its_call() -> None:
+def test_a_caller_that_leaves_cancels_its_call(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         waiting = asyncio.ensure_future(wire.call([parcel(0)]))
         await until(lambda: replica.begun == [0])
@@ -131,7 +142,7 @@ def test_a_caller_that_leaves_cancels_its_call() -> None:
     run(scenario)
 
 
-def test_a_gateway_that_is_gone_cancels_its_calls() -> None:
+def test_a_gateway_that_is_gone_cancels_its_calls(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         waiting = asyncio.ensure_future(wire.call([parcel(0)]))
         await until(lambda: replica.begun == [0])
@@ -144,7 +155,7 @@ def test_a_gateway_that_is_gone_cancels_its_calls() -> None:
     run(scenario)
 
 
-def test_a_replica_whose_process_ends_has_died() -> None:
+def test_a_replica_whose_process_ends_has_died(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         waiting = asyncio.ensure_future(wire.call([parcel(0)]))
         await until(lambda: replica.begun == [0])
@@ -160,7 +171,7 @@ def test_a_replica_whose_process_ends_has_died() -> None:
     run(scenario)
 
 
-def test_a_replica_that_stops_in_order_finishes_its_calls() -> None:
+def test_a_replica_that_stops_in_order_finishes_its_calls(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         waiting = asyncio.ensure_future(wire.call([parcel(0)]))
         await until(lambda: replica.begun == [0])
@@ -185,12 +196,12 @@ async def wire_call_in_spite(wire: Wire, sent: Parcel) -> list[Answered]:
         wire._is_left = True
 
 
-def test_who_has_no_secret_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_no_secret_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         host, port, secret = wires.address
         stranger = Wire("it", (host, port, "00" * SECRET_BYTES))
         await stranger.connect()
-        with pytest.raises(ReplicaDied):
+        with pytest.raises(Lost):
             await stranger.call([parcel(5)])
         monkeypatch.setattr(replica_wire, "_SECRET_S", 0.1)
         reader, writer = await asyncio.open_connection(host, port)
@@ -204,7 +215,7 @@ def test_who_has_no_secret_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("head", [(MOST_BYTES + 1, 0, Kind.CALL), (0, 0, 77)])
-def test_bytes_that_are_no_frames_end_the_connection(head: tuple[int, int, int]) -> None:
+def test_bytes_that_are_no_frames_end_the_connection(run: Run, head: tuple[int, int, int]) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         host, port, secret = wires.address
@@ -217,7 +228,7 @@ def test_bytes_that_are_no_frames_end_the_connection(head: tuple[int, int, int])
     run(scenario)
 
 
-def test_a_message_may_come_byte_by_byte() -> None:
+def test_a_message_may_come_byte_by_byte(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         sent: list[bytes] = []
 
