@@ -6,8 +6,7 @@ of each owner: in each round an owner, or a request, takes a quarter of a pass. 
 a pass of each other owner, however much they have sent. Without API keys all requests have one owner.
 
 A request's first turn comes before later turns of its owner's other requests. So a short request waits for one pass or two, not
-for a turn of each large request that waits. At most three quarters of a pass go past a request in this way between two of its
-turns.
+for a turn of each large request that waits. Later turns get a quarter of the tokens while first turns wait.
 
 A sequence is never stepped over because a shorter one would fit: a long text waits for one pass, not for a quiet hour.
 """
@@ -26,8 +25,9 @@ from engine.schedule.request import Slice, Waiting
 
 # Batch requests go first for one pass when nothing of them was scheduled for so long.
 BATCH_WAITS_S = 10.0
-# The share of an owner, or of a request, in each round: a pass divided by this number.
-_SHARE = 4
+# The share of an owner, or of a request, in each round: a pass divided by this number. Later turns get the same share of what an
+# owner gets, while first turns wait.
+SHARE = 4
 # Requests that are over leave the queue at the front. More of them than this, and than half of the queue, leave at once.
 _MOST_OVER = 64
 
@@ -45,7 +45,7 @@ class Queue:
         self.max_batch_tokens = max_batch_tokens
         self._max_batch_seqs = max_batch_seqs or sys.maxsize
         self._lock = lock or RLock()
-        quantum = max(1, max_batch_tokens // _SHARE)
+        quantum = max(1, max_batch_tokens // SHARE)
         self.interactive, self.batch = _Priority(quantum), _Priority(quantum)
         self._first_deadline = inf
 
@@ -120,7 +120,7 @@ class _Line:
     owner: str
     fresh: deque[Waiting] = field(default_factory=deque)  # those whose first turn is to come or under way
     requests: deque[Waiting] = field(default_factory=deque)  # the others
-    overtaken: int = 0  # tokens of fresh requests that went past the front one of `requests` since its last turn
+    overtaken: int = 0  # tokens of fresh requests that went past `requests`, less what `requests` has taken for them
     num_tokens: int = 0
     num_requests: int = 0
     credit: int = 0  # tokens that the owner may still take in this round; unused while there is one line
@@ -141,13 +141,13 @@ class _Line:
 
     def took(self, served: deque[Waiting], num_tokens: int) -> None:
         """Count tokens of the front request of `served`."""
-        if served is self.fresh and self.requests and served[0].turn > self.requests[0].turn:
+        if served is self.requests:
+            self.overtaken = max(0, self.overtaken - (SHARE - 1) * num_tokens)
+        elif self.requests and served[0].turn > self.requests[0].turn:
             self.overtaken += num_tokens
 
     def end_turn(self, served: deque[Waiting], turn: int) -> None:
         """The turn of the front request of `served` is over. It waits for the given turn, unless all of it was scheduled."""
-        if served is self.requests:
-            self.overtaken = 0
         request = served.popleft()
         if request.waiting_tokens:
             request.turn = turn
@@ -171,7 +171,7 @@ class _Priority:
         self._order: deque[_Line] = deque()
         self._scheduled_at = -inf
         self._num_turns = 0  # that requests have begun to wait for
-        self._most_overtaken = (_SHARE - 1) * quantum
+        self._most_overtaken = (SHARE - 1) * quantum
 
     def add(self, request: Waiting, first: bool = False) -> None:
         line = self._lines.get(request.owner)

@@ -20,6 +20,7 @@ from cluster.prefixes import page_hashes
 from cluster.router import PoolLoad, Ticket, load_of
 from cluster.stream_router import StreamLoad
 from engine.errors import BackendError, DeviceLost, EmberError
+from engine.schedule.queue import SHARE
 from engine.schedule.stream import Stream
 from serve_app.admission.suspects import Death
 from serve_app.gateway.channel import Channel
@@ -79,9 +80,15 @@ class PoolConnection:
         return self._handle is not None
 
     def max_tokens(self) -> float:
-        """Tokens that the slowest replica computes in the time of one joint call."""
-        rates = [self.load.rate(each) for each in self.load.heard]
-        return _JOINT_CALL_S * min(rates, default=self.ref.tokens_per_s)
+        """Tokens of the largest joint call.
+
+        The slowest replica computes it in `_JOINT_CALL_S`, and every replica in one turn: the rest of a call waits behind the
+        first turns of other calls, and with it all requests of the call.
+        """
+        heard = self.load.heard
+        turns = [each.report.max_batch_tokens / SHARE for each in heard if each.report.max_batch_tokens]
+        rate = min((self.load.rate(each) for each in heard), default=self.ref.tokens_per_s)
+        return min([_JOINT_CALL_S * rate, *turns])
 
     def has_room(self, num_calls: int) -> bool:
         """Whether a replica may be without a call while `num_calls` are under way. A pool without replicas gets one call."""

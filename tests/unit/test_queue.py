@@ -160,6 +160,17 @@ def test_a_short_request_goes_past_large_ones_that_had_their_first_turn(num_larg
         assert tokens(slices) == 256
 
 
+def test_a_rest_of_one_token_uses_up_one_token_of_the_part_of_later_turns() -> None:
+    """First turns want each pass whole, and each request leaves a rest of one token. More than one rest fits into a pass."""
+    queue, requests = filled([], 64), []
+    for _ in range(100):
+        requests += [request([16, 1]) for _ in range(4)]
+        for each in requests[-4:]:
+            queue.add(each)
+        queue.schedule(0.0)
+    assert sum(each.is_scheduled for each in requests) >= 200
+
+
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 48), st.integers(1, 48))
 def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, long: int, size: int, at_once: int) -> None:
     """The others want up to three quarters of each pass. A long sequence fits beside none of them, and uses up several turns."""
