@@ -10,6 +10,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from cluster.models_file import ModelsFile
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
 from engine.model_id import EMBEDDED_GENERATOR
+from loadtests.balancer import haproxy
 from loadtests.cluster import apply, balanced, build, rtx_5080
 from loadtests.cluster_load import Site
 from loadtests.lab import lab, possible, wait_for
@@ -36,6 +38,7 @@ INGRESS = ("pc1", "pc2")
 STREAMS, TOKENS, PASS_S = 100, 500, 0.05
 PROMPT = [338, 339, 340, 341]
 FAULT_AT_S = 8.0  # after the first request
+DRAIN_S = 10  # the drained node's deadline
 MOST_S = 120.0  # a stream without an end by then counts as broken
 
 
@@ -113,16 +116,39 @@ def unplug_node(site: Site, _: Path) -> None:
     site.laboratory.members["pc3"].unplug()
 
 
+def drain_node(site: Site, _: Path) -> None:
+    """As docs/operate/drain.md, with a deadline that comes before the streams end. Then the node is switched off."""
+    reason = "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"
+    deadline = "--deadline-remaining-seconds", str(DRAIN_S)
+    site.laboratory.run("pc3", "-m", "ray.scripts.scripts", "drain-node", *reason, *deadline)
+    sleep(DRAIN_S)
+    kill_node(site, Path())
+
+
 def kill_head(site: Site, _: Path) -> None:
     site.laboratory.members["head"].kill()
+
+
+def add_gateway(site: Site, folder: Path) -> None:
+    """The HAProxy of every node is reloaded when the number of gateways changes."""
+    apply(site.laboratory, config(gateways=3), folder)
+
+
+def reload_balancer(site: Site, folder: Path) -> None:
+    """As `systemctl reload haproxy`: a new process takes the port, and the old one ends after its last answer."""
+    old = next(each for each in site.laboratory.members["front"].processes() if "haproxy.cfg" in " ".join(each.cmdline()))
+    site.laboratory.start("front", "-f", str(folder / "haproxy.cfg"), "-sf", str(old.pid), program=haproxy())
 
 
 FAULTS: dict[str, Callable[[Site, Path], None]] = {
     "a replica is killed": kill("ServeReplica:chat", "pc3"),
     "a node is killed": kill_node,
     "a node is unplugged (packets vanish)": unplug_node,
+    f"a node is drained, and switched off {DRAIN_S} s later": drain_node,
     "the replicas are redeployed": redeploy_replicas,
     "the gateways are redeployed": redeploy_gateways,
+    "a gateway is added (the nodes' HAProxy is reloaded)": add_gateway,
+    "the load balancer's HAProxy is reloaded": reload_balancer,
     "a gateway is killed": kill("ServeReplica:gateway", *(node.name for node in NODES)),
     "the head is killed": kill_head,
 }
@@ -131,14 +157,12 @@ FAULTS: dict[str, Callable[[Site, Path], None]] = {
 def main(wanted: Sequence[str]) -> None:
     if not possible():
         raise SystemExit("this needs network namespaces: run it as root where iproute2 is installed")
-    folder = Path("/tmp/ef-configs")
-    folder.mkdir(exist_ok=True)
     rows = []
     for name in wanted or FAULTS:
-        with running(folder) as site:
+        with tempfile.TemporaryDirectory(prefix="ef-", dir="/tmp") as folder, running(Path(folder)) as site:
             clients = ask(site)
             sleep(FAULT_AT_S)
-            FAULTS[name](site, folder)
+            FAULTS[name](site, Path(folder))
             rows.append({"fault": name} | row(results(clients)))
         print(rows[-1], flush=True)
     notes = [
