@@ -37,7 +37,9 @@ class ModelEntry(ModelSpec):
     @model_validator(mode="after")
     def _has_one_device(self) -> "ModelEntry":
         if self.devices:
-            raise ValueError("devices is for `emberforge serve`: in a cluster Ray chooses the cards; write pipeline: NUMBER of cards")
+            raise ValueError(
+                "devices is for `emberforge serve`: in a cluster Ray chooses the cards; write pipeline: NUMBER of cards"
+            )
         return self
 
     @model_validator(mode="after")
