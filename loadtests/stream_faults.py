@@ -43,7 +43,7 @@ MOST_S = 120.0  # a stream without an end by then counts as broken
 
 
 def config(gateways: int = 2, payload_limit: int = 2_000_000, context: int = 1024) -> dict[str, Any]:
-    """The Serve config of one model with a replica on each node, and of gateways on different nodes."""
+    """The Serve config of one model with a replica on each node, and of gateways on the ingress nodes."""
     entry: dict[str, Any] = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": context, "streams": 64}
     entry |= {"min_replicas": len(NODES), "max_replicas": len(NODES)}
     settings = {"request_timeout_s": MOST_S, "payload_limit": payload_limit}
@@ -53,8 +53,9 @@ def config(gateways: int = 2, payload_limit: int = 2_000_000, context: int = 102
     for pool in pools:
         pool["import_path"] = "loadtests.stub_streams:build"
         pool["args"] |= {"pass_s": PASS_S}
-    where = {"emberforge-node": f"in({','.join(node.name for node in NODES)})"}
-    gateway["deployments"][0] |= {"max_replicas_per_node": 1}
+    # A client loses its stream with a gateway or an ingress, so pc3 has neither.
+    where = {"emberforge-node": f"in({','.join(INGRESS)})"}
+    gateway["deployments"][0] |= {"max_replicas_per_node": 2}
     gateway["deployments"][0]["ray_actor_options"] |= {"label_selector": where, "num_cpus": 0.25}
     return content
 
@@ -149,7 +150,7 @@ FAULTS: dict[str, Callable[[Site, Path], None]] = {
     "the gateways are redeployed": redeploy_gateways,
     "a gateway is added (the nodes' HAProxy is reloaded)": add_gateway,
     "the load balancer's HAProxy is reloaded": reload_balancer,
-    "a gateway is killed": kill("ServeReplica:gateway", *(node.name for node in NODES)),
+    "a gateway is killed": kill("ServeReplica:gateway", *INGRESS),
     "the head is killed": kill_head,
 }
 
@@ -167,8 +168,11 @@ def main(wanted: Sequence[str]) -> None:
         print(rows[-1], flush=True)
     notes = [
         f"{STREAMS} streams at once, {TOKENS} tokens each, {PASS_S * 1e3:.0f} ms a pass; the fault after {FAULT_AT_S:.0f} s",
-        "three nodes in network namespaces on one machine, a replica on each, two gateways; cluster/deploy/haproxy.cfg in front "
-        "of two of the nodes",
+        "three nodes in network namespaces on one machine, a replica on each; two of the nodes have two gateways and the HAProxy "
+        "behind cluster/deploy/haproxy.cfg; the third one is the node that is killed, unplugged or drained",
+        "other work ran on the machine's two cores: the pauses are upper bounds",
+        "a client that loses its gateway, or its ingress, loses its stream, because the gateway alone knows what it has sent; no "
+        "other fault reaches a client",
         "whole: the text of an undisturbed stream, and its end; broken: the answer ended early or with an error; other text: a "
         "token is missing or comes twice",
         "longest pause: between two tokens of one stream, over all whole streams",
