@@ -248,9 +248,11 @@ class Plan:
         return Pipeline(cards, tuple(cards.layers(tokens)), cards.needs(tokens))
 
     def _has_a_card_for(self, entry: ModelEntry) -> bool:
-        """Whether one card holds a replica, on any node that the model may have."""
-        nodes = [node for each in self._allowed_classes(entry) if (node := self.classes[each]).cards]
-        return any(self._footprint(entry, node).total <= node.usable_bytes for node in nodes if _runs(entry.dtype, node))
+        """Whether one card holds a replica, on any node that the model may have. Where we choose the dtype, the card has it."""
+        nodes = [node for each in self._allowed_classes(entry) if (node := self.classes[each]).cards and _runs(entry.dtype, node)]
+        if self.written[entry.name].dtype == "auto" and entry.dtype in _AUTO:
+            nodes = [node for node in nodes if self._has(entry.dtype, entry, node)]
+        return any(self._footprint(entry, node).total <= node.usable_bytes for node in nodes)
 
     def generation_rates(self, name: str) -> dict[str, GenerationRates]:
         """The rates of a model that generates, by class of node that can hold it. Empty for another model."""
@@ -410,8 +412,9 @@ class Plan:
         for slot in self._empty_slots:
             if _may(entry, slot.node) and slot.node_class in bytes_on and slot.node_places != 0:
                 if (number := demand.cards_on.get(slot.node_class, 1)) > 1:
-                    on_node[slot.node] += slot.index % number == number - 1
-                    speeds += [speed_on[slot.node_class]] * (slot.index % number == number - 1)
+                    if slot.index % number == number - 1:  # the last card of a replica
+                        on_node[slot.node] += 1
+                        speeds.append(speed_on[slot.node_class])
                     continue
                 fitting = min(slot.capacity // bytes_on[slot.node_class], slot.places or entry.most_replicas)
                 on_node[slot.node] = min(on_node[slot.node] + fitting, slot.node_places or entry.most_replicas)

@@ -164,6 +164,14 @@ def test_a_pipeline_grows_into_cards_that_others_leave() -> None:
     assert (none.replicas, none.missing, kept) == ((), {"pair": 1}, slots[:1])
 
 
+def test_a_card_without_the_dtype_does_not_count_as_one_that_holds_the_model() -> None:
+    """A T4 lacks bfloat16. float16 on it would be slower than bfloat16 on two cards of another node."""
+    t4 = Node("t4", "amd64", 64 * GIB, 8, (Card("NVIDIA T4", 48 * GIB),))
+    plan = planned((t4, replace(TWO, cards=(replace(RTX_5080, total_bytes=20 * GIB),) * 2)), EIGHT_B | {"max_replicas": 3})
+    assert plan.dtypes["m0"] == "bfloat16"
+    assert [(each.node, each.more_cards) for each in plan.assigned] == [("two", (1,))]
+
+
 def test_a_pipeline_counts_among_the_replicas_of_a_node() -> None:
     slots = [Slot("n", index, "c", 10, None, 2) for index in range(4)]
     pair, single = Demand("pair", {"c": 20}, {"c": 1.0}, cards_on={"c": 2}), Demand("single", {"c": 5}, {"c": 1.0}, 2, 2)
