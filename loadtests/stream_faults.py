@@ -20,6 +20,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import orjson
+import yaml
 from tokenizers import Tokenizer
 
 from cluster.models_file import ModelsFile
@@ -30,7 +31,7 @@ from loadtests.balancer import haproxy
 from loadtests.cluster import apply, balanced, build, rtx_5080
 from loadtests.cluster_load import Site
 from loadtests.lab import lab, possible, wait_for
-from loadtests.report import write
+from loadtests.report import RESULTS, write
 from loadtests.stub_streams import token_at
 
 NODES = tuple(rtx_5080(name) for name in ("pc1", "pc2", "pc3"))
@@ -39,15 +40,16 @@ STREAMS, TOKENS, PASS_S = 100, 500, 0.05
 PROMPT = [338, 339, 340, 341]
 FAULT_AT_S = 8.0  # after the first request
 DRAIN_S = 10  # the drained node's deadline
+TITLE = "Streams under faults"
 MOST_S = 120.0  # a stream without an end by then counts as broken
 
 
-def config(gateways: int = 2, payload_limit: int = 2_000_000, context: int = 1024) -> dict[str, Any]:
+def config() -> dict[str, Any]:
     """The Serve config of one model with a replica on each node, and of gateways on the ingress nodes."""
-    entry: dict[str, Any] = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": context, "streams": 64}
+    entry: dict[str, Any] = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": 1024, "streams": 64}
     entry |= {"min_replicas": len(NODES), "max_replicas": len(NODES)}
-    settings = {"request_timeout_s": MOST_S, "payload_limit": payload_limit}
-    file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": settings})
+    settings = {"request_timeout_s": MOST_S, "payload_limit": 2_000_000}
+    file = ModelsFile.model_validate({"models": [entry], "gateways": 2, "settings": settings})
     content = serve_config(Plan(file, NODES)) | {"proxy_location": "EveryNode"}
     *pools, gateway = content["applications"]
     for pool in pools:
@@ -62,14 +64,18 @@ def config(gateways: int = 2, payload_limit: int = 2_000_000, context: int = 102
 
 @contextmanager
 def running(folder: Path) -> Iterator[Site]:
-    """The cluster, once all replicas are ready."""
+    """The cluster, deployed."""
     with lab() as laboratory:
         build(laboratory, NODES)
         site = balanced(laboratory, folder, INGRESS)
         apply(laboratory, config(), folder)
-        wait_for("all replicas", lambda: site.pools() and site.ready() >= len(NODES), 180)
-        wait_for("a whole answer", lambda: outcomes(ask(site, 1, 2)) == {"whole": 1}, 60)
         yield site
+
+
+def whole(site: Site) -> None:
+    """Waits until all replicas are ready and answer."""
+    wait_for("all replicas", lambda: site.pools() and site.ready() >= len(NODES), 400)
+    wait_for("a whole answer", lambda: outcomes(ask(site, 1, 2)) == {"whole": 1}, 120)
 
 
 def ask(site: Site, streams: int = STREAMS, tokens: int = TOKENS) -> "subprocess.Popen[str]":
@@ -101,12 +107,31 @@ def kill(what: str, *names: str) -> Callable[[Site, Path], None]:
     return fault
 
 
+def change(site: Site, folder: Path, part: int | slice, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Deploys what runs, with changed applications: the last one is the gateway's."""
+    content = yaml.safe_load((folder / "serve.yaml").read_text(encoding="utf-8"))
+    chosen = content["applications"][part]
+    for application in chosen if isinstance(chosen, list) else [chosen]:
+        edit(application)
+    apply(site.laboratory, content, folder)
+
+
+def raise_limit(application: dict[str, Any]) -> None:
+    """Replaces all processes of an application."""
+    application["args"]["settings"]["payload_limit"] += 1_000_000
+
+
 def redeploy_gateways(site: Site, folder: Path) -> None:
-    apply(site.laboratory, config(payload_limit=3_000_000), folder)
+    change(site, folder, -1, raise_limit)
 
 
 def redeploy_replicas(site: Site, folder: Path) -> None:
-    apply(site.laboratory, config(context=1152), folder)
+    change(site, folder, slice(-1), raise_limit)
+
+
+def add_gateway(site: Site, folder: Path) -> None:
+    """The HAProxy of every node is reloaded when the number of gateways changes."""
+    change(site, folder, -1, lambda gateway: gateway["deployments"][0].update(num_replicas=3))
 
 
 def kill_node(site: Site, _: Path) -> None:
@@ -130,42 +155,51 @@ def kill_head(site: Site, _: Path) -> None:
     site.laboratory.members["head"].kill()
 
 
-def add_gateway(site: Site, folder: Path) -> None:
-    """The HAProxy of every node is reloaded when the number of gateways changes."""
-    apply(site.laboratory, config(gateways=3), folder)
-
-
 def reload_balancer(site: Site, folder: Path) -> None:
     """As `systemctl reload haproxy`: a new process takes the port, and the old one ends after its last answer."""
     old = next(each for each in site.laboratory.members["front"].processes() if "haproxy.cfg" in " ".join(each.cmdline()))
     site.laboratory.start("front", "-f", str(folder / "haproxy.cfg"), "-sf", str(old.pid), program=haproxy())
 
 
-FAULTS: dict[str, Callable[[Site, Path], None]] = {
+# A cluster is whole again after a fault of the first kind, and serves for the next one.
+MENDED: dict[str, Callable[[Site, Path], None]] = {
     "a replica is killed": kill("ServeReplica:chat", "pc3"),
-    "a node is killed": kill_node,
-    "a node is unplugged (packets vanish)": unplug_node,
-    f"a node is drained, and switched off {DRAIN_S} s later": drain_node,
     "the replicas are redeployed": redeploy_replicas,
     "the gateways are redeployed": redeploy_gateways,
     "a gateway is added (the nodes' HAProxy is reloaded)": add_gateway,
     "the load balancer's HAProxy is reloaded": reload_balancer,
     "a gateway is killed": kill("ServeReplica:gateway", *INGRESS),
+}
+LASTING: dict[str, Callable[[Site, Path], None]] = {
     "the head is killed": kill_head,
+    "a node is killed": kill_node,
+    "a node is unplugged (packets vanish)": unplug_node,
+    f"a node is drained, and switched off {DRAIN_S} s later": drain_node,
 }
 
 
 def main(wanted: Sequence[str]) -> None:
+    """Measures the faults that are named, or all. The rows of the others stay in the table."""
     if not possible():
         raise SystemExit("this needs network namespaces: run it as root where iproute2 is installed")
-    rows = []
-    for name in wanted or FAULTS:
+    file = RESULTS / "stream_faults.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["tables"][TITLE] if wanted and file.exists() else []
+    rows = {each["fault"]: each for each in known}
+    left = [name for name in (*MENDED, *LASTING) if not wanted or name in wanted]
+    while left:
         with tempfile.TemporaryDirectory(prefix="ef-", dir="/tmp") as folder, running(Path(folder)) as site:
-            clients = ask(site)
-            sleep(FAULT_AT_S)
-            FAULTS[name](site, Path(folder))
-            rows.append({"fault": name} | row(results(clients)))
-        print(rows[-1], flush=True)
+            name = ""
+            while left and name not in LASTING:
+                name = left.pop(0)
+                whole(site)
+                clients = ask(site)
+                sleep(FAULT_AT_S)
+                (MENDED | LASTING)[name](site, Path(folder))
+                rows[name] = {"fault": name} | row(results(clients))
+                report([rows[each] for each in (*MENDED, *LASTING) if each in rows])
+
+
+def report(rows: Sequence[dict[str, Any]]) -> None:
     notes = [
         f"{STREAMS} streams at once, {TOKENS} tokens each, {PASS_S * 1e3:.0f} ms a pass; the fault after {FAULT_AT_S:.0f} s",
         "three nodes in network namespaces on one machine, a replica on each; two of the nodes have two gateways and the HAProxy "
@@ -177,7 +211,7 @@ def main(wanted: Sequence[str]) -> None:
         "token is missing or comes twice",
         "longest pause: between two tokens of one stream, over all whole streams",
     ]
-    write("stream_faults", "python -m loadtests.stream_faults", {"Streams under faults": rows}, notes)
+    write("stream_faults", "python -m loadtests.stream_faults", {TITLE: rows}, notes)
 
 
 def row(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
