@@ -11,9 +11,7 @@ from cluster.nodes import Node
 from cluster.placement import EXACT_STEPS, Demand, Placement, Replica, Slot, place
 from cluster.throughput import card_speed
 from engine import cut
-from engine.errors import ModelError
 from engine.model.config import ModelConfig
-from engine.model.families import Transformers, family_of
 from engine.model.footprint import footprint
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.stages import bytes_beside_passes, sizes_of
@@ -21,19 +19,12 @@ from engine.run.stages import bytes_beside_passes, sizes_of
 
 @dataclass(frozen=True)
 class Cards:
-    """A model and the cards that may hold it together, in the order of the node's cards.
-
-    Raises: ModelError for a model that cannot be cut.
-    """
+    """A model that generates, and the cards that may hold it together, in the order of the node's cards."""
 
     config: ModelConfig
     dtype: torch.dtype
     nodes: tuple[Node, ...]  # for each card, its node with this card alone
     max_batch_tokens: int | None
-
-    def __post_init__(self) -> None:
-        if family_of(self.config) is Transformers:
-            raise ModelError("backend transformers runs on one card")
 
     @cached_property
     def _sizes(self) -> cut.Model:
@@ -61,7 +52,7 @@ class Cards:
         return tuple(cut.stage_bytes(self._sizes, self._devices, stage, part, cache_tokens) for stage, part in layers)
 
     def most_cache_tokens(self, least: int, most: int) -> int:
-        """The largest cache for which there is a cut, from `least` to `most` tokens. There is a cut for `least`."""
+        """The tokens of the cache that the engine's own search would take, from `least` to `most`. There is a cut for `least`."""
         return max(least, cut.cut_with_cache(self._sizes, self._devices, most, PAGE_SIZE)[1])
 
     def card_bytes(self, cache_tokens: int, num_cards: int) -> int:

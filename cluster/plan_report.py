@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, Unplaced
+from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, PlannedPool, Unplaced
 from cluster.throughput import Basis
 from engine.model.footprint import HOST_BYTES
 
@@ -180,7 +180,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
     generating = _generating(plan)
     found += _GENERATION if generating else ()
     found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
-    found += [_pipeline_note(plan, name, node_class) for name, node_class in _pipelined(plan)]
+    found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
     found += [
         f"{node.name} has cards of different kinds: Ray chooses the card of a replica that takes one, so each of them counts as "
         "the smallest; start one node per kind, each with its own CUDA_VISIBLE_DEVICES, to use all of their memory"
@@ -252,18 +252,14 @@ def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str
             return
 
 
-def _pipelined(plan: Plan) -> list[tuple[str, str]]:
-    """The models on several cards, with the class of node."""
-    pools = [(pool.model, pool.node_class) for pool in plan.pools]
-    return [(name, node_class) for name, node_class in pools if plan.pipeline_on(name, node_class) is not None]
-
-
-def _pipeline_note(plan: Plan, name: str, node_class: str) -> str:
-    pipeline = plan.pipeline_on(name, node_class)
-    assert pipeline is not None, "the model is on several cards"
-    parts = zip(pipeline.layers, pipeline.needs_bytes, strict=True)
-    cut = ", ".join(f"layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for part, needs in parts)
-    return f"{name} on {node_class}: {len(pipeline.layers)} cards of one node, {cut}; the slowest card decides the rates"
+def _pipeline_note(plan: Plan, pool: PlannedPool) -> Iterator[str]:
+    """The layers and the memory of each card, with the whole cache, for a pool whose replicas have several cards."""
+    pipeline = plan.pipeline_on(pool.model, pool.node_class)
+    if pipeline is None or pool.cache_tokens is None:
+        return
+    cards = zip(pipeline.cards.layers(pool.cache_tokens), pipeline.cards.needs(pool.cache_tokens), strict=True)
+    cut = ", ".join(f"layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for part, needs in cards)
+    yield f"{pool.name}: {pool.num_stages} cards of one node, {cut}; the slowest card decides the rates"
 
 
 def _placement_note(plan: Plan) -> str:

@@ -56,7 +56,7 @@ def test_a_model_that_no_card_holds_takes_two_cards_of_a_node() -> None:
     engine = serve_config(plan)["applications"][0]
     assert engine["deployments"][0]["ray_actor_options"]["num_gpus"] == 2.0
     assert engine["args"]["spec"]["devices"] == ["cuda:0", "cuda:1"]
-    assert "m0 on rtx-5080-16g-amd64: 2 cards of one node, layers 0 to" in text_of(plan)
+    assert "m0.rtx-5080-16g-amd64: 2 cards of one node, layers 0 to" in text_of(plan)
     assert [(use.card, use.more_cards) for use in plan_report.card_uses(plan)] == [(0, ()), (0, (1,))]
 
 
