@@ -204,6 +204,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         f"{STREAMS} streams at once, {TOKENS} tokens each, {PASS_S * 1e3:.0f} ms a pass; the fault after {FAULT_AT_S:.0f} s",
         "three nodes in network namespaces on one machine, a replica on each; two of the nodes have two gateways and the HAProxy "
         "behind cluster/deploy/haproxy.cfg; the third one is the node that is killed, unplugged or drained",
+        "the faults that a cluster mends ran in one cluster, one after the other; each of the last four rows ended a cluster",
         "other work ran on the machine's two cores: the pauses are upper bounds",
         "a client that loses its gateway, or its ingress, loses its stream, because the gateway alone knows what it has sent; no "
         "other fault reaches a client",
