@@ -8,6 +8,7 @@ position, so a stream that has lost a token, or has a token twice, has another t
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from loadtests.stub_streams import token_at
 NODES = tuple(rtx_5080(name) for name in ("pc1", "pc2", "pc3"))
 INGRESS = ("pc1", "pc2")
 STREAMS, TOKENS, PASS_S = 100, 500, 0.05
-PROMPT = [338, 339, 340, 341]
+PROMPT_TOKENS = 4
 FAULT_AT_S = 8.0  # after the first request
 DRAIN_S = 10  # the drained node's deadline
 TITLE = "Streams under faults"
@@ -274,18 +275,21 @@ def expected(num_tokens: int) -> str:
     from engine.hub import resolve_model
 
     tokenizer = Tokenizer.from_file(str(resolve_model(EMBEDDED_GENERATOR) / "tokenizer.json"))
-    text: str = tokenizer.decode([token_at(len(PROMPT) + index) for index in range(num_tokens)])
+    text: str = tokenizer.decode([token_at(PROMPT_TOKENS + index) for index in range(num_tokens)])
     return text
 
 
 async def clients(port: int, streams: int, tokens: int) -> list[tuple[str, float, float]]:
-    body = orjson.dumps({"prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     whole, loop = expected(tokens), asyncio.get_running_loop()
     print("started", flush=True)
 
     async def one() -> Client:
-        _, client = await loop.create_connection(lambda: Client(head.encode() + body), "127.0.0.1", port)
+        # Prompts differ, as clients' do. A prompt that is in flight at two deaths is refused (docs/decisions/034).
+        prompt = [random.randint(300, 10_000) for _ in range(PROMPT_TOKENS)]
+        body = orjson.dumps({"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True})
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+        _, client = await loop.create_connection(lambda: Client(request), "127.0.0.1", port)
         try:
             await asyncio.wait_for(client.ended, MOST_S)
         except TimeoutError:
