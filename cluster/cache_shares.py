@@ -47,7 +47,8 @@ def finds_room(pools: Sequence[tuple[int, int, int]], cards: Sequence[int]) -> b
     Ray may take the fullest node with room or the emptiest one. Both ways must succeed. On a node Ray takes the fullest card.
 
     Args:
-        pools: (share of a card in ten-thousandths, replicas, the most of them on one node), the largest share first.
+        pools: (share of a card in ten-thousandths, replicas, the most of them on one node), the largest share first. A share of
+            more than one card is of whole cards.
         cards: the number of cards of each node.
     """
     return all(_all_find_room(pools, cards, sign) for sign in (1, -1))
@@ -58,11 +59,20 @@ def _all_find_room(pools: Sequence[tuple[int, int, int]], cards: Sequence[int], 
     for share, replicas, most in pools:
         on_node = Counter[int]()
         for _ in range(replicas):
-            room = [(sign * sum(left), node) for node, left in enumerate(free) if on_node[node] < most and max(left) >= share]
+            whole = share > 10_000
+            room = [
+                (sign * sum(left), node)
+                for node, left in enumerate(free)
+                if on_node[node] < most and (left.count(10_000) >= share // 10_000 if whole else max(left) >= share)
+            ]
             if not room:
                 return False
             node = min(room)[1]
+            on_node[node] += 1
+            if whole:
+                for _ in range(share // 10_000):
+                    free[node][free[node].index(10_000)] = 0
+                continue
             fullest = min(left for left in free[node] if left >= share)
             free[node][free[node].index(fullest)] -= share
-            on_node[node] += 1
     return True

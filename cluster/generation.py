@@ -1,5 +1,9 @@
 """A model that generates, as a plan sees it: its context, the size of its cache, and its rates on a class of nodes."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from cluster.files import ClusterError
@@ -33,7 +37,7 @@ def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
     Raises: ClusterError for a context or streams that the model cannot have.
     """
     if config.generation is None:
-        for key in ("context", "streams"):
+        for key in ("context", "streams", "pipeline"):
             if getattr(entry, key) is not None:
                 raise ClusterError(
                     f"model {entry.name} has {key}: {getattr(entry, key)}, and does not generate text; leave {key} out"
@@ -64,15 +68,45 @@ def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, str
 
     A step reads all weights, and the keys and values of all streams. It multiplies each stream's token with the weights.
     """
+    step_s = _step_s(config, dtype, node, streams, length)
+    return streams / max(step_s, _host_s(streams) if node.cards else 0.0)
+
+
+def pipeline_decode_tokens_per_s(
+    config: ModelConfig, dtype: torch.dtype, nodes: Sequence[Node], layers: Sequence[range], streams: int, length: int
+) -> float:
+    """As `decode_tokens_per_s`, of a model that is cut over several cards.
+
+    The streams form as many groups as there are stages, and the groups take turns. The slowest stage decides how often a group's
+    step ends. A group's next step begins after its last one has passed all stages.
+
+    Args:
+        nodes: for each stage, a node with its card alone.
+        layers: of each stage.
+    """
+    groups = min(streams, len(layers))
+    rows = math.ceil(streams / groups)
+    stages = zip(nodes, layers, strict=True)
+    steps_s = [_step_s(replace(config, part=part), dtype, node, rows, length) for node, part in stages]
+    return streams / max(groups * max(*steps_s, _host_s(rows)), sum(steps_s))
+
+
+def _host_s(streams: int) -> float:
+    """The host's time for a step on a GPU."""
+    return _HOST_S + streams * _HOST_STREAM_S
+
+
+def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
+    """The device's time for a decode step of a model, or of a part of it."""
     speed = speed_of(node)
-    weights = body_parameters(config) * dtype.itemsize + config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize
+    head = config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize if config.has_end else 0
+    weights = body_parameters(config) * dtype.itemsize + head
     read = weights + streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the rate for bf16. Half the bytes take half the time, and twice the bytes twice.
     multiplied_s = streams * weights / speed.gemm
     if not node.cards:
-        return streams / (read / (_CPU_READ_SHARE * speed.copy) + multiplied_s)
-    gpu_s = config.n_layers * _LAYER_S + read / speed.copy + multiplied_s
-    return streams / max(gpu_s, _HOST_S + streams * _HOST_STREAM_S)
+        return read / (_CPU_READ_SHARE * speed.copy) + multiplied_s
+    return len(config.layers) * _LAYER_S + read / speed.copy + multiplied_s
 
 
 def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:
@@ -85,12 +119,21 @@ def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, le
     return 1 / (1 / tokens_per_s(config, dtype, node).tokens_per_s + attention_s)
 
 
+def pipeline_prefill_tokens_per_s(
+    config: ModelConfig, dtype: torch.dtype, nodes: Sequence[Node], layers: Sequence[range], length: int
+) -> float:
+    """As `prefill_tokens_per_s`, of a model that is cut over several cards: the chunks of prompts follow each other, so the
+    slowest stage decides. The arguments are those of `pipeline_decode_tokens_per_s`."""
+    stages = zip(nodes, layers, strict=True)
+    return min(prefill_tokens_per_s(config, dtype, node, length) * config.n_layers / len(part) for node, part in stages)
+
+
 def _cached_bytes(config: ModelConfig, dtype: torch.dtype, length: int) -> float:
     """Bytes of the keys and values that one token's attention reads."""
-    return bytes_per_token(config, compute_dtype(dtype)) * sum(_seen(config, length)) / config.n_layers
+    return bytes_per_token(config, compute_dtype(dtype)) * sum(_seen(config, length)) / len(config.layers)
 
 
 def _seen(config: ModelConfig, length: int) -> list[int]:
-    """Tokens that the last of `length` tokens sees, for each layer."""
-    windows = [config.layer_window(layer) if isinstance(config, DecoderConfig) else None for layer in range(config.n_layers)]
+    """Tokens that the last of `length` tokens sees, for each layer of the model or of a part of it."""
+    windows = [config.layer_window(layer) if isinstance(config, DecoderConfig) else None for layer in config.layers]
     return [length if window is None else min(length, window + 1) for window in windows]

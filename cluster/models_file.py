@@ -26,6 +26,7 @@ class ModelEntry(ModelSpec):
     tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; of a model that generates, decode's
     context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
     streams: PositiveInt | None = None
+    pipeline: PositiveInt | None = None  # cards of one node that share the layers; None: as few as hold the model
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
@@ -36,7 +37,9 @@ class ModelEntry(ModelSpec):
     @model_validator(mode="after")
     def _has_one_device(self) -> "ModelEntry":
         if self.devices:
-            raise ValueError("devices is for `emberforge serve`: in a cluster a model takes one card; leave it out")
+            raise ValueError(
+                "devices is for `emberforge serve`: in a cluster Ray chooses the cards; write pipeline: NUMBER of cards"
+            )
         return self
 
     @model_validator(mode="after")

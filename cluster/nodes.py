@@ -40,6 +40,11 @@ class Card:
     source: str = "file"  # the source of the two figures
     capability: tuple[int, int] | None = None  # compute capability, as in (12, 1); None if unknown
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether this is a MIG slice. CUDA gives a process one slice at most."""
+        return " mig " in f" {self.name.lower()} "
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -58,12 +63,15 @@ class Node:
     def class_name(self) -> str:
         """The node's class. Nodes of one class are interchangeable: same card, memory and architecture, or the same CPUs.
 
-        The class is also the value of the label by which models are placed.
+        The class is also the value of the label by which models are placed. Unlike cards are all in it, in their order.
         """
         if self.cards:
-            card = self.cards[0]
-            end = f"-{_nominal_gib(card.total_bytes)}g-{self.arch}"
-            return _shortened(_slug(card.name), _LABEL_LENGTH - len(end)) + end
+            cards = [f"{_slug(card.name)}-{_nominal_gib(card.total_bytes)}g" for card in self.cards]
+            if not self.is_mixed:
+                *_, size = cards[0].rpartition("-")
+                end = f"-{size}-{self.arch}"
+                return _shortened(_slug(self.cards[0].name), _LABEL_LENGTH - len(end)) + end
+            return _shortened(".".join(cards), _LABEL_LENGTH - len(self.arch) - 1) + f"-{self.arch}"
         return f"cpu-{self.num_cpus}c-{round(self.ram_bytes / GIB)}g-{self.arch}"
 
     @property
@@ -77,15 +85,26 @@ class Node:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that models may take: of each card, or of the host if there is no card."""
-        return (self.cards[0].total_bytes if self.cards else self.ram_bytes) - self.reserved
+        """Bytes that models may take: of each card, or of the host if there is no card.
+
+        Ray chooses the card of a replica that takes one. So each of unlike cards counts as the smallest.
+        """
+        return min((card.total_bytes for card in self.cards), default=self.ram_bytes) - self.reserved
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the cards are of different kinds."""
+        return len({(card.name, round(card.total_bytes / GIB)) for card in self.cards}) > 1
+
+    def with_card(self, index: int) -> "Node":
+        """The node as if it had this card alone."""
+        return replace(self, cards=(self.cards[index],))
 
 
 def checked(node: Node) -> Node:
-    """Returns the node. Raises: ClusterError for cards of several kinds, or no memory left for models."""
-    kinds = {(card.name, round(card.total_bytes / GIB)) for card in node.cards}
-    if len(kinds) > 1:
-        names = ", ".join(f"{name} {gib} GiB" for name, gib in sorted(kinds))
+    """Returns the node. Raises: ClusterError for cards that no model can share, or no memory left for models."""
+    if node.is_mixed and any(card.unified or card.is_slice for card in node.cards):
+        names = ", ".join(sorted(f"{card.name} {round(card.total_bytes / GIB)} GiB" for card in set(node.cards)))
         raise ClusterError(
             f"node {node.name} has cards of different kinds ({names}), and Ray cannot choose among the cards of a node: "
             "start one node per kind, each with its own CUDA_VISIBLE_DEVICES"

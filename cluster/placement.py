@@ -8,7 +8,7 @@ never meets a full card.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ _ROUNDS = 8
 class Slot:
     """One card, which its replicas share. On a node without cards, its CPUs, divided among at most `places` replicas.
 
-    `node_places` is the largest number of replicas on all cards of the node together. None means no limit.
+    `node_places` is the largest number of replicas on all cards of the node together. None means no limit. `more` has the further
+    cards of the node that one replica takes together with this one.
     """
 
     node: str
@@ -34,6 +35,7 @@ class Slot:
     capacity: int  # bytes
     places: int | None = None
     node_places: int | None = None
+    more: tuple[int, ...] = ()
 
     @property
     def shared_out(self) -> bool:
@@ -42,7 +44,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A model to place, with the bytes and the tokens/s of one replica by node class. A missing class cannot run the model."""
+    """A model to place, with the bytes and the tokens/s of one replica by node class. A missing class cannot run the model.
+
+    `cards_on` has the number of whole cards of a node that one replica takes, for classes where it takes several. `place` knows
+    no such classes (`cluster/pipelines.py`).
+    """
 
     model: str
     bytes_on: Mapping[str, int]
@@ -51,6 +57,7 @@ class Demand:
     max_replicas: int = 1
     nodes: frozenset[str] | None = None  # only there
     not_nodes: frozenset[str] = frozenset()
+    cards_on: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

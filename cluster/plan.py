@@ -14,14 +14,22 @@ import torch
 from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import known_model
 from cluster.files import ClusterError
-from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s, settled
+from cluster.generation import (
+    decode_tokens_per_s,
+    pipeline_decode_tokens_per_s,
+    pipeline_prefill_tokens_per_s,
+    prefill_tokens_per_s,
+    settled,
+)
 from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
-from cluster.placement import Demand, Placement, Replica, Slot, place
+from cluster.pipelines import Cards, arrange
+from cluster.placement import Demand, Placement, Replica, Slot
 from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName, compute_dtype
+from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
@@ -45,12 +53,13 @@ _AUTO: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 class Assigned:
     """A replica of the plan, and why it is there. A replica that is not `required` is room for autoscaling.
 
-    A model that generates takes `more_cache_bytes` beside what it needs.
+    A model that generates takes `more_cache_bytes` beside what it needs. A pipeline takes `more_cards` beside its first one.
     """
 
     model: str
     node: str
     card: int | None  # None on a node without cards
+    more_cards: tuple[int, ...]
     needs_bytes: int
     more_cache_bytes: int
     capacity: int
@@ -76,10 +85,18 @@ class PlannedPool:
     tokens_per_s: float
     cache_tokens: int | None  # of a model that generates
     streams: int | None  # how many of the longest streams that cache holds at once
+    num_stages: int  # of each replica: whole cards of its node, or parts of a node's CPUs
 
     @property
     def name(self) -> str:
         return f"{pool_name(self.model)}.{self.node_class}"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of a replica that has several stages. Ray shows a replica the cards that it books, and no others."""
+        if self.num_stages == 1:
+            return ()
+        return tuple(f"cuda:{index}" if self.num_gpus else "cpu" for index in range(self.num_stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +106,15 @@ class GenerationRates:
     decode_alone: float  # of one stream
     decode: float  # of as many streams as the model's entry asks for, all together
     prefill: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A replica over several cards of one node: the layers of each card, and the bytes that it needs there."""
+
+    cards: Cards
+    layers: tuple[range, ...]
+    needs_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +154,7 @@ class Plan:
         self.class_of = {node.name: node.class_name for node in nodes}
         self.gateways_a_node = math.ceil(file.gateways / max(1, len(nodes)))
         most = sum(entry.most_replicas for entry in file.models)
-        self.slots = [
+        empty = [
             slot if slot.node_places is None or slot.node_places < most else replace(slot, node_places=None)
             for slot in _slots(nodes, self.classes, self.gateways_a_node)
         ]
@@ -136,6 +162,8 @@ class Plan:
         for entry in file.models:
             if entry.dtype == "float16" and family_of(self.shapes[entry.name]).overflows_float16:
                 raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
+        self._empty_slots, self._most_cards = empty, _most_cards(nodes)
+        self._pipelines: dict[tuple[str, str], Pipeline | str | None] = {}
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
         # The entries with one dtype each in place of "auto" (docs/decisions/037).
         self.dtypes = {name: self._dtype(entry) for name, entry in self.given.items()}
@@ -146,7 +174,8 @@ class Plan:
             for name, demand in self.demands.items()
             for each in demand.bytes_on
         }
-        self.placement: Placement = place(list(self.demands.values()), self.slots)
+        self.placement: Placement
+        self.placement, self.slots = arrange(list(self.demands.values()), empty)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
         """The bytes of one replica on a class of node. `changes` replaces fields of the model's entry."""
@@ -168,18 +197,73 @@ class Plan:
         return tokens_per_s(config, dtype_on(entry, node, config), node)
 
     def _decode(self, entry: ModelEntry, node: Node, streams: int) -> float:
-        config = self.shapes[entry.name]
-        return decode_tokens_per_s(config, dtype_on(entry, node, config), node, streams, _half(entry))
+        config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
+        dtype = dtype_on(entry, node, config)
+        if isinstance(pipeline, Pipeline):
+            return pipeline_decode_tokens_per_s(config, dtype, pipeline.cards.nodes, pipeline.layers, streams, _half(entry))
+        return decode_tokens_per_s(config, dtype, node, streams, _half(entry))
+
+    def _prefill(self, entry: ModelEntry, node: Node) -> float:
+        config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
+        dtype = dtype_on(entry, node, config)
+        if isinstance(pipeline, Pipeline):
+            return pipeline_prefill_tokens_per_s(config, dtype, pipeline.cards.nodes, pipeline.layers, _half(entry))
+        return prefill_tokens_per_s(config, dtype, node, _half(entry))
+
+    def pipeline_on(self, name: str, node_class: str) -> Pipeline | None:
+        """The cut of a replica on a class of node. None for a replica on one card, or on CPUs."""
+        found = self._pipeline(self.entries[name], self.classes[node_class])
+        return found if isinstance(found, Pipeline) else None
+
+    def _pipeline(self, entry: ModelEntry, node: Node) -> Pipeline | str | None:
+        """As `pipeline_on`, of an entry with its dtype; or why no cut fits. The node stands for its class."""
+        key = entry.model_dump_json(), node.class_name
+        if key not in self._pipelines:
+            self._pipelines[key] = self._new_pipeline(entry, node)
+        return self._pipelines[key]
+
+    def _new_pipeline(self, entry: ModelEntry, node: Node) -> Pipeline | str | None:
+        if entry.streams is None or not node.cards or entry.pipeline == 1:
+            return None
+        if (most := self._most_cards[node.class_name]) < (entry.pipeline or 2):
+            return f"has {most} on a node, and pipeline is {entry.pipeline}" if entry.pipeline else None
+        if entry.pipeline is None and self._has_a_card_for(entry):
+            return None
+        reason = ""
+        for number in [entry.pipeline] if entry.pipeline else range(2, most + 1):
+            try:
+                if node.is_mixed and number < len(node.cards):
+                    raise ModelError(f"Ray cannot choose {number} of its {len(node.cards)} unlike cards")
+                return self._cut(entry, node, number)
+            except ModelError as error:
+                reason = f"over {number} cards of one node: {error}"
+        return reason
+
+    def _cut(self, entry: ModelEntry, node: Node, number: int) -> Pipeline:
+        """Raises: ModelError where it does not fit."""
+        config = shortened(self.shapes[entry.name], entry.max_input_tokens)
+        alone = tuple(node.with_card(index if node.is_mixed else 0) for index in range(number))
+        cards = Cards(config, dtype_on(entry, node, config), alone, entry.max_batch_tokens)
+        tokens = whole_pages(entry.cache_tokens or 1)
+        return Pipeline(cards, tuple(cards.layers(tokens)), cards.needs(tokens))
+
+    def _has_a_card_for(self, entry: ModelEntry) -> bool:
+        """Whether one card holds a replica, on any node that the model may have. Where we choose the dtype, the card has it."""
+        nodes = [node for each in self._allowed_classes(entry) if (node := self.classes[each]).cards and _runs(entry.dtype, node)]
+        if self.written[entry.name].dtype == "auto" and entry.dtype in _AUTO:
+            nodes = [node for node in nodes if self._has(entry.dtype, entry, node)]
+        return any(self._footprint(entry, node).total <= node.usable_bytes for node in nodes)
 
     def generation_rates(self, name: str) -> dict[str, GenerationRates]:
         """The rates of a model that generates, by class of node that can hold it. Empty for another model."""
-        entry, config, found = self.entries[name], self.shapes[name], {}
+        entry, found = self.entries[name], {}
         allowed = self._allowed_classes(entry)
         for each, needs in self.demands[name].bytes_on.items():
             node = self.classes[each]
-            if entry.streams is not None and each in allowed and needs <= node.usable_bytes:
-                prefill = prefill_tokens_per_s(config, dtype_on(entry, node, config), node, _half(entry))
-                found[each] = GenerationRates(self._decode(entry, node, 1), self.rates[name, each].tokens_per_s, prefill)
+            holds = needs <= node.usable_bytes or self.pipeline_on(name, each) is not None
+            if entry.streams is not None and each in allowed and holds:
+                rate = self.rates[name, each].tokens_per_s
+                found[each] = GenerationRates(self._decode(entry, node, 1), rate, self._prefill(entry, node))
         return found
 
     @cached_property
@@ -196,6 +280,8 @@ class Plan:
         for each in self.placement.replicas:
             left[each.slot] -= self.demands[each.model].bytes_on[each.slot.node_class]
             entry, pool = self.entries[each.model], (each.model, each.slot.node_class)
+            if each.slot.more:
+                continue
             if entry.context is None or entry.cache_tokens is None or self.written[each.model].cache_tokens is not None:
                 continue
             growing.setdefault(each.slot, Counter())[pool] += 1
@@ -208,7 +294,16 @@ class Plan:
                 node_class, {pool: pages[pool] * page_bytes[pool] for pool in here}
             ):
                 pages |= {pool: pages[pool] // 2 for pool in here}
-        return {pool: count * PAGE_SIZE for pool, count in pages.items()}
+        of_pipelines = {pool: self._more_of_pipeline(*pool) for pool in self._by_pool}
+        return of_pipelines | {pool: count * PAGE_SIZE for pool, count in pages.items()}
+
+    def _more_of_pipeline(self, name: str, node_class: str) -> int:
+        """As `more_cache_tokens`, of one pool. A pipeline shares its cards with no other model. 0 for another pool."""
+        entry, pipeline = self.entries[name], self.pipeline_on(name, node_class)
+        if pipeline is None or self.written[name].cache_tokens is not None or entry.context is None:
+            return 0
+        least = whole_pages(entry.cache_tokens or 1)
+        return pipeline.cards.most_cache_tokens(least, MOST_STREAMS * whole_pages(entry.context)) - least
 
     def _ray_finds_room(self, node_class: str, more_bytes: dict[tuple[str, str], int]) -> bool:
         """Whether Ray finds a card for each replica on a class of node, if some replicas take more bytes than they need."""
@@ -224,7 +319,9 @@ class Plan:
 
     def _share(self, name: str, node_class: str, more_bytes: int) -> int:
         """The share of a card that Ray books for a replica, in ten-thousandths, because Ray counts four decimals. Rounded up,
-        replicas that fit to the byte would exceed the card."""
+        replicas that fit to the byte would exceed the card. A pipeline takes whole cards, as Ray gives no shares of several."""
+        if (number := self.demands[name].cards_on.get(node_class, 1)) > 1:
+            return number * 10_000
         share = (self.demands[name].bytes_on[node_class] + more_bytes) / self.classes[node_class].usable_bytes
         return max(1, int(share * 1e4))
 
@@ -262,15 +359,23 @@ class Plan:
                     each.model,
                     slot.node,
                     slot.index if node.cards else None,
+                    slot.more,
                     self.demands[each.model].bytes_on[slot.node_class],
                     self._more_bytes(each.model, slot.node_class),
-                    slot.capacity,
+                    self.capacity(slot),
                     *self.rates[each.model, slot.node_class],
                     each.required,
                     self._why(each.model, slot),
                 )
             )
         return tuple(found)
+
+    def capacity(self, slot: Slot) -> int:
+        """Bytes for models. A pipeline uses the whole memory of unlike cards."""
+        node = self.classes[slot.node_class]
+        if not slot.more or not node.is_mixed:
+            return slot.capacity
+        return sum(node.with_card(index).usable_bytes for index in (slot.index, *slot.more))
 
     @cached_property
     def unplaced(self) -> tuple[Unplaced, ...]:
@@ -300,11 +405,17 @@ class Plan:
 
     def _potential(self, entry: ModelEntry, dtype: DtypeName) -> tuple[int, float]:
         """(required replicas that find a place, tokens/s of the fastest cards for all replicas) if the model were alone."""
-        bytes_on = self._demand(entry, dtype).bytes_on
+        demand = self._demand(entry, dtype)
+        bytes_on = demand.bytes_on
         speed_on = {each: self._estimate(_in_dtype(entry, dtype), self.classes[each]) for each in bytes_on}
         on_node, speeds = Counter[str](), []
-        for slot in self.slots:
+        for slot in self._empty_slots:
             if _may(entry, slot.node) and slot.node_class in bytes_on and slot.node_places != 0:
+                if (number := demand.cards_on.get(slot.node_class, 1)) > 1:
+                    if slot.index % number == number - 1:  # the last card of a replica
+                        on_node[slot.node] += 1
+                        speeds.append(speed_on[slot.node_class])
+                    continue
                 fitting = min(slot.capacity // bytes_on[slot.node_class], slot.places or entry.most_replicas)
                 on_node[slot.node] = min(on_node[slot.node] + fitting, slot.node_places or entry.most_replicas)
                 speeds += [speed_on[slot.node_class]] * bool(fitting)
@@ -329,23 +440,38 @@ class Plan:
         return tuple(
             each
             for each in self._allowed_classes(given)
-            if each not in bytes_on and self._footprint(given, self.classes[each]).total <= self.classes[each].usable_bytes
+            if each not in bytes_on
+            and not isinstance(self._pipeline(self.entries[name], self.classes[each]), str)
+            and self._footprint(given, self.classes[each]).total <= self.classes[each].usable_bytes
         )
 
     def _demand(self, given: ModelEntry, dtype: DtypeName) -> Demand:
         entry = _in_dtype(given, dtype)
         # An operator may choose a dtype that a node computes slowly; we do not.
         runs = partial(self._has, dtype, entry) if given.dtype == "auto" else partial(_runs, dtype)
-        classes = [name for name, node in self.classes.items() if runs(node)]
+        cuts = {name: self._pipeline(entry, node) for name, node in self.classes.items() if runs(node)}
+        classes = [name for name, found in cuts.items() if not isinstance(found, str)]
         return Demand(
             entry.name,
-            {each: self._footprint(entry, self.classes[each]).total for each in classes},
+            {each: self._needs(entry, self.classes[each]) for each in classes},
             {each: self._rate(entry, each).tokens_per_s for each in classes},
             entry.min_replicas,
             entry.most_replicas,
             None if entry.nodes is None else frozenset(entry.nodes),
             frozenset(entry.not_nodes),
+            {each: len(found.layers) for each, found in cuts.items() if isinstance(found, Pipeline)},
         )
+
+    def _needs(self, entry: ModelEntry, node: Node) -> int:
+        """Bytes of a replica: of its cards together, or of the host."""
+        if isinstance(pipeline := self._pipeline(entry, node), Pipeline):
+            return sum(pipeline.needs_bytes)
+        needs, stages = self._footprint(entry, node), entry.pipeline or 1
+        if node.cards or stages == 1:
+            return needs.total
+        config = self.shapes[entry.name]
+        head = config.vocab_size * config.hidden_size * compute_dtype(dtype_on(entry, node, config)).itemsize
+        return needs.total + (stages - 1) * needs.workspace + head  # the last stage may have a copy of the words
 
     def _pool(self, name: str, node_class: str, replicas: Sequence[Replica]) -> PlannedPool:
         node = self.classes[node_class]
@@ -369,6 +495,7 @@ class Plan:
             self.rates[name, node_class].tokens_per_s,
             cache,
             whole_pages(cache) // whole_pages(entry.context) if cache and entry.context else None,
+            self.demands[name].cards_on.get(node_class, 1) if node.cards else entry.pipeline or 1,
         )
 
     def _why(self, name: str, slot: Slot) -> str:
@@ -376,6 +503,8 @@ class Plan:
         possible = [each for each, needs in demand.bytes_on.items() if needs <= self.classes[each].usable_bytes]
         if demand.nodes is not None:
             return "pinned there"
+        if slot.more:
+            return f"{len(slot.more) + 1} cards, {'as asked' if self.entries[name].pipeline else 'because no card holds it'}"
         if len(self.classes) == 1:
             return "the only class of node"
         if len(possible) == 1:
@@ -389,6 +518,8 @@ class Plan:
     def _why_not(self, name: str) -> str:
         demand = self.demands[name]
         allowed = [slot for slot in self.slots if _may(self.entries[name], slot.node)]
+        if reason := self._why_no_pipeline(name, allowed):
+            return reason
         possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]
         if not possible:
             classes = sorted({slot.node_class for slot in allowed})
@@ -416,6 +547,16 @@ class Plan:
         needs, free = demand.bytes_on[closest.node_class], closest.capacity - used[closest]
         return f"a replica needs {_gib_up(needs)}, and {_where(closest)} has {_gib(free)} of {_gib(closest.capacity)} left"
 
+    def _why_no_pipeline(self, name: str, allowed: Sequence[Slot]) -> str | None:
+        """Why no node has several cards for a replica. None for a replica that takes one card."""
+        classes = tuple(dict.fromkeys(slot.node_class for slot in allowed))
+        found = {each: self._pipeline(self.entries[name], self.classes[each]) for each in classes}
+        fitting = {each: pipeline for each, pipeline in found.items() if isinstance(pipeline, Pipeline)}
+        if fitting:
+            number = min(len(pipeline.layers) for pipeline in fitting.values())
+            return f"a replica takes {number} whole cards of one node, and no node has as many empty"
+        return next((f"{each} {reason}" for each, reason in found.items() if isinstance(reason, str)), None)
+
     def _cpus_taken(self, name: str) -> str:
         num_cpus = next(node.num_cpus for node in self.nodes if node.name == name)
         kept = self.gateways_a_node * GATEWAY_CPUS
@@ -434,6 +575,10 @@ class Plan:
             smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
             if smallest < len(kind):
                 found.append(_written_out(kind[smallest]))
+        if self.entries[name].streams is not None:
+            numbers = range(1, max(self._most_cards.values(), default=0) + 1)
+            others = ({"pipeline": number} for number in numbers if number != self.entries[name].pipeline)
+            found += [_written_out(each) for each in islice((each for each in others if self._would_fit(name, each)), 1)]
         return (*found, self._another_node(name))
 
     def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
@@ -488,7 +633,7 @@ class Plan:
         required = [
             replace(each, max_replicas=max(1, each.min_replicas)) for each in demands
         ]  # room for autoscaling is not needed here
-        then = place(required, self.slots, _TRY_STEPS)
+        then, _ = arrange(required, self._empty_slots, _TRY_STEPS)
         others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
 
@@ -500,10 +645,13 @@ class Plan:
         free = entry.dtype == "auto" and count == entry.min_replicas
         dtype = torch.bfloat16 if free else DTYPES[self.dtypes[name]]
         needs_bytes = footprint(config, dtype, "gpu", entry.max_batch_tokens, cache_tokens=entry.cache_tokens).total
-        card = _gib_up(needs_bytes + CARD_RESERVE)
+        card = f"a card of {_gib_up(needs_bytes + CARD_RESERVE)}"
+        if (number := entry.pipeline or 1) > 1:
+            each_bytes = Cards(config, dtype, (), entry.max_batch_tokens).card_bytes(whole_pages(entry.cache_tokens or 1), number)
+            card = f"{number} cards of {_gib_up(each_bytes + CARD_RESERVE)}"
         more = f"{count} more nodes, each with" if count > 1 else "another node with"
         needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
-        return f"{more} a card of {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
+        return f"{more} {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
     def guesses(self) -> tuple[str, ...]:
         """The classes of node with an unknown card. Their speed is a cautious guess."""
@@ -531,6 +679,15 @@ def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
         num_cpus, cpu_bf16 = min(node.num_cpus, (known or node).num_cpus), node.cpu_bf16 and (known or node).cpu_bf16
         classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16)
     return classes
+
+
+def _most_cards(nodes: Iterable[Node]) -> dict[str, int]:
+    """The largest number of cards of a node, by class. A pipeline has no MIG slices: CUDA gives a process one of them."""
+    most: dict[str, int] = {}
+    for node in nodes:
+        number = 1 if any(card.is_slice for card in node.cards) else len(node.cards)
+        most[node.class_name] = max(most.get(node.class_name, 0), number)
+    return most
 
 
 def _slots(nodes: Iterable[Node], classes: dict[str, Node], gateways_a_node: int) -> list[Slot]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, Unplaced
+from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, PlannedPool, Unplaced
 from cluster.throughput import Basis
 from engine.model.footprint import HOST_BYTES
 
@@ -39,10 +39,12 @@ _MOST_FILE_BYTES = 5 * GIB
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """How much of a card's memory is used. `card` is None for a node without cards; the memory is then the host's."""
+    """How much of a card's memory is used. `card` is None for a node without cards; the memory is then the host's. The cards that
+    a pipeline takes are one use: `more_cards` are beside the first one."""
 
     node: str
     card: int | None
+    more_cards: tuple[int, ...]
     node_class: str
     used_bytes: int
     capacity: int
@@ -86,7 +88,8 @@ def card_uses(plan: Plan) -> tuple[CardUse, ...]:
         card = None if slot.shared_out else slot.index
         here = on.get((slot.node, card), [])
         used = sum(each.needs_bytes + each.more_cache_bytes for each in here)
-        uses.append(CardUse(slot.node, card, slot.node_class, used, slot.capacity, tuple(each.model for each in here)))
+        models = tuple(each.model for each in here)
+        uses.append(CardUse(slot.node, card, slot.more, slot.node_class, used, plan.capacity(slot), models))
     return tuple(uses)
 
 
@@ -177,6 +180,13 @@ def notes(plan: Plan) -> tuple[str, ...]:
     generating = _generating(plan)
     found += _GENERATION if generating else ()
     found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
+    found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
+    found += [
+        f"{node.name} has cards of different kinds: Ray chooses the card of a replica that takes one, so each of them counts as "
+        "the smallest; start one node per kind, each with its own CUDA_VISIBLE_DEVICES, to use all of their memory"
+        for node in plan.nodes
+        if node.is_mixed and any(each.node == node.name and not each.more_cards for each in plan.assigned)
+    ]
     found += [
         f"{name}: the checkpoint is quantised ({shape.quantization}); it is dequantised at load, so it takes what its values "
         f"take in {plan.dtypes[name]}"
@@ -242,6 +252,16 @@ def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str
             return
 
 
+def _pipeline_note(plan: Plan, pool: PlannedPool) -> Iterator[str]:
+    """The layers and the memory of each card, with the whole cache, for a pool whose replicas have several cards."""
+    pipeline = plan.pipeline_on(pool.model, pool.node_class)
+    if pipeline is None or pool.cache_tokens is None:
+        return
+    cards = zip(pipeline.cards.layers(pool.cache_tokens), pipeline.cards.needs(pool.cache_tokens), strict=True)
+    cut = ", ".join(f"layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for part, needs in cards)
+    yield f"{pool.name}: {pool.num_stages} cards of one node, {cut}; the slowest card decides the rates"
+
+
 def _placement_note(plan: Plan) -> str:
     if not plan.placement.missing:
         return f"placement: {plan.placement.method}; every required replica has its card"
@@ -256,7 +276,7 @@ def _replicas(plan: Plan) -> Table:
         rate = f"{_rounded(each.tokens_per_s):,}"
         room = "required" if each.required else "room to grow"
         table.add_row(
-            each.model, _place(each.node, each.card), _gib(each.needs_bytes), _gib(each.capacity), rate, each.basis, room,
+            each.model, _place(each), _gib(each.needs_bytes), _gib(each.capacity), rate, each.basis, room,
             each.why, style=None if each.required else "dim",
         )  # fmt: skip
     return table
@@ -266,9 +286,7 @@ def _cards(plan: Plan) -> Table:
     table = _table("Cards", "node:card", "class", "used GiB", "of GiB", "full", "models")
     for each in card_uses(plan):
         models = ", ".join(each.models)
-        table.add_row(
-            _place(each.node, each.card), each.node_class, _gib(each.used_bytes), _gib(each.capacity), f"{each.share:.0%}", models
-        )
+        table.add_row(_place(each), each.node_class, _gib(each.used_bytes), _gib(each.capacity), f"{each.share:.0%}", models)
     return table
 
 
@@ -322,8 +340,9 @@ def _lacking(each: Unplaced) -> str:
     return f"{each.model} lacks {each.count} required replica{'s' if each.count > 1 else ''}"
 
 
-def _place(node: str, card: int | None) -> str:
-    return f"{node}:cpu" if card is None else f"{node}:{card}"
+def _place(each: Assigned | CardUse) -> str:
+    """The node and its card, as `srv:0`, or its cards, as `srv:0+1`."""
+    return f"{each.node}:cpu" if each.card is None else f"{each.node}:{'+'.join(map(str, (each.card, *each.more_cards)))}"
 
 
 def _some(names: Sequence[str]) -> str:

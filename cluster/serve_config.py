@@ -47,7 +47,8 @@ def _pinned(spec: ModelSpec) -> ModelSpec:
 
 
 def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[str, Any]:
-    entry, spec = plan.entries[pool.model], spec.model_copy(update={"cache_tokens": pool.cache_tokens})
+    changes = {"cache_tokens": pool.cache_tokens, "devices": pool.devices}
+    entry, spec = plan.entries[pool.model], spec.model_copy(update=changes)
     options: dict[str, Any] = {"num_cpus": pool.num_cpus}
     if pool.num_gpus:
         options["num_gpus"] = pool.num_gpus

@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -209,10 +210,11 @@ def _node_cells(seen: Seen) -> dict[str, str]:
 
 
 def _memory_cells(cards: Sequence[Card]) -> dict[str, str]:
-    """The cells for several equal cards together."""
+    """The cells for all cards of a node together."""
+    count = Counter(card.name for card in cards)
     free = [card.free_bytes for card in cards if card.free_bytes is not None]
     return {
-        "card": f"{len(cards)} x {cards[0].name}" if len(cards) > 1 else cards[0].name,
+        "card": ", ".join(f"{number} x {name}" if number > 1 else name for name, number in count.items()),
         "total": _gib(sum(card.total_bytes for card in cards)),
         "free": _gib(sum(free)) if len(free) == len(cards) else "",
         "source": cards[0].source,

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from cluster.catalogue import CATALOGUE
-from cluster.nodes import Node
+from cluster.nodes import Card, Node
 from engine.devices import DTYPES, DtypeName, compute_dtype
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
@@ -133,7 +133,7 @@ def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
     row = _rows_by_body().get((_body(config), dtype)) if node.cards and has_bf16(node) and is_known(node) else None
     if row is None:
         return Rate(estimated_tokens_per_s(config, dtype, node), "estimated")
-    if _bare(node.cards[0].name) == _bare(table().card):
+    if all(_bare(card.name) == _bare(table().card) for card in node.cards):
         return Rate(row.tokens_per_s, "measured")
     return Rate(predicted_tokens_per_s(row, card_speed(table().card), speed_of(node)), "predicted")
 
@@ -189,10 +189,10 @@ def _body(config: ModelConfig) -> _Body:
 
 
 def speed_of(node: Node) -> Speed:
-    """The speed of one card of the node, or of the CPUs of a node without cards."""
+    """The speed of the node's slowest card, or of the CPUs of a node without cards."""
     if not node.cards:
         return Speed(node.num_cpus * _CPU_CORE_FLOPS, _CPU_BANDWIDTH)
-    return card_speed(node.cards[0].name)
+    return min((card_speed(name) for name in {card.name for card in node.cards}), key=lambda speed: (speed.gemm, speed.copy))
 
 
 def card_speed(name: str) -> Speed:
@@ -205,10 +205,12 @@ def card_speed(name: str) -> Speed:
 
 
 def capability_of(node: Node) -> tuple[int, int] | None:
-    """The compute capability of the node's cards: as read from the card, or else by its name. None for a node without cards."""
-    if not node.cards:
-        return None
-    card = node.cards[0]
+    """The compute capability of the node's cards, the least one: as read from the card, or else by its name. None for a node
+    without cards."""
+    return min(map(_capability_of_card, set(node.cards)), default=None)
+
+
+def _capability_of_card(card: Card) -> tuple[int, int]:
     by_name = (capability for pattern, capability in _OLDER_CARDS.items() if _names(pattern, card.name.lower()))
     return card.capability or next(by_name, _NEWER_CARD)
 
@@ -221,7 +223,8 @@ def has_bf16(node: Node) -> bool:
 
 def is_known(node: Node) -> bool:
     """Whether the node's speed is known. If not, the speed is a cautious guess."""
-    return not node.cards or any(_names(pattern, node.cards[0].name.lower()) for pattern in _CARDS)
+    names = {card.name.lower() for card in node.cards}
+    return all(any(_names(pattern, name) for pattern in _CARDS) for name in names)
 
 
 def _names(pattern: str, name: str) -> bool:

@@ -46,7 +46,7 @@ def plan_stages(
         raise ModelError("--backend transformers runs on one device; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
-    sizes = _sizes(config, dtype)
+    sizes = sizes_of(config, dtype)
     cards = _cards(config, dtype, devices, max_batch_tokens)
     page = whole_pages(1)
     if cache_tokens is not None or devices[0].type == "cpu":
@@ -57,8 +57,8 @@ def plan_stages(
     return stages, cache_tokens
 
 
-def _sizes(config: ModelConfig, dtype: torch.dtype) -> cut.Model:
-    """The bytes of the model's parts, in the dtype of each."""
+def sizes_of(config: ModelConfig, dtype: torch.dtype) -> cut.Model:
+    """The bytes of the parts of a model that generates, in the dtype of each. A plan asks for them, too."""
     wide = compute_dtype(dtype)
 
     def weights(index: int) -> int:
@@ -78,14 +78,11 @@ def _cards(
     config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], max_batch_tokens: int | None
 ) -> list[cut.Device]:
     """What the cut knows of each device. Stages on one device share its free memory."""
-    passes = family_of(config).table_bytes(config)
     if devices[0].type == "cpu":
-        free = int(psutil.virtual_memory().available)
+        free, passes = int(psutil.virtual_memory().available), family_of(config).table_bytes(config)
         return [cut.Device(str(device), free // len(devices), passes, 1.0) for device in devices]
     count = Counter(devices)
-    # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
-    tokens = max_batch_tokens or MOST_STREAM_TOKENS
-    passes += KERNEL_BYTES + (len(devices) + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
+    passes = bytes_beside_passes(config, dtype, len(devices), max_batch_tokens)
     alike = len({torch.cuda.get_device_name(device) for device in devices}) == 1
     return [
         cut.Device(
@@ -96,6 +93,14 @@ def _cards(
         )
         for device in devices
     ]
+
+
+def bytes_beside_passes(config: ModelConfig, dtype: torch.dtype, num_stages: int, max_batch_tokens: int | None) -> int:
+    """Bytes of each GPU that a stage takes beside its weights, its cache and what the passes of a whole model take."""
+    # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
+    tokens = max_batch_tokens or MOST_STREAM_TOKENS
+    hidden = (num_stages + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
+    return family_of(config).table_bytes(config) + KERNEL_BYTES + hidden
 
 
 def _bytes_per_s(device: torch.device) -> float:

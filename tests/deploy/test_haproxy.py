@@ -12,7 +12,7 @@ import httpx
 import pytest
 from standins import Load, Node, is_open, stop, wait_for
 
-from cluster.local_ray import free_port
+from cluster.local_ray import SERVE_ENV, free_port
 from loadtests.balancer import DEPLOY, haproxy, haproxy_config
 from serve_app.settings import Settings
 
@@ -168,3 +168,9 @@ def test_the_server_gives_up_before_the_balancer_does() -> None:
         for name in names:
             (seconds,) = re.findall(rf"^\s*{name} (\d+)s", (DEPLOY / file).read_text(), re.MULTILINE)
             assert int(seconds) > Settings().request_timeout_s, (file, name)
+
+
+def test_a_reload_leaves_streams_as_long_as_the_nodes_own_haproxy_does() -> None:
+    for file, name in (("haproxy.cfg", "hard-stop-after"), ("nginx.conf", "worker_shutdown_timeout")):
+        (seconds,) = re.findall(rf"^\s*{name} (\d+)s", (DEPLOY / file).read_text(), re.MULTILINE)
+        assert seconds == SERVE_ENV["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"], file

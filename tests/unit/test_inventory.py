@@ -149,10 +149,12 @@ def test_two_cards_are_two_cards() -> None:
     assert node.usable_bytes == 120 * GIB
 
 
-def test_cards_of_two_kinds_are_refused() -> None:
+def test_cards_of_two_kinds_are_in_the_class_and_count_as_the_smallest() -> None:
     facts = replace(HOST, nvml=(nvml("NVIDIA L4", "4", 22 * GIB), nvml("NVIDIA H200", "0", 140 * GIB)))
-    with pytest.raises(ClusterError, match=r"different kinds.*CUDA_VISIBLE_DEVICES"):
-        this_node(source=lambda: facts)
+    node = this_node(source=lambda: facts, reserve_bytes=2 * GIB)
+    assert node.class_name == f"l4-22g.h200-140g-{node.arch}"
+    assert node.usable_bytes == 20 * GIB
+    assert [node.with_card(index).usable_bytes for index in (0, 1)] == [20 * GIB, 138 * GIB]
 
 
 def test_cuda_and_nvml_count_differently_and_the_uuid_decides() -> None:

@@ -53,6 +53,13 @@ def test_equal_nodes_share_a_class_and_others_do_not() -> None:
     assert Node("x", "amd64", 64 * GIB, 8, first.cards * 2).class_name == first.class_name
 
 
+def test_unlike_cards_are_a_class_of_their_own_in_their_order() -> None:
+    l4, t4 = Card("NVIDIA L4", 24 * GIB), Card("NVIDIA T4", 16 * GIB)
+    names = [Node("x", "amd64", 64 * GIB, 8, cards).class_name for cards in ((l4, t4), (t4, l4), (l4, l4, t4), (l4, l4), (l4,))]
+    assert names == ["l4-24g.t4-16g-amd64", "t4-16g.l4-24g-amd64", "l4-24g.l4-24g.t4-16g-amd64", "l4-24g-amd64", "l4-24g-amd64"]
+    assert is_label(Node("x", "amd64", 64 * GIB, 8, (l4, t4) * 8).class_name)
+
+
 def test_a_class_is_a_label_however_long_the_cards_name() -> None:
     long = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition MIG 1g.24gb"
     names = [with_card(f"{long}{end}").class_name for end in ("", " a", " b" * 99)]
@@ -86,8 +93,8 @@ def test_a_class_is_a_label_however_long_the_cards_name() -> None:
         ("nodes: [{name: a b, ram_gib: 9}]", ["nodes.0.name = 'a b'", "letters"]),
         ("nodes: [{name: a, ram_gib: 9}, {name: a, ram_gib: 8}]", ["two nodes are called 'a'", "differ"]),
         (
-            "nodes: [{name: a, ram_gib: 9, gpus: [{name: L4, vram_gib: 24}, {name: T4, vram_gib: 16}]}]",
-            ["node a", "L4 24 GiB, T4 16 GiB", "CUDA_VISIBLE_DEVICES"],
+            "nodes: [{name: a, ram_gib: 9, gpus: [{name: L4, vram_gib: 24}, {name: H100 MIG 1g.10gb, vram_gib: 10}]}]",
+            ["node a", "H100 MIG 1g.10gb 10 GiB, L4 24 GiB", "CUDA_VISIBLE_DEVICES"],
         ),
         ("nodes: [{name: a, ram_gib: 3}]", ["node a", "3.00 GiB", "reserve of 4.00 GiB", "reserve_gib"]),
         (

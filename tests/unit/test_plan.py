@@ -769,5 +769,5 @@ def test_brackets_in_a_name_are_shown(files: tuple[Path, Path]) -> None:
 
 
 def test_a_model_of_a_cluster_has_one_card() -> None:
-    with pytest.raises(ValueError, match="devices is for `emberforge serve`: in a cluster a model takes one card"):
+    with pytest.raises(ValueError, match="devices is for `emberforge serve`: in a cluster Ray chooses the cards"):
         entry(devices=["cuda:0", "cuda:1"])

@@ -1,0 +1,148 @@
+"""A model that is cut over several cards of one node, as a plan sees it: the memory of each stage, and its place."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from cluster.nodes import Node
+from cluster.placement import EXACT_STEPS, Demand, Placement, Replica, Slot, place
+from cluster.throughput import card_speed
+from engine import cut
+from engine.model.config import ModelConfig
+from engine.model.footprint import footprint
+from engine.run.kv_cache import PAGE_SIZE
+from engine.run.stages import bytes_beside_passes, sizes_of
+
+
+@dataclass(frozen=True)
+class Cards:
+    """A model that generates, and the cards that may hold it together, in the order of the node's cards."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    nodes: tuple[Node, ...]  # for each card, its node with this card alone
+    max_batch_tokens: int | None
+
+    @cached_property
+    def _sizes(self) -> cut.Model:
+        return sizes_of(self.config, self.dtype)
+
+    def _pass_bytes(self, num_cards: int) -> int:
+        """What each card takes beside weights and cache."""
+        one = footprint(self.config, self.dtype, "gpu", self.max_batch_tokens, cache_tokens=0)
+        return one.of_passes + one.context + bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens)
+
+    @cached_property
+    def _devices(self) -> list[cut.Device]:
+        passes = self._pass_bytes(len(self.nodes))
+        return [
+            cut.Device(node.cards[0].name, node.usable_bytes, passes, card_speed(node.cards[0].name).copy) for node in self.nodes
+        ]
+
+    def layers(self, cache_tokens: int) -> list[range]:
+        """The layers of each card. Raises: ModelError with the numbers where they do not fit."""
+        return cut.cut(self._sizes, self._devices, cache_tokens)
+
+    def needs(self, cache_tokens: int) -> tuple[int, ...]:
+        """Bytes of each card. Raises: as `layers`."""
+        layers = enumerate(self.layers(cache_tokens))
+        return tuple(cut.stage_bytes(self._sizes, self._devices, stage, part, cache_tokens) for stage, part in layers)
+
+    def most_cache_tokens(self, least: int, most: int) -> int:
+        """The tokens of the cache that the engine's own search would take, from `least` to `most`. There is a cut for `least`."""
+        return max(least, cut.cut_with_cache(self._sizes, self._devices, most, PAGE_SIZE)[1])
+
+    def card_bytes(self, cache_tokens: int, num_cards: int) -> int:
+        """Bytes that each of so many equal cards needs, whatever cards there are."""
+        devices = [cut.Device("", 1 << 62, self._pass_bytes(num_cards), 1.0)] * num_cards
+        layers = cut.cut(self._sizes, devices, cache_tokens)
+        return max(cut.stage_bytes(self._sizes, devices, stage, part, cache_tokens) for stage, part in enumerate(layers))
+
+
+def arrange(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT_STEPS) -> tuple[Placement, list[Slot]]:
+    """As `place`, for models of which some take several whole cards of a node. These get their cards first: an empty node is
+    harder to find than room on a card. Their room to grow is what all other models leave empty.
+
+    Returns: the placement, and the slots. The cards of a pipeline are one slot.
+    """
+    slots = sorted(slots, key=lambda slot: (slot.node, slot.index))
+    several = [demand for demand in demands if any(number > 1 for number in demand.cards_on.values())]
+    if not several:
+        return place(demands, slots, steps), slots
+    several.sort(key=lambda demand: (-max(demand.cards_on.values()), -max(demand.bytes_on.values()), demand.model))
+    named = {node for demand in demands if demand not in several for node in demand.nodes or ()}
+    required, slots = _take_turns(several, {each.model: each.min_replicas for each in several}, slots, named, required=True)
+    placed = Counter(each.model for each in required)
+    rest = [_on_one_card(each, placed[each.model]) if each in several else each for each in demands]
+    others = place(rest, slots, steps)
+    used = {each.slot for each in others.replicas}
+    on_node = Counter(each.slot.node for each in others.replicas)
+    empty = [_with_fewer_places(slot, on_node[slot.node]) for slot in slots if slot not in used]
+    placed.update(each.model for each in others.replicas)
+    room = {each.model: each.max_replicas - max(placed[each.model], each.min_replicas) for each in several}
+    growing, left = _take_turns(several, room, empty, named, required=False)
+    indices = {(slot.node, slot.index) for slot in left} | {(slot.node, slot.index) for slot in used}
+    kept = [slot for slot in slots if (slot.node, slot.index) in indices]
+    all_slots = [*kept, *(each.slot for each in (*required, *growing))]
+    all_slots.sort(key=lambda slot: (slot.node, slot.index))
+    method, proven = others.method, others.proven and not others.missing
+    return Placement((*required, *others.replicas, *growing), others.missing, method, proven), all_slots
+
+
+def _take_turns(
+    demands: Sequence[Demand], wanted: dict[str, int], slots: Sequence[Slot], named: Iterable[str], required: bool
+) -> tuple[list[Replica], list[Slot]]:
+    """Replicas over several empty cards, one for each model in turn, until none fits; and the slots that are left.
+
+    Args:
+        wanted: by model, the number of replicas.
+        named: nodes that other models are pinned to. They come last.
+    """
+    found, left, wanted = list[Replica](), list(slots), dict(wanted)
+    while any(number > 0 for number in wanted.values()):
+        for demand in demands:
+            taken = _best_cards(demand, left, found, set(named)) if wanted[demand.model] > 0 else []
+            if not taken:
+                wanted[demand.model] = 0
+                continue
+            wanted[demand.model] -= 1
+            first, *others = taken
+            capacity, more = sum(slot.capacity for slot in taken), tuple(slot.index for slot in others)
+            found.append(Replica(demand.model, replace(first, capacity=capacity, more=more), required))
+            left = [_with_fewer_places(slot, slot.node == first.node) for slot in left if slot not in taken]
+    return found, left
+
+
+def _best_cards(demand: Demand, slots: Sequence[Slot], found: Sequence[Replica], named: set[str]) -> list[Slot]:
+    """The cards of the best node: one with the fewest replicas of this model, then the fastest, then one that no other model
+    names, then the one with the fewest empty cards. Empty if no node has enough cards."""
+    on_node: dict[str, list[Slot]] = {}
+    for slot in slots:
+        may = (demand.nodes is None or slot.node in demand.nodes) and slot.node not in demand.not_nodes
+        if may and slot.node_places != 0 and demand.cards_on.get(slot.node_class, 1) > 1:
+            on_node.setdefault(slot.node, []).append(slot)
+    here = Counter(each.slot.node for each in found if each.model == demand.model)
+
+    def cost(node: str) -> tuple[int, float, bool, int, str]:
+        cards = on_node[node]
+        return here[node], -demand.tokens_per_s[cards[0].node_class], node in named, len(cards), node
+
+    possible = [node for node, cards in on_node.items() if len(cards) >= demand.cards_on[cards[0].node_class]]
+    if not possible:
+        return []
+    cards = on_node[min(possible, key=cost)]
+    return cards[: demand.cards_on[cards[0].node_class]]
+
+
+def _with_fewer_places(slot: Slot, taken: int) -> Slot:
+    return slot if slot.node_places is None else replace(slot, node_places=max(0, slot.node_places - taken))
+
+
+def _on_one_card(demand: Demand, placed: int) -> Demand:
+    """What is left of a demand on the classes where a replica takes one card, or CPUs."""
+    bytes_on = {each: needs for each, needs in demand.bytes_on.items() if demand.cards_on.get(each, 1) == 1}
+    lack = demand.min_replicas - placed
+    return replace(demand, bytes_on=bytes_on, min_replicas=lack, max_replicas=lack)

@@ -1,0 +1,77 @@
+"""A model of models.yaml with `pipeline: 2`: planned on a running node, applied, and streamed from two stages on its CPUs."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from cluster.local_ray import free_port
+from cluster.node import start, stop
+from engine.engine import Engine
+from engine.hub import EMBEDDED_GENERATOR
+from engine.options import SamplingOptions
+
+MESSAGES = [{"role": "user", "content": "Name three colours of the rainbow."}]
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The node's home. pytest's own folders are too long for Ray's sockets."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as short:
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        monkeypatch.setenv("EMBERFORGE_HOME", str(Path(short) / "head"))
+        yield Path(short)
+
+
+def test_two_stages_are_planned_applied_and_streamed(folder: Path) -> None:
+    port = free_port()
+    chat = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": 512, "streams": 2, "pipeline": 2}
+    file = folder / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": [chat], "settings": {"host": "127.0.0.1", "port": port}}))
+    try:
+        start(True, port=free_port(), reserve_gib=1.5, object_store_gib=0.1, dashboard_port=free_port(), say=print)
+        (pool,) = json.loads(_typed("plan", "--models", str(file), "--live", "--json"))["pools"]
+        assert (pool["num_stages"], pool["num_gpus"], pool["min_replicas"]) == (2, 0, 1)
+        _typed("apply", str(file), "--yes")
+        said = _streamed(f"http://127.0.0.1:{port}/v1/chat/completions")
+    finally:
+        stop()
+    assert said == _on_one_device()
+
+
+def _typed(*arguments: str) -> str:
+    """`emberforge ...` in a process of its own: Ray reads its token once in each."""
+    code = "from serve_app.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _streamed(url: str) -> str:
+    body = {"model": "chat", "messages": MESSAGES, "max_tokens": 24, "temperature": 0, "stream": True}
+    text, chunks = "", 0
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content") or ""
+                text, chunks = text + delta, chunks + bool(delta)
+    assert chunks > 5
+    return text
+
+
+def _on_one_device() -> str:
+    engine = Engine.load(EMBEDDED_GENERATOR, dtype="float32", device="cpu", cache_tokens=1024)
+    assert engine.prompts is not None
+    (answer,) = engine.generate([engine.prompts.encode_chat(MESSAGES)], SamplingOptions(max_tokens=24, temperature=0.0))
+    text: str = engine.prompts.tokenizer.decode([token.id for token in answer.tokens])
+    return text

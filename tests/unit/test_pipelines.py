@@ -1,0 +1,220 @@
+"""Models over several cards of one node in the plan of a cluster: memory by stage, unlike cards, their places, and refusals."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cluster import plan_report
+from cluster.cache_shares import finds_room
+from cluster.catalogue import CATALOGUE
+from cluster.files import ClusterError
+from cluster.generation import (
+    decode_tokens_per_s,
+    pipeline_decode_tokens_per_s,
+    pipeline_prefill_tokens_per_s,
+    prefill_tokens_per_s,
+)
+from cluster.models_file import ModelsFile
+from cluster.nodes import GIB, Card, Node, checked
+from cluster.pipelines import arrange
+from cluster.placement import Demand, Slot
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
+from engine.cut import cut
+from engine.errors import ModelError
+from engine.hub import EMBEDDED_GENERATOR
+from engine.model.footprint import footprint
+from engine.run.stages import bytes_beside_passes, sizes_of
+
+BF16 = torch.bfloat16
+RTX_5080, RTX_4090 = Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)), Card("NVIDIA GeForce RTX 4090", 24 * GIB)
+ONE = Node("one", "amd64", 64 * GIB, 8, (RTX_5080,))
+TWO = Node("two", "amd64", 64 * GIB, 8, (RTX_5080,) * 2)
+MIXED = Node("mixed", "amd64", 64 * GIB, 8, (RTX_5080, RTX_4090))
+CPU = Node("old", "amd64", 64 * GIB, 4)
+EIGHT_B: dict[str, object] = {"model": f"Qwen/Qwen3-8B@{'0' * 40}"}
+FOURTEEN_B: dict[str, object] = {"model": "Qwen/Qwen3-14B", "context": 2048}
+
+
+def planned(nodes: tuple[Node, ...], *entries: dict[str, object]) -> Plan:
+    named = [{"name": f"m{index}"} | each for index, each in enumerate(entries)]
+    return Plan(ModelsFile.model_validate({"models": named, "gateways": len(nodes)}), nodes)
+
+
+def text_of(plan: Plan) -> str:
+    return "\n".join((*plan_report.summary(plan), *plan_report.notes(plan), *(str(each) for each in plan.unplaced)))
+
+
+def test_a_model_that_no_card_holds_takes_two_cards_of_a_node() -> None:
+    plan = planned((ONE, TWO), EIGHT_B)
+    (chosen,) = plan.assigned
+    assert (chosen.node, chosen.card, chosen.more_cards, chosen.why) == ("two", 0, (1,), "2 cards, because no card holds it")
+    (pool,) = plan.pools
+    assert (pool.num_gpus, pool.num_stages, pool.devices) == (2.0, 2, ("cuda:0", "cuda:1"))
+    engine = serve_config(plan)["applications"][0]
+    assert engine["deployments"][0]["ray_actor_options"]["num_gpus"] == 2.0
+    assert engine["args"]["spec"]["devices"] == ["cuda:0", "cuda:1"]
+    assert "m0.rtx-5080-16g-amd64: 2 cards of one node, layers 0 to" in text_of(plan)
+    assert [(use.card, use.more_cards) for use in plan_report.card_uses(plan)] == [(0, ()), (0, (1,))]
+
+
+def test_each_stage_needs_what_the_engine_counts_for_it() -> None:
+    plan = planned((TWO,), EIGHT_B)
+    pipeline, (pool,) = plan.pipeline_on("m0", TWO.class_name), plan.pools
+    assert pipeline is not None
+    config, least, given = replace(plan.shapes["m0"], max_input_length=8192), 4 * 8192, pool.cache_tokens
+    assert given is not None
+    whole, sizes = footprint(config, BF16, "gpu", cache_tokens=0), sizes_of(config, BF16)
+    beside = bytes_beside_passes(config, BF16, 2, None)
+    first, last = pipeline.layers
+    assert (first.start, first.stop, last.stop) == (0, last.start, config.n_layers)
+    cache = sizes.cache_bytes * least
+    fixed = whole.of_passes + whole.context + beside
+    needs = [
+        sum(sizes.layer_bytes[part.start : part.stop]) + len(part) * cache + end + fixed
+        for part, end in zip(pipeline.layers, (sizes.words_bytes, sizes.head_bytes), strict=True)
+    ]
+    assert list(pipeline.needs_bytes) == needs
+    # What is left becomes cache, up to the fuller card: the engine's own cut holds it there.
+    assert given > least
+    devices = pipeline.cards._devices
+    assert cut(sizes, devices, given)
+    with pytest.raises(ModelError, match="does not fit"):
+        cut(sizes, devices, 2 * given)
+    assert planned((TWO,), EIGHT_B | {"cache_tokens": 8192}).pools[0].cache_tokens == 8192
+
+
+def test_unlike_cards_are_cut_by_their_memory() -> None:
+    plan = planned((MIXED,), FOURTEEN_B)
+    assert (MIXED.class_name, MIXED.usable_bytes) == ("rtx-5080-16g.rtx-4090-24g-amd64", ONE.usable_bytes)
+    (chosen,), pipeline = plan.assigned, plan.pipeline_on("m0", MIXED.class_name)
+    assert pipeline is not None
+    small, large = pipeline.needs_bytes
+    assert small <= MIXED.with_card(0).usable_bytes < large <= MIXED.with_card(1).usable_bytes
+    assert (
+        chosen.needs_bytes + chosen.more_cache_bytes
+        <= chosen.capacity
+        == sum(MIXED.with_card(index).usable_bytes for index in (0, 1))
+    )
+    swapped = replace(MIXED, cards=MIXED.cards[::-1])
+    again = planned((swapped,), FOURTEEN_B).pipeline_on("m0", swapped.class_name)
+    assert again is not None
+    assert len(again.layers[0]) > len(again.layers[1])
+
+
+def test_a_model_on_one_card_counts_unlike_cards_as_the_smallest() -> None:
+    plan = planned((MIXED,), {"model": "Qwen/Qwen3-4B", "pipeline": 1}, {"model": "Qwen/Qwen3-8B", "pipeline": 1})
+    assert [each.model for each in plan.unplaced] == ["m1"]
+    assert {each.capacity for each in plan.assigned} == {ONE.usable_bytes}
+    assert "each of them counts as the smallest" in text_of(plan)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 MIG 1g.10gb", "NVIDIA H100 MIG 3g.40gb"])
+def test_mig_slices_are_no_pipeline(name: str) -> None:
+    slices = Node("mig", "amd64", 64 * GIB, 8, (Card(name, 10 * GIB),) * 2)
+    assert plan_is_refused(planned((slices,), {"model": "Qwen/Qwen3-4B", "pipeline": 2}), "has 1 on a node, and pipeline is 2")
+    with pytest.raises(ClusterError, match=r"different kinds.*CUDA_VISIBLE_DEVICES"):
+        checked(replace(slices, cards=(slices.cards[0], RTX_5080)))
+
+
+def plan_is_refused(plan: Plan, why: str) -> bool:
+    (unplaced,) = plan.unplaced
+    return unplaced.count == 1 and why in unplaced.why and not plan.assigned
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_ways_out() -> None:
+    large = planned((MIXED,), {"model": "Qwen/Qwen3-32B"})
+    assert plan_is_refused(
+        large, "over 2 cards of one node: the model does not fit on these devices in this order: of its 64 layers"
+    )
+    asked = planned((ONE,), {"model": "Qwen/Qwen3-4B", "pipeline": 2})
+    assert plan_is_refused(asked, "rtx-5080-16g-amd64 has 1 on a node, and pipeline is 2")
+    assert asked.unplaced[0].ways_out[0] == "pipeline: 1"
+    assert asked.unplaced[0].ways_out[-1].startswith("another node with 2 cards of ")
+    longer = planned((TWO,), EIGHT_B | {"context": 40_960, "pipeline": 2})
+    assert any(way.startswith("context: ") for way in longer.unplaced[0].ways_out)
+    one = planned((TWO,), EIGHT_B | {"pipeline": 1})
+    assert "pipeline: 2" in one.unplaced[0].ways_out
+
+
+def test_a_pipeline_takes_whole_cards_and_others_get_the_rest() -> None:
+    four = replace(TWO, name="four", cards=(RTX_5080,) * 4)
+    plan = planned((four,), EIGHT_B | {"max_replicas": 2}, {"model": "Qwen/Qwen3-0.6B"}, {"model": "BAAI/bge-m3"})
+    assert not plan.unplaced
+    cards = {each.model: {each.card, *each.more_cards} for each in plan.assigned if each.required}
+    assert cards["m0"] == {0, 1}
+    assert not cards["m0"] & (cards["m1"] | cards["m2"])
+    full = planned((TWO,), EIGHT_B, {"model": "BAAI/bge-m3"})
+    assert [each.model for each in full.unplaced] == ["m1"]
+    twice = planned((TWO,), EIGHT_B | {"min_replicas": 2})
+    assert "takes 2 whole cards of one node, and no node has as many empty" in twice.unplaced[0].why
+
+
+def test_a_pipeline_grows_into_cards_that_others_leave() -> None:
+    slots = [Slot("n", index, "c", 10, None, 8) for index in range(5)]
+    pair = Demand("pair", {"c": 20}, {"c": 1.0}, 1, 3, cards_on={"c": 2})
+    single = Demand("single", {"c": 5}, {"c": 1.0})
+    placement, left = arrange([single, pair], slots)
+    found = [(each.model, each.slot.index, each.slot.more, each.required) for each in placement.replicas]
+    assert found == [("pair", 0, (1,), True), ("single", 2, (), True), ("pair", 3, (4,), False)]
+    assert [(slot.index, slot.more, slot.capacity) for slot in left] == [(0, (1,), 20), (2, (), 10), (3, (4,), 20)]
+    none, kept = arrange([pair], slots[:1])
+    assert (none.replicas, none.missing, kept) == ((), {"pair": 1}, slots[:1])
+
+
+def test_a_card_without_the_dtype_does_not_count_as_one_that_holds_the_model() -> None:
+    """A T4 lacks bfloat16. float16 on it would be slower than bfloat16 on two cards of another node."""
+    t4 = Node("t4", "amd64", 64 * GIB, 8, (Card("NVIDIA T4", 48 * GIB),))
+    plan = planned((t4, replace(TWO, cards=(replace(RTX_5080, total_bytes=20 * GIB),) * 2)), EIGHT_B | {"max_replicas": 3})
+    assert plan.dtypes["m0"] == "bfloat16"
+    assert [(each.node, each.more_cards) for each in plan.assigned] == [("two", (1,))]
+
+
+def test_a_pipeline_counts_among_the_replicas_of_a_node() -> None:
+    slots = [Slot("n", index, "c", 10, None, 2) for index in range(4)]
+    pair, single = Demand("pair", {"c": 20}, {"c": 1.0}, cards_on={"c": 2}), Demand("single", {"c": 5}, {"c": 1.0}, 2, 2)
+    placement, _ = arrange([pair, single], slots)
+    assert Counter(each.model for each in placement.replicas) == {"pair": 1, "single": 1}
+    assert placement.missing == {"single": 1}
+    assert not placement.proven
+
+
+def test_ray_finds_whole_cards_for_a_pipeline_first() -> None:
+    assert finds_room([(20_000, 1, 1), (5_000, 2, 2)], [3])
+    assert not finds_room([(20_000, 2, 2)], [3])
+    assert finds_room([(20_000, 2, 1)], [2, 2])
+
+
+def test_stages_decode_as_fast_as_the_slowest_one() -> None:
+    config, node = CATALOGUE["Qwen/Qwen3-8B"], TWO.with_card(0)
+    even = (range(18), range(18, 36))
+
+    def decode(layers: tuple[range, ...], streams: int, nodes: tuple[Node, ...] = (node, node)) -> float:
+        return pipeline_decode_tokens_per_s(config, BF16, nodes, layers, streams, 1000)
+
+    alone = decode_tokens_per_s(config, BF16, node, 1, 1000)
+    assert decode(even, 1) == pytest.approx(alone, rel=0.01)  # a single stream passes one stage after the other
+    # Two groups read all weights twice, each on two cards. Keys and values, and products, are halved.
+    assert 1.2 < decode(even, 64) / decode_tokens_per_s(config, BF16, node, 64, 1000) < 1.5
+    assert decode(even, 320) / decode_tokens_per_s(config, BF16, node, 320, 1000) > 1.6
+    assert decode((range(30), range(30, 36)), 64) < 0.75 * decode(even, 64)
+    fast = replace(node, cards=(Card("NVIDIA H100", 80 * GIB),))
+    assert decode((range(8), range(8, 36)), 64, (node, fast)) > decode(even, 64, (node, fast))
+    prefill = pipeline_prefill_tokens_per_s(config, BF16, (node, node), even, 1000)
+    assert prefill == pytest.approx(2 * prefill_tokens_per_s(config, BF16, node, 1000))
+
+
+def test_a_pipeline_on_cpus_is_only_by_wish() -> None:
+    small: dict[str, object] = {"model": EMBEDDED_GENERATOR, "dtype": "float32"}
+    plan, plain = planned((CPU,), small | {"pipeline": 2}), planned((CPU,), small)
+    assert [each.pools[0].devices for each in (plan, plain)] == [("cpu", "cpu"), ()]
+    assert plan.pools[0].num_gpus == 0
+    assert plan.assigned[0].needs_bytes > plain.assigned[0].needs_bytes
+    assert serve_config(plan)["applications"][0]["args"]["spec"]["devices"] == ["cpu", "cpu"]
+
+
+def test_only_models_that_generate_have_a_pipeline() -> None:
+    with pytest.raises(ClusterError, match="m0 has pipeline: 2, and does not generate text; leave pipeline out"):
+        planned((TWO,), {"model": "BAAI/bge-m3", "pipeline": 2})
