@@ -14,7 +14,8 @@ import torch
 from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import known_model
 from cluster.files import ClusterError
-from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s, settled
+from cluster.generation import decode_rate, prefill_rate, settled
+from cluster.measurement import Measurement
 from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
@@ -89,6 +90,8 @@ class GenerationRates:
     decode_alone: float  # of one stream
     decode: float  # of as many streams as the model's entry asks for, all together
     prefill: float
+    decode_basis: Basis
+    prefill_basis: Basis
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +167,12 @@ class Plan:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
         if entry.streams is not None:
-            return Rate(self._decode(entry, node, entry.streams), "estimated")
+            return self._decode(entry, node, entry.streams)
         return tokens_per_s(config, dtype_on(entry, node, config), node)
 
-    def _decode(self, entry: ModelEntry, node: Node, streams: int) -> float:
+    def _decode(self, entry: ModelEntry, node: Node, streams: int) -> Rate:
         config = self.shapes[entry.name]
-        return decode_tokens_per_s(config, dtype_on(entry, node, config), node, streams, _half(entry))
+        return decode_rate(config, dtype_on(entry, node, config), node, streams, _half(entry))
 
     def generation_rates(self, name: str) -> dict[str, GenerationRates]:
         """The rates of a model that generates, by class of node that can hold it. Empty for another model."""
@@ -178,8 +181,11 @@ class Plan:
         for each, needs in self.demands[name].bytes_on.items():
             node = self.classes[each]
             if entry.streams is not None and each in allowed and needs <= node.usable_bytes:
-                prefill = prefill_tokens_per_s(config, dtype_on(entry, node, config), node, _half(entry))
-                found[each] = GenerationRates(self._decode(entry, node, 1), self.rates[name, each].tokens_per_s, prefill)
+                prefill = prefill_rate(config, dtype_on(entry, node, config), node, _half(entry))
+                decode, alone = self.rates[name, each], self._decode(entry, node, 1)
+                found[each] = GenerationRates(
+                    alone.tokens_per_s, decode.tokens_per_s, prefill.tokens_per_s, decode.basis, prefill.basis
+                )
         return found
 
     @cached_property
@@ -313,7 +319,7 @@ class Plan:
     def _estimate(self, entry: ModelEntry, node: Node) -> float:
         """Tokens/s from FLOPs and bytes alone."""
         if entry.streams is not None:
-            return self._decode(entry, node, entry.streams)
+            return self._decode(entry, node, entry.streams).tokens_per_s
         config = self.shapes[entry.name]
         return estimated_tokens_per_s(config, dtype_on(entry, node, config), node)
 
@@ -523,14 +529,19 @@ def _written_out(changes: dict[str, Any]) -> str:
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
     """For each class a node with the least memory for models, and the fewest CPUs, of the class. A replica that fits there fits
-    on every node of the class."""
+    on every node of the class. Its measurement is the newest one of the class's nodes."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
         least = node if known is None or node.usable_bytes < known.usable_bytes else known
         num_cpus, cpu_bf16 = min(node.num_cpus, (known or node).num_cpus), node.cpu_bf16 and (known or node).cpu_bf16
-        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16)
+        measurement = _newest(node.measurement, known.measurement if known else None)
+        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16, measurement=measurement)
     return classes
+
+
+def _newest(*measurements: Measurement | None) -> Measurement | None:
+    return max((each for each in measurements if each is not None), key=lambda each: each.measured_at, default=None)
 
 
 def _slots(nodes: Iterable[Node], classes: dict[str, Node], gateways_a_node: int) -> list[Slot]:

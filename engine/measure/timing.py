@@ -45,6 +45,13 @@ def copy_bandwidth(num_bytes: int = 1 << 31) -> float:
     return 2 * source.nbytes / seconds_of(lambda _: target.copy_(source), captured=False)
 
 
+def host_to_device_bandwidth(num_bytes: int) -> float:
+    """Bytes/s of a copy from pinned memory of the host to the device."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return num_bytes / seconds_of(lambda _: target.copy_(source, non_blocking=True), captured=False)
+
+
 def gemm_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
     """FLOP/s of a product of two square matrices of random values: zeros would draw less power and run faster.
 
