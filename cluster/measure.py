@@ -62,7 +62,7 @@ _GPU = Workload(
     ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"),
     (1, 8, 64), 4096, 2048, 3.0,
 )  # fmt: skip
-_CPU = Workload(("sentence-transformers/all-MiniLM-L6-v2",), ("HuggingFaceTB/SmolLM2-135M-Instruct",), (), (1, 8), 512, 256, 3.0)
+_CPU = Workload(("sentence-transformers/all-MiniLM-L6-v2",), ("HuggingFaceTB/SmolLM2-135M-Instruct",), (), (1, 8), 256, 256, 1.5)
 
 
 def measure(say: Say, workload: Workload | None = None) -> Measurement:
@@ -268,7 +268,7 @@ class _Run:
 def _shape(name: str, workload: Workload) -> ModelConfig:
     """The published shape, for inputs no longer than what is measured."""
     config = CATALOGUE[name]
-    longest = workload.longest_text if config.generation is None else 2 * workload.prompt
+    longest = workload.longest_text if config.generation is None else workload.prompt + _CONTEXT + 2 * _MOST_STEPS
     return replace(config, max_input_length=min(config.max_input_length, longest))
 
 
@@ -316,7 +316,7 @@ def _gpu_percent(node: Node) -> int | None:
 
 def rate_line(rate: ModelRate) -> str:
     """One line for a rate beside its prediction."""
-    what = {"embed": "embeds", "decode": f"decodes {rate.streams} streams", "prefill": f"computes prompts of {rate.length:,}"}
+    what = {"embed": "embeds", "decode": f"decodes {rate.streams} at once", "prefill": f"computes prompts of {rate.length:,}"}
     ratio = rate.tokens_per_s / rate.predicted
     return (
         f"{rate.model} in {rate.dtype} {what[rate.what]}: {rate.tokens_per_s:,.0f} tokens/s, {rate.predicted:,.0f} predicted "

@@ -109,5 +109,4 @@ def _table(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> list[str
 def _anonymous(text: str) -> str:
     """Without absolute paths, and without this host's name."""
     text = _PATH.sub("(path)", text)
-    host = socket.gethostname()
-    return re.sub(rf"\b{re.escape(host)}\b", "(host)", text) if len(host) > 2 else text
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "(host)", text)
