@@ -189,6 +189,10 @@ def elementwise_cases(make: Maker) -> Iterator[Case]:
             lambda m, d=head_dim: (*_qkv_and_norms(m, d), *_angles(m, d), _EPS, 16), changed=0,
         )  # fmt: skip
     yield case(
+        "rope", f"{tokens} 32 heads x 64", kernels.rope, reference.rope,
+        lambda m: (m.normal(_NUM_TOKENS, 32, 64), *_angles(m, 64), 16), changed=0,
+    )  # fmt: skip
+    yield case(
         "rope_store", f"{tokens} 32 heads x 128", kernels.rope_store, reference.rope_store,
         lambda m: _rope_store_arguments(m, 128), changed=4,
     )  # fmt: skip
@@ -225,6 +229,8 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
         yield Case("quantize", f"{name} {_NUM_TOKENS} x {width}", partial(_quantize, make, dtype, width))
     for rows in (1, 32, 300):
         yield Case("linear8", f"{name} {rows} x 3072 x 1024", partial(_linear8, make, dtype, rows, 1024, 3072))
+        yield Case("linear8_add", f"{name} {rows} x 3072 x 1024", partial(_linear8_add, make, dtype, rows, 1024, 3072))
+        yield Case("linear8_swiglu", f"{name} {rows} x 1024 x 6144", partial(_linear8_swiglu, make, dtype, rows, 3072, 1024))
 
 
 def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
@@ -303,12 +309,39 @@ def _quantize(make: Maker, dtype: torch.dtype, width: int) -> Results:
 
 def _linear8(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
     """The operands are in 8 bits already. `low` is off by what sums of 14 bits, as Hopper's e4m3 has them, may be off."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
+    exact = F.linear(_wide(x), _wide(weight))
+    return Results(kernels.linear8(x, weight), exact + _allowed(exact, dtype, k), exact)
+
+
+def _linear8_add(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
+    """As `_linear8`. Some products leave the sum to the operation that follows."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
+    residual = torch.ones(rows, n, dtype=torch.bfloat16, device=make.device)
+    exact = 1 + F.linear(_wide(x), _wide(weight))
+    pending = kernels.linear8_add(x, weight, residual)
+    return Results(residual if pending is None else residual + pending, exact + _allowed(exact, dtype, k), exact)
+
+
+def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
+    """The result is in 8 bits again: half a step, and as much by the 16 bits of gate and up."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, 2 * n, k)
+    exact = reference.swiglu(F.linear(_wide(x), _wide(weight)), interleaved=True)
+    if block := rotation(dtype):
+        exact = (exact.view(rows, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
+    allowed = float(exact.abs().max()) * (1 / 127 if dtype == torch.int8 else 1 / 32)
+    return Results(_wide(kernels.linear8_swiglu(x, weight)), exact + allowed, exact)
+
+
+def _operands_in_8_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    """x [rows, k] and W [n, k]."""
     make.reset()
     x = Quantized(*reference.quantize(make.normal(rows, k), dtype, rotation(dtype)))
-    weight = quantize_weight(make.normal(n, k, scale=k**-0.5), dtype)
-    exact = F.linear(_wide(x), _wide(weight))
-    allowed = 2**-8 * float(exact.abs().max()) * (1 if dtype == torch.int8 else 1 + k / 4096)
-    return Results(kernels.linear8(x, weight), exact + allowed, exact)
+    return x, quantize_weight(make.normal(n, k, scale=k**-0.5), dtype)
+
+
+def _allowed(exact: Tensor, dtype: torch.dtype, k: int) -> float:
+    return 2**-8 * float(exact.abs().max()) * (1 if dtype == torch.int8 else 1 + k / 4096)
 
 
 def _attention(make: Maker, head_dim: int, shape: Shape, causal: bool, window: int | None) -> Results:

@@ -31,6 +31,13 @@ def test_plain_torch_passes(case: Case) -> None:
     assert checked.tolerance > 0
 
 
+def test_every_operation_has_a_case() -> None:
+    make = Maker(CPU, torch.bfloat16)
+    found = {case.kernel for case in (*cases(), *kernel_checks.attention_cases(make, (9, 0)))} | {"sample"}
+    helpers = {"MaybeQuantized", "Quantized", "choices_of", "interleaved", "quantize_weight"}
+    assert set(kernels.__all__) - helpers <= found
+
+
 def test_tokens_that_are_chosen_pass() -> None:
     assert check(Case("sample", "", lambda: kernel_checks._sample(Maker(CPU, torch.bfloat16), 4, 1000))).is_right
 
