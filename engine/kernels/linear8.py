@@ -34,13 +34,13 @@ def linear8(
     """
     x8 = quantize(x, weight.values.dtype, norm, eps, pending=pending)
     ours = _ours(x8, weight)
-    return product_of_cublas(x8, weight) if ours is None else ours
+    return _product(x8, weight) if ours is None else ours
 
 
 def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tensor | None:
     """residual += x W^T, in place, where the product can add. Returns: None, or x W^T [M, N] that is still to be added."""
     x8 = quantize(x, weight.values.dtype)
-    return product_of_cublas(x8, weight) if _ours(x8, weight, "residual", residual) is None else None
+    return _product(x8, weight) if _ours(x8, weight, "residual", residual) is None else None
 
 
 def linear8_swiglu(
@@ -55,7 +55,7 @@ def linear8_swiglu(
     dtype = gate_up.values.dtype
     x8 = quantize(x, dtype, norm, eps, pending=pending)
     ours = _ours(x8, gate_up, "swiglu")
-    return quantize(product_of_cublas(x8, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
+    return quantize(_product(x8, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
 
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
@@ -68,8 +68,7 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
     return None
 
 
-def product_of_cublas(x: Quantized, weight: Quantized) -> Tensor:
-    """x W^T in bf16. On a CPU plain torch computes it."""
+def _product(x: Quantized, weight: Quantized) -> Tensor:
     if not x.values.is_cuda:
         return reference.linear8(x.values, x.scale, weight.values, weight.scale)
     if x.values.dtype == torch.int8:

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from engine.kernels.linear8 import product_of_cublas
+from engine.kernels.linear8 import linear8
 from engine.kernels.quantize import quantize_weight
 
 CALLS, REPLAYS = 20, 10
@@ -56,14 +56,14 @@ def gemm_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
     """FLOP/s of a product of two square matrices of random values: zeros would draw less power and run faster.
 
     Args:
-        dtype: of 16 or 32 bits: torch.mm. Of 8 bits: cuBLAS's product as the engine's layers call it.
+        dtype: of 16 or 32 bits: torch.mm. Of 8 bits: the product that the engine's layers take.
     """
     a, b = (torch.randn(size, size, device="cuda") for _ in range(2))
     if dtype.itemsize > 1:
         a, b = a.to(dtype), b.to(dtype)
         return 2 * size**3 / seconds_of(lambda _: torch.mm(a, b))
     a8, b8 = quantize_weight(a, dtype), quantize_weight(b, dtype)
-    return 2 * size**3 / seconds_of(lambda _: product_of_cublas(a8, b8))
+    return 2 * size**3 / seconds_of(lambda _: linear8(a8, b8))
 
 
 def _median_seconds(run: Callable[[], object], repeats: int) -> float:
