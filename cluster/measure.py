@@ -20,7 +20,7 @@ from cluster.catalogue import CATALOGUE
 from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.inventory import Facts, capability, circumstances, read_machine, this_node
 from cluster.measure_report import size_of, speed_of, verdict
-from cluster.measurement import DeviceRate, KernelResult, Measurement, ModelRate, own_version
+from cluster.measurement import BUSY_PERCENT, DeviceRate, KernelResult, Measurement, ModelRate, own_version
 from cluster.nodes import GIB, Node
 from cluster.throughput import tokens_per_s
 from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName, choose_device, has_native_bf16
@@ -105,6 +105,8 @@ class _Run:
 
     def say_use_by_others(self) -> None:
         busy = "" if self.others_percent is None else f", {self.others_percent} % of its time taken by others"
+        if (self.others_percent or 0) >= BUSY_PERCENT:
+            busy += ": the figures will be too low, and no plan will use them"
         if not self.node.cards:
             self._say(f"this machine has no GPU: its CPU is measured, {self._facts.usable_cpus} cores{busy}")
             return

@@ -11,7 +11,7 @@ from engine.model.config import DtypeName
 What = Literal["embed", "decode", "prefill"]
 _FILE = "measured.json"
 # Others' share of a GPU's or CPU's time from which on a measurement says too little of the card.
-_BUSY_PERCENT = 10
+BUSY_PERCENT = 10
 
 
 class _Frozen(BaseModel):
@@ -123,7 +123,7 @@ def usable(home: Path, now: Circumstances) -> tuple[Measurement | None, str | No
         return None, f"its measurement cannot be read, so it is not used: {again}"
     if changes := found.circumstances.changes(now):
         return None, f"its measurement of {found.day} is not used ({'; '.join(changes)}): {again}"
-    if (found.others_percent or 0) >= _BUSY_PERCENT:
+    if (found.others_percent or 0) >= BUSY_PERCENT:
         busy = f"other processes took {found.others_percent} % of its time"
         return None, f"its measurement of {found.day} is not used ({busy}): {again} when they are idle"
     return found, None

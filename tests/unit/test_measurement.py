@@ -276,6 +276,20 @@ def test_no_model_is_begun_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) 
     assert found.left_out == ("bert: the time is up", "qwen: the time is up")
 
 
+@pytest.mark.parametrize("percent", [0, 40])
+def test_use_by_others_is_told(percent: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EMBERFORGE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure.psutil, "cpu_percent", lambda interval: float(percent))
+    said: list[str] = []
+    run = measure._Run(facts(), torch.device("cpu"), said.append)
+    run.say_use_by_others()
+    run.node = SPARK
+    run.say_use_by_others()
+    assert said[0].startswith(f"this machine has no GPU: its CPU is measured, 8 cores, {percent} % of its time taken by others")
+    assert said[1].startswith(f"NVIDIA GB10: 32.0 of 119.0 GiB free, {percent} % of its time taken by others")
+    assert all(line.endswith("no plan will use them") == (percent == 40) for line in said)
+
+
 def test_a_wrong_kernel_is_told_at_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EMBERFORGE_HOME", str(tmp_path))
     checks = [Checked("embed", "a", 0.0, 1.0), Checked("norm", "b", 2.0, 1.0), Checked("norm", "c", problem="no image")]
