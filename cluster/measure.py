@@ -171,7 +171,7 @@ class _Run:
     def _last_kernel(results: Sequence[KernelResult]) -> str:
         of_kernel = [each for each in results if each.kernel == results[-1].kernel]
         wrong = sum(not each.is_right for each in of_kernel)
-        return f"{wrong} of {len(of_kernel)} shapes WRONG" if wrong else f"right on {len(of_kernel)} shapes"
+        return f"{wrong} of {len(of_kernel)} checks WRONG" if wrong else f"{len(of_kernel)} of {len(of_kernel)} checks right"
 
     def models(self, workload: Workload) -> Iterator[ModelRate]:
         for name in workload.embedders:

@@ -61,7 +61,7 @@ def size_of(rate: DeviceRate) -> str:
 
 
 def speed_of(rate: DeviceRate) -> str:
-    return f"{rate.per_s / 1e12:,.3g} TFLOP/s" if rate.what == "GEMM" else f"{rate.per_s / 1e9:,.4g} GB/s"
+    return f"{_rounded(rate.per_s / 1e12)} TFLOP/s" if rate.what == "GEMM" else f"{_rounded(rate.per_s / 1e9)} GB/s"
 
 
 def _head(measurement: Measurement) -> Iterator[str]:

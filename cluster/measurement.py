@@ -97,8 +97,10 @@ class Measurement(_Frozen):
         return max((rate.per_s for rate in self.rates if rate.what == "copy"), default=None)
 
     def gemm_per_s(self, dtype: DtypeName) -> float | None:
-        """FLOP/s of the fastest size."""
-        return max((rate.per_s for rate in self.rates if rate.what == "GEMM" and rate.dtype == dtype), default=None)
+        """FLOP/s of the largest size: the chip's power limits it, as it limits a model's passes."""
+        rates = (rate for rate in self.rates if rate.what == "GEMM" and rate.dtype == dtype)
+        largest = max(rates, key=lambda rate: rate.size, default=None)
+        return None if largest is None else largest.per_s
 
 
 def save(measurement: Measurement, home: Path) -> Path:

@@ -62,12 +62,13 @@ class Case(NamedTuple):
 
 
 def check_kernels(device: torch.device, on_result: Callable[[Checked], None] = lambda _: None) -> list[Checked]:
-    """Runs every kernel that the engine would run on this device. `on_result` hears each result.
+    """Runs every kernel that the engine would run on this device, all shapes of one after the other. `on_result` hears each
+    result.
 
     On a CPU, and for attention before sm_80, plain torch computes, and nothing is compared.
     """
-    found = []
-    for case in cases(device):
+    found, order = list[Checked](), dict[str, int]()
+    for case in sorted(cases(device), key=lambda case: order.setdefault(case.kernel, len(order))):
         found.append(check(case))
         on_result(found[-1])
     return found

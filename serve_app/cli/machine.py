@@ -43,7 +43,9 @@ def _measure(report: bool) -> None:
     from cluster.measure import measure
     from cluster.measurement import save
     from cluster.node_token import home_folder
+    from serve_app.garbage import collect_seldom
 
+    collect_seldom()  # as a replica does
     start = monotonic()
     try:
         found = measure(say)

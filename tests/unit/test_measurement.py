@@ -37,7 +37,7 @@ MEASUREMENT = Measurement(
     others_percent=0,
     kernels=(KernelResult(kernel="embed", shape="1 x 8", error=0.0, tolerance=1e-6, is_right=True),),
     rates=(
-        DeviceRate(what="GEMM", dtype="bfloat16", size=2048, per_s=70e12),
+        DeviceRate(what="GEMM", dtype="bfloat16", size=2048, per_s=90e12),
         DeviceRate(what="GEMM", dtype="bfloat16", size=8192, per_s=80e12),
         DeviceRate(what="GEMM", dtype="float8", size=8192, per_s=150e12),
         DeviceRate(what="copy", size=1 << 31, per_s=200e9),
@@ -308,10 +308,10 @@ def test_a_wrong_kernel_is_told_at_once_and_kept(monkeypatch: pytest.MonkeyPatch
         ("embed", 0.0, True), ("norm", 2.0, False), ("norm", None, False),
     ]  # fmt: skip
     assert said == [
-        "kernel embed: right on 1 shapes",
+        "kernel embed: 1 of 1 checks right",
         "WRONG: kernel norm, b: error 2.00e+00, tolerance 1.00e+00",
         "WRONG: kernel norm, c: no image",
-        "kernel norm: 2 of 2 shapes WRONG",
+        "kernel norm: 2 of 2 checks WRONG",
     ]
 
 
