@@ -68,6 +68,14 @@ def _qwen3_generator(layers: int, hidden: int, heads: int, intermediate: int, ti
     return replace(body, generation=GenerationConfig(tied=tied))
 
 
+def _smollm2() -> ModelConfig:
+    return DecoderConfig(
+        architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, intermediate_size=1536, n_layers=30, n_heads=9,
+        n_kv_heads=3, head_dim=64, norm_eps=1e-5, max_position_embeddings=8192, causal=True, pooling="last_token",
+        max_input_length=8192, rope_theta=1e5, generation=GenerationConfig(tied=True),
+    )  # fmt: skip
+
+
 def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -> ModelConfig:
     return ModernBertConfig(
         architecture="ModernBertModel", vocab_size=50368, hidden_size=hidden, intermediate_size=intermediate,
@@ -168,6 +176,7 @@ CATALOGUE: dict[str, ModelConfig] = {
     "Qwen/Qwen3-8B": _qwen3_generator(36, 4096, 32, 12288, tied=False),
     "Qwen/Qwen3-14B": _qwen3_generator(40, 5120, 40, 17408, tied=False),
     "Qwen/Qwen3-32B": _qwen3_generator(64, 5120, 64, 25600, tied=False),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _smollm2(),
     "BAAI/bge-reranker-base": _head(_roberta(12, 768, _CLS), "XLMRobertaForSequenceClassification"),
     "BAAI/bge-reranker-large": _head(_roberta(24, 1024, _CLS), "XLMRobertaForSequenceClassification"),
     "BAAI/bge-reranker-v2-m3": _head(_roberta(24, 1024, _CLS, positions=8192), "XLMRobertaForSequenceClassification"),

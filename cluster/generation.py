@@ -1,15 +1,16 @@
 """A model that generates, as a plan sees it: its context, the size of its cache, and its rates on a class of nodes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from cluster.files import ClusterError
+from cluster.measurement import What
 from cluster.models_file import ModelEntry
 from cluster.nodes import Node
-from cluster.throughput import speed_of, tokens_per_s
+from cluster.throughput import Rate, measured_here, speed_of, tokens_per_s
 from engine.devices import compute_dtype
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
@@ -63,8 +64,42 @@ def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
     return entry.model_copy(update=changes)
 
 
-def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
+def decode_rate(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> Rate:
     """Tokens/s of all streams together, each of them `length` tokens long, while no prompt is computed.
+
+    Where the model was measured on the node: `decode_tokens_per_s` times the share of it that the nearest measured number of
+    streams reached.
+    """
+    here = _calibrated(config, dtype, node, "decode", streams, decode_tokens_per_s)
+    rate = decode_tokens_per_s(config, dtype, node, streams, length)
+    return Rate(rate, "estimated") if here is None else Rate(rate * here, "measured here")
+
+
+def prefill_rate(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> Rate:
+    """Tokens/s of prompts of `length` tokens. Where the model was measured on the node: as `decode_rate`."""
+    here = _calibrated(config, dtype, node, "prefill", 1, lambda c, d, n, _, length: prefill_tokens_per_s(c, d, n, length))
+    rate = prefill_tokens_per_s(config, dtype, node, length)
+    return Rate(rate, "estimated") if here is None else Rate(rate * here, "measured here")
+
+
+def _calibrated(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    node: Node,
+    what: What,
+    streams: int,
+    computed: Callable[[ModelConfig, torch.dtype, Node, int, int], float],
+) -> float | None:
+    """The node's own rate over the computed one, at the measured number of streams that is nearest. None without one."""
+    rows = measured_here(config, dtype, node, what)
+    if not rows:
+        return None
+    nearest = min(rows, key=lambda row: abs(math.log(row.streams / streams)))
+    return nearest.tokens_per_s / computed(config, dtype, node, nearest.streams, nearest.length)
+
+
+def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
+    """As `decode_rate`, from bytes and FLOPs alone.
 
     A step reads all weights, and the keys and values of all streams. It multiplies each stream's token with the weights.
     """
@@ -110,7 +145,7 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
 
 
 def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:
-    """Tokens/s of prompts of `length` tokens: the rate of texts of mixed lengths, with the attention of a long prompt added."""
+    """As `prefill_rate`, from the rate of texts of mixed lengths and the attention of a long prompt."""
     width = config.n_heads * config.head_dim
     flops = 2 * width * sum(_seen(config, length))  # of a token that sees half of the prompt
     attention_s = flops / (_ATTENTION_SHARE * speed_of(node).attention(wgmma=True))

@@ -3,6 +3,7 @@
 `read_machine` gathers facts and judges nothing. The functions on `Facts` are pure, so a test can describe any machine.
 """
 
+import hashlib
 import os
 import platform
 import re
@@ -20,8 +21,11 @@ import pynvml  # type: ignore[import-untyped]
 import torch
 
 from cluster.files import ClusterError
+from cluster.measurement import Circumstances, usable
+from cluster.node_token import home_folder
 from cluster.nodes import Card, Node, checked, normal_arch
-from engine.devices import has_native_bf16
+from engine.devices import cpu_name, has_native_bf16
+from engine.kernels.compile import source_texts
 
 INTEGRATED = "MemAvailable (integrated GPU)"
 _NOT_SUPPORTED = "Not Supported"  # NVML's own words
@@ -79,6 +83,8 @@ class Facts:
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     read_at: float = 0.0  # seconds since the epoch
     cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16
+    cpu_name: str = ""
+    driver: str = ""  # the GPUs'
 
     @property
     def ram_bytes(self) -> int:
@@ -108,6 +114,8 @@ def read_machine() -> Facts:
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         read_at=time.time(),
         cpu_bf16=has_native_bf16(torch.device("cpu")),
+        cpu_name=cpu_name(),
+        driver=_driver(),
     )
 
 
@@ -127,6 +135,7 @@ def this_node(name: str | None = None, reserve_bytes: int | None = None, source:
     Raises: ClusterError if the cards differ, if a card's memory is unknown, or if nothing is left for models.
     """
     facts = source()
+    measurement, problem = usable(home_folder(), circumstances(facts))
     return checked(
         Node(
             name=name or facts.hostname,
@@ -137,8 +146,24 @@ def this_node(name: str | None = None, reserve_bytes: int | None = None, source:
             reserve_bytes=reserve_bytes,
             read_at=facts.read_at,
             cpu_bf16=facts.cpu_bf16,
+            measurement=measurement,
+            measurement_problem=problem,
         )
     )
+
+
+def circumstances(facts: Facts) -> Circumstances:
+    """What a measurement of this machine depends on. Raises: ClusterError if a card's memory is unknown."""
+    found = cards(facts)
+    if not found:
+        return Circumstances(card=f"{facts.cpu_name or facts.machine}, {facts.usable_cpus} cores", torch=str(torch.__version__))
+    return Circumstances(card=found[0].name, driver=facts.driver, torch=str(torch.__version__), kernels=_kernels_digest())
+
+
+@cache
+def _kernels_digest() -> str:
+    """The same for the same CUDA sources."""
+    return hashlib.sha256("\0".join(source_texts()).encode()).hexdigest()[:12]
 
 
 def cards(facts: Facts) -> tuple[Card, ...]:
@@ -271,6 +296,18 @@ def _read_nvml() -> tuple[NvmlDevice, ...]:
         return tuple(_read_gpu(handle) for handle in handles)
     except pynvml.NVMLError:
         return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver. Empty without one."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ""
+    try:
+        return str(_asked(pynvml.nvmlSystemGetDriverVersion) or "")
     finally:
         pynvml.nvmlShutdown()
 

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from cluster.files import ClusterError, read_yaml
+from cluster.measurement import Measurement
 from engine.host import UNIFIED_RESERVE as UNIFIED_RESERVE
 
 GIB = 1 << 30
@@ -58,6 +59,8 @@ class Node:
     reserve_bytes: int | None = None  # None takes the default for the kind of node
     read_at: float | None = None
     cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16; False for a node from a file, where nobody knows
+    measurement: Measurement | None = None  # by `emberforge doctor --measure` on this node
+    measurement_problem: str | None = None  # why the node's measurement is not used
 
     @property
     def class_name(self) -> str:

@@ -15,12 +15,13 @@ from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import known_model
 from cluster.files import ClusterError
 from cluster.generation import (
-    decode_tokens_per_s,
+    decode_rate,
     pipeline_decode_tokens_per_s,
     pipeline_prefill_tokens_per_s,
-    prefill_tokens_per_s,
+    prefill_rate,
     settled,
 )
+from cluster.measurement import Measurement
 from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
@@ -106,6 +107,8 @@ class GenerationRates:
     decode_alone: float  # of one stream
     decode: float  # of as many streams as the model's entry asks for, all together
     prefill: float
+    decode_basis: Basis
+    prefill_basis: Basis
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,22 +196,24 @@ class Plan:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
         if entry.streams is not None:
-            return Rate(self._decode(entry, node, entry.streams), "estimated")
+            return self._decode(entry, node, entry.streams)
         return tokens_per_s(config, dtype_on(entry, node, config), node)
 
-    def _decode(self, entry: ModelEntry, node: Node, streams: int) -> float:
+    def _decode(self, entry: ModelEntry, node: Node, streams: int) -> Rate:
         config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
         dtype = dtype_on(entry, node, config)
         if isinstance(pipeline, Pipeline):
-            return pipeline_decode_tokens_per_s(config, dtype, pipeline.cards.nodes, pipeline.layers, streams, _half(entry))
-        return decode_tokens_per_s(config, dtype, node, streams, _half(entry))
+            cards, layers = pipeline.cards.nodes, pipeline.layers
+            return Rate(pipeline_decode_tokens_per_s(config, dtype, cards, layers, streams, _half(entry)), "estimated")
+        return decode_rate(config, dtype, node, streams, _half(entry))
 
-    def _prefill(self, entry: ModelEntry, node: Node) -> float:
+    def _prefill(self, entry: ModelEntry, node: Node) -> Rate:
         config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
         dtype = dtype_on(entry, node, config)
         if isinstance(pipeline, Pipeline):
-            return pipeline_prefill_tokens_per_s(config, dtype, pipeline.cards.nodes, pipeline.layers, _half(entry))
-        return prefill_tokens_per_s(config, dtype, node, _half(entry))
+            cards, layers = pipeline.cards.nodes, pipeline.layers
+            return Rate(pipeline_prefill_tokens_per_s(config, dtype, cards, layers, _half(entry)), "estimated")
+        return prefill_rate(config, dtype, node, _half(entry))
 
     def pipeline_on(self, name: str, node_class: str) -> Pipeline | None:
         """The cut of a replica on a class of node. None for a replica on one card, or on CPUs."""
@@ -262,8 +267,10 @@ class Plan:
             node = self.classes[each]
             holds = needs <= node.usable_bytes or self.pipeline_on(name, each) is not None
             if entry.streams is not None and each in allowed and holds:
-                rate = self.rates[name, each].tokens_per_s
-                found[each] = GenerationRates(self._decode(entry, node, 1), rate, self._prefill(entry, node))
+                decode, alone, prefill = self.rates[name, each], self._decode(entry, node, 1), self._prefill(entry, node)
+                found[each] = GenerationRates(
+                    alone.tokens_per_s, decode.tokens_per_s, prefill.tokens_per_s, decode.basis, prefill.basis
+                )
         return found
 
     @cached_property
@@ -424,7 +431,7 @@ class Plan:
     def _estimate(self, entry: ModelEntry, node: Node) -> float:
         """Tokens/s from FLOPs and bytes alone."""
         if entry.streams is not None:
-            return self._decode(entry, node, entry.streams)
+            return self._decode(entry, node, entry.streams).tokens_per_s
         config = self.shapes[entry.name]
         return estimated_tokens_per_s(config, dtype_on(entry, node, config), node)
 
@@ -671,13 +678,14 @@ def _written_out(changes: dict[str, Any]) -> str:
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
     """For each class a node with the least memory for models, and the fewest CPUs, of the class. A replica that fits there fits
-    on every node of the class."""
+    on every node of the class. Its measurement is the newest one of the class's nodes."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
         least = node if known is None or node.usable_bytes < known.usable_bytes else known
         num_cpus, cpu_bf16 = min(node.num_cpus, (known or node).num_cpus), node.cpu_bf16 and (known or node).cpu_bf16
-        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16)
+        measurement = _newest(node.measurement, known.measurement if known else None)
+        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16, measurement=measurement)
     return classes
 
 
@@ -688,6 +696,10 @@ def _most_cards(nodes: Iterable[Node]) -> dict[str, int]:
         number = 1 if any(card.is_slice for card in node.cards) else len(node.cards)
         most[node.class_name] = max(most.get(node.class_name, 0), number)
     return most
+
+
+def _newest(*measurements: Measurement | None) -> Measurement | None:
+    return max((each for each in measurements if each is not None), key=lambda each: each.measured_at, default=None)
 
 
 def _slots(nodes: Iterable[Node], classes: dict[str, Node], gateways_a_node: int) -> list[Slot]:

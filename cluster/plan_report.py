@@ -13,7 +13,7 @@ from rich.text import Text
 from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.nodes import GIB
 from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, PlannedPool, Unplaced
-from cluster.throughput import Basis
+from cluster.throughput import Basis, speed_of
 from engine.model.footprint import HOST_BYTES
 
 FILE_HEADER = """\
@@ -23,10 +23,15 @@ FILE_HEADER = """\
 # Explanations of the words beside tokens/s.
 _BASES: dict[Basis, str] = {
     "given": "the tokens_per_s in the model's entry",
+    "measured here": "by emberforge doctor --measure on a node of that class, with random weights and no other model on the card",
     "measured": "our measurement on such a card, with texts of mixed lengths and no other model on the card",
     "predicted": "our measurement on another card, scaled by the speeds of both cards",
     "estimated": "computed from FLOPs and bytes, for short texts and no other model on the card",
 }
+_MEASURED_STREAMS = (
+    "measured here, of streams: computed for these streams and this context, times what the measured streams reached of the "
+    "computed rate"
+)
 _GENERATION = (
     "at once: streams as long as the context that each cache holds; memory that was left on a card made it larger than asked",
     "decode, prefill: tokens/s with half of the context full; a model that generates is placed by decode of all streams asked",
@@ -175,10 +180,13 @@ def notes(plan: Plan) -> tuple[str, ...]:
         for node_class in entry.tokens_per_s:
             if node_class not in plan.classes:
                 found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
-    bases = {each.basis for each in plan.assigned if each.basis == "given" or plan.entries[each.model].streams is None}
+    found += _measurements(plan)
+    bases = {each.basis for each in plan.assigned if each.basis != "estimated" or plan.entries[each.model].streams is None}
     found += [f"{basis}: {meaning}" for basis, meaning in _BASES.items() if basis in bases]
     generating = _generating(plan)
     found += _GENERATION if generating else ()
+    if any(each.basis == "measured here" and plan.entries[each.model].streams for each in plan.assigned):
+        found.append(_MEASURED_STREAMS)
     found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
     found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
     found += [
@@ -229,6 +237,22 @@ def _warnings(plan: Plan) -> Iterator[str]:
                 f"warning: loading the replicas of {node.name} may take {_gib(needs)} GiB of the host's memory, and it has "
                 f"{_gib(node.ram_bytes)} GiB"
             )
+
+
+def _measurements(plan: Plan) -> Iterator[str]:
+    """A note for each class of node whose speed was measured there, and for each node whose measurement is not used."""
+    for name, node in plan.classes.items():
+        measured = node.measurement
+        if measured is None:
+            continue
+        speed = speed_of(node)
+        speeds = f"GEMM {speed.gemm / 1e12:,.3g} TFLOP/s in 16 bits, copy {speed.copy / 1e9:,.0f} GB/s"
+        wrong = sum(not each.is_right for each in measured.kernels)
+        warning = f"; {_count(wrong, 'kernel check')} failed: see emberforge doctor --measure there" if wrong else ""
+        yield f"{name}: its speed was measured here on {measured.day}: {speeds}{warning}"
+    for node in plan.nodes:
+        if node.measurement_problem is not None:
+            yield f"{node.name}: {node.measurement_problem}"
 
 
 def _gateways_note(plan: Plan) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from cluster.catalogue import CATALOGUE
+from cluster.measurement import ModelRate, What
 from cluster.nodes import Card, Node
 from engine.devices import DTYPES, DtypeName, compute_dtype
 from engine.model.config import ModelConfig
@@ -22,9 +23,10 @@ from engine.model.footprint import body_parameters
 # Written by `python -m loadtests.predict` from loadtests/results/engine.json.
 TABLE_FILE = Path(__file__).parent / "throughput.json"
 
-# The source of a rate. "given": the operator's own figure. "measured": our measurement on this card. "predicted": our measurement
-# on another card, scaled to this card. "estimated": computed from FLOPs and bytes alone.
-Basis = Literal["given", "measured", "predicted", "estimated"]
+# The source of a rate. "given": the operator's own figure. "measured here": by `emberforge doctor --measure` on a node of this
+# class. "measured": our measurement on this card. "predicted": our measurement on another card, scaled to this card.
+# "estimated": computed from FLOPs and bytes alone.
+Basis = Literal["given", "measured here", "measured", "predicted", "estimated"]
 _Body = tuple[Any, ...]
 
 
@@ -130,12 +132,26 @@ class Table:
 
 def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
     """The rate of our engine on the node, from the best source there is. `node` must be able to run `dtype`."""
+    if here := measured_here(config, dtype, node, "embed"):
+        return Rate(here[0].tokens_per_s, "measured here")
     row = _rows_by_body().get((_body(config), dtype)) if node.cards and has_bf16(node) and is_known(node) else None
     if row is None:
         return Rate(estimated_tokens_per_s(config, dtype, node), "estimated")
     if all(_bare(card.name) == _bare(table().card) for card in node.cards):
         return Rate(row.tokens_per_s, "measured")
     return Rate(predicted_tokens_per_s(row, card_speed(table().card), speed_of(node)), "predicted")
+
+
+def measured_here(config: ModelConfig, dtype: torch.dtype, node: Node, what: What) -> list[ModelRate]:
+    """What the node's own measurement has of a model with this body."""
+    if node.measurement is None:
+        return []
+    body = _body(config)
+    return [
+        row
+        for row in node.measurement.models
+        if row.what == what and DTYPES[row.dtype] == dtype and row.model in CATALOGUE and _body(CATALOGUE[row.model]) == body
+    ]
 
 
 def predicted_tokens_per_s(row: Measured, there: Speed, here: Speed) -> float:
@@ -189,10 +205,18 @@ def _body(config: ModelConfig) -> _Body:
 
 
 def speed_of(node: Node) -> Speed:
-    """The speed of the node's slowest card, or of the CPUs of a node without cards."""
-    if not node.cards:
-        return Speed(node.num_cpus * _CPU_CORE_FLOPS, _CPU_BANDWIDTH)
-    return min((card_speed(name) for name in {card.name for card in node.cards}), key=lambda speed: (speed.gemm, speed.copy))
+    """The speed of the node's slowest card, or of the CPUs of a node without cards. What was measured there counts first."""
+    speed = Speed(node.num_cpus * _CPU_CORE_FLOPS, _CPU_BANDWIDTH)
+    if node.cards:
+        speeds = (card_speed(name) for name in {card.name for card in node.cards})
+        speed = min(speeds, key=lambda speed: (speed.gemm, speed.copy))
+    if node.measurement is None:
+        return speed
+    measured = node.measurement
+    gemm = measured.gemm_per_s("bfloat16") or measured.gemm_per_s("float16")
+    if gemm is None and (wide := measured.gemm_per_s("float32")) is not None:
+        gemm = 2 * wide  # a plan counts float32 with half the rate of bf16
+    return replace(speed, gemm=gemm or speed.gemm, copy=measured.copy_per_s or speed.copy)
 
 
 def card_speed(name: str) -> Speed:
@@ -224,7 +248,7 @@ def has_bf16(node: Node) -> bool:
 def is_known(node: Node) -> bool:
     """Whether the node's speed is known. If not, the speed is a cautious guess."""
     names = {card.name.lower() for card in node.cards}
-    return all(any(_names(pattern, name) for pattern in _CARDS) for name in names)
+    return node.measurement is not None or all(any(_names(pattern, name) for pattern in _CARDS) for name in names)
 
 
 def _names(pattern: str, name: str) -> bool:

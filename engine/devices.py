@@ -90,12 +90,21 @@ def is_integrated(device: torch.device) -> bool:
 @cache
 def cpu_flags() -> frozenset[str]:
     """The instruction sets that Linux reports for this CPU, in x86's or ARM's names; empty where /proc/cpuinfo has none."""
+    return frozenset(_cpuinfo("flags", "Features").split())
+
+
+def cpu_name() -> str:
+    """The CPU's name as Linux reports it; empty where /proc/cpuinfo has none, as on ARM."""
+    return _cpuinfo("model name").strip()
+
+
+def _cpuinfo(*keys: str) -> str:
+    """The value of the first line of /proc/cpuinfo that begins with one of `keys`; empty without one."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return frozenset()
-    flags = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    return frozenset(flags.partition(":")[2].split())
+        return ""
+    return next((line for line in text.splitlines() if line.startswith(keys)), "").partition(":")[2]
 
 
 def default_batch_tokens(device: torch.device) -> int:

@@ -169,10 +169,10 @@ class Engine:
             last = stages[-1].config if stages else config
             parts = load_parts(folder, last, chosen, where[-1], on_progress, stages[:-1])
             engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages)
-            engine._warm_up(max_batch_tokens)
+            engine.warm_up(max_batch_tokens)
         return engine
 
-    def _warm_up(self, max_batch_tokens: int | None) -> None:
+    def warm_up(self, max_batch_tokens: int | None) -> None:
         """The first call of a kernel pays for compiling it, and a broken model stops here."""
         if self.config.generation is not None:
             return self._warm_up_streams(max_batch_tokens)

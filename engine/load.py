@@ -143,13 +143,34 @@ def load(
             language_head = _load_language_head(config, config.generation, first, checkpoint)
         checkpoint.finish(model.unused)
     outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
+    prompts = None if config.generation is None else Prompts.of(folder, tokenizer.shared)
+    parts = assemble(config, model, vector_head, outputs, language_head, tokenizer, prompts, wide, device)
+    return replace(parts, earlier=tuple(models))
+
+
+def assemble(
+    config: ModelConfig,
+    model: Model,
+    vector_head: VectorHead,
+    outputs: Outputs,
+    language_head: LanguageHead | None,
+    tokenizer: Tokenizer,
+    prompts: Prompts | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Loaded:
+    """A loaded model with its heads, and what packs batches for it.
+
+    Args:
+        language_head, prompts: of a model that generates.
+        dtype: of everything but the layers' products.
+    """
     heads = config.n_heads, config.n_kv_heads
-    tiles = None if model.eager_only else tiling(heads, config.head_dim, wide, device, config.causal, model.biases_scores)
+    tiles = None if model.eager_only else tiling(heads, config.head_dim, dtype, device, config.causal, model.biases_scores)
     packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
     name = f"{config.architecture} with pooling {config.pooling}"
     network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
-    prompts = None if config.generation is None else Prompts.of(folder, tokenizer.shared)
-    return Loaded(tokenizer, network, packer, prompts, tuple(models))
+    return Loaded(tokenizer, network, packer, prompts)
 
 
 def _load_stage(stage: Stage, checkpoint: Checkpoint) -> Model:

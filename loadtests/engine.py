@@ -12,26 +12,25 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine import Engine
 from engine.devices import DtypeName
 from engine.kernels.tiles import hopper_shape
 from engine.loop import EngineLoop
+from engine.measure.engine_rates import REQUEST, mixed_lengths, sequences, through_the_loop
+from engine.measure.timing import gemm_rate
 from engine.model.footprint import MOST_BATCH_TOKENS
 from engine.options import EmbedOptions
 from engine.schedule.request import Request
 from loadtests import peers
 from loadtests.checkpoints import PUBLISHED, Published, save_random
 from loadtests.gpu_trace import trace
-from loadtests.kernels.timing import gemm_rate
 from loadtests.peers import Encode, Ids
 from loadtests.report import write
 from loadtests.startup import start_engine
-from loadtests.traces import mixed_lengths, percentile
+from loadtests.traces import percentile
 
-REQUEST = 64  # texts
 ROUNDS = 3
 TURNS, QUERIES = 5, 60  # rounds of latency, and queries of each way in a round
 # Tokens of one round, a second's work or so; a peer gets a fraction of it, over the same lengths.
@@ -62,21 +61,6 @@ def workloads(name: str, published: Published) -> dict[str, list[int]]:
     if published.longest > 512:
         found["8192"] = [8192] * max(4, tokens // 8192)
     return found
-
-
-def sequences(lengths: Sequence[int], seed: int) -> list[Ids]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1000, 30000, size=length).astype(np.int32) for length in lengths]
-
-
-def through_the_loop(engine: Engine, texts: list[Ids], budget: int | None = None) -> None:
-    """Requests of 64 texts, all queued at once; returns when the last vector is on the host. `budget`: None for the engine's."""
-    jobs = [Request(texts[start : start + REQUEST], EmbedOptions()) for start in range(0, len(texts), REQUEST)]
-    loop = EngineLoop(engine, budget or engine.max_batch_tokens)
-    loop.submit(jobs)
-    for job in jobs:
-        job.future.result()
-    loop.stop()
 
 
 def tokens_per_s(encode: Callable[[list[Ids]], None], lengths: list[int], rounds: int = ROUNDS) -> float:

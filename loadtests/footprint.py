@@ -15,9 +15,9 @@ import torch
 
 from engine import Engine
 from engine.devices import DtypeName
+from engine.measure.engine_rates import sequences, through_the_loop
 from engine.model.footprint import footprint
 from loadtests.checkpoints import PUBLISHED, save_random
-from loadtests.engine import sequences, through_the_loop
 from loadtests.report import write
 from loadtests.traces import mixed_lengths
 

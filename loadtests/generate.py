@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter, time
@@ -22,13 +21,12 @@ import torch
 import transformers
 
 from engine import Engine
-from engine.loop import EngineLoop
+from engine.measure.engine_rates import Streaming
+from engine.measure.timing import copy_bandwidth, gemm_rate
 from engine.model.footprint import footprint
 from engine.options import SamplingOptions
 from engine.run.kv_cache import bytes_per_token
-from engine.schedule.stream import Stream
 from loadtests.checkpoints import Published, save
-from loadtests.kernels.timing import copy_bandwidth, gemm_rate
 from loadtests.report import write
 from loadtests.startup import import_path
 from loadtests.traces import percentile
@@ -82,59 +80,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     return torch.randint(1000, 30000, (count, length), generator=generator).tolist()
 
 
-@dataclass
-class Clock:
-    """When passes ended, and how many tokens all streams had by then."""
-
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-
-    def token(self, _: object) -> None:
-        self.num_tokens += 1
-
-    def ended(self) -> None:
-        self.times.append(perf_counter())
-        self.counts.append(self.num_tokens)
-
-    def steps(self, count: int) -> list[float]:
-        """Seconds of each pass that gave `count` tokens, behind another such pass."""
-        given = [after - before for before, after in zip([0, *self.counts], self.counts, strict=False)]
-        return [
-            self.times[index] - self.times[index - 1]
-            for index in range(1, len(given))
-            if given[index - 1] == given[index] == count
-        ]
-
-
-class Measured:
-    """One engine with its loop, as a replica of the server has them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.loop = engine, EngineLoop(engine, engine.max_batch_tokens, 1)
-
-    def run(self, given: Sequence[list[int]], options: Sequence[SamplingOptions]) -> Clock:
-        """Submits all streams at once. Returns when the last has ended."""
-        clock, streams = Clock(), list[Stream]()
-        for prompt, each in zip(given, options, strict=True):
-            stream = self.engine.new_stream(prompt, each)
-            stream.on_token, stream.on_pass = clock.token, clock.ended
-            streams.append(stream)
-        self.loop.submit(streams)
-        for stream in streams:
-            stream.future.result()
-        return clock
-
-    def decode(self, count: int, context: int, tokens: int, options: SamplingOptions) -> list[float]:
-        """Seconds of a pass of `count` streams, for each such pass. A first run captures graphs and fills the cache."""
-        given = prompts(count, context, context)
-        for most in (WARM_TOKENS, tokens):
-            wanted = [
-                SamplingOptions(most, options.temperature, options.top_k, options.top_p, seed=seed) for seed in range(count)
-            ]
-            clock = self.run(given, wanted)
-        return clock.steps(count)
-
+class Measured(Streaming):
     def whole_run(self, options: SamplingOptions) -> tuple[int, float]:
         """256 prompts of 100 to 1,024 tokens, answers of as many. Returns: tokens of all answers, and seconds."""
         rng = random.Random(0)
@@ -149,15 +95,6 @@ class Measured:
         clock = self.run(given, wanted)
         return clock.num_tokens, perf_counter() - start
 
-    def first_token(self, length: int, repeats: int) -> list[float]:
-        """Seconds from a prompt's submission to its first token, nothing else running; two runs before them warm up."""
-        seconds = []
-        for prompt in prompts(repeats + 2, length, length):
-            start = perf_counter()
-            self.run([prompt], [TEMPERATURES["0"]])
-            seconds.append(perf_counter() - start)
-        return seconds[2:]
-
 
 def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
     """Loads the model in this process and measures everything but the peers."""
@@ -169,13 +106,13 @@ def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
     for context in CONTEXTS:
         for temperature, options in TEMPERATURES.items():
             for count, tokens in BATCHES.items():
-                steps = measured.decode(count, context, tokens, options)
+                steps = measured.decode(count, context, tokens, options, WARM_TOKENS)
                 found["decode"].append([context, temperature, count, median(steps), percentile(steps, 99)])
                 print(name, *found["decode"][-1], file=sys.stderr, flush=True)
     found["runs"] = {temperature: measured.whole_run(options) for temperature, options in TEMPERATURES.items()}
     found["first token"] = median(measured.first_token(FIRST_TOKEN, 20))
     found["prefill"] = median(measured.first_token(PREFILL, 5))
-    measured.loop.stop()
+    measured.stop()
     cache = CACHE_TOKENS * bytes_per_token(engine.config, engine.dtype)
     found["reserved"] = torch.cuda.memory_reserved() - cache
     found["estimated"] = footprint(engine.config, engine.dtype, "gpu", engine.max_batch_tokens, cache_tokens=0).reserved

@@ -16,7 +16,7 @@ from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.nodes import GIB, Card, Node
 from cluster.throughput import TABLE_FILE, Measured, Table, card_speed, predicted_tokens_per_s, speed_of
 from engine.devices import DTYPES
-from engine.model.footprint import body_parameters, footprint
+from engine.model.footprint import MemoryKind, body_parameters, footprint
 from loadtests.generate import BATCHES, PREFILL
 from loadtests.report import RESULTS, write
 
@@ -30,7 +30,7 @@ SOURCES = {
 }
 H200 = Node("h200", "amd64", 512 * GIB, 16, (Card("NVIDIA H200", 140 * GIB),))
 # Decode tokens/s of one stream, as others publish them for their engines, in bf16. Nobody publishes figures of a model without
-# experts on an RTX 5080: its neighbours stand for it.
+# experts on an RTX 5080 or an L40S: their neighbours stand for them.
 PUBLISHED_DECODE = (
     ("NVIDIA GB10", "Qwen/Qwen3-8B", "vLLM", 13.1),
     ("NVIDIA GB10", "Qwen/Qwen3-32B", "vLLM", 3.7),
@@ -40,8 +40,19 @@ PUBLISHED_DECODE = (
     ("NVIDIA GeForce RTX 5090", "Qwen/Qwen3-8B", "vLLM", 86.0),
     ("NVIDIA GeForce RTX 4090", "Qwen/Qwen3-4B", "pegainfer", 97.0),
     ("NVIDIA GeForce RTX 4090", "Qwen/Qwen3-8B", "vLLM", 58.7),
+    ("NVIDIA L40S", "Qwen/Qwen3-8B", "-", None),
 )
 _PUBLISHED_LENGTH = 512  # tokens of the stream; most sources do not tell theirs
+# Cards that nobody has run us on. The last three are checks of the method: others publish rates of them.
+CARDS_THAT_GENERATE = {
+    "GB10 (DGX Spark)": GB10,
+    "RTX 5080 16 GB": RTX_5080,
+    "RTX 4090 24 GB": Node("pc", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 4090", int(23.5 * GIB)),)),
+    "RTX 5090 32 GB": Node("pc", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5090", int(31.4 * GIB)),)),
+    "L40S 48 GB": Node("server", "amd64", 256 * GIB, 16, (Card("NVIDIA L40S", int(44.4 * GIB)),)),
+}
+GENERATORS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")
+GENERATING_STREAMS, GENERATING_PROMPT = (1, 8, 64), 2048
 
 
 def generated(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,6 +72,29 @@ def generated(results: dict[str, Any]) -> list[dict[str, Any]]:
 def _compared(model: str, what: str, streams: int, measured_rate: float, rate: float) -> dict[str, Any]:
     found = {"model": model, "what": what, "streams": streams, "measured tokens/s": measured_rate, "planner's": rate}
     return found | {"planner's / measured": rate / measured_rate}
+
+
+def elsewhere() -> list[dict[str, Any]]:
+    """The planner's decode and prefill rates on cards that we have not measured, of the models that fit in bf16."""
+    rows = []
+    for card, node in CARDS_THAT_GENERATE.items():
+        kind: MemoryKind = "unified" if node.cards[0].unified else "gpu"
+        for model in GENERATORS:
+            config = CATALOGUE[model]
+            needs = footprint(config, torch.bfloat16, kind, cache_tokens=_PUBLISHED_LENGTH)
+            if needs.total > node.usable_bytes:
+                continue
+            row = {"card": card, "model": model.removeprefix("Qwen/")}
+            for streams in GENERATING_STREAMS:
+                fits = needs.total + (streams - 1) * needs.cache <= node.usable_bytes
+                rate = decode_tokens_per_s(config, torch.bfloat16, node, streams, _PUBLISHED_LENGTH)
+                row[f"decode of {streams}, tokens/s"] = rate if fits else "does not fit"
+            prefill = prefill_tokens_per_s(config, torch.bfloat16, node, GENERATING_PROMPT)
+            weights = 2 * (body_parameters(config) + config.vocab_size * config.hidden_size)
+            row[f"prefill of {GENERATING_PROMPT:,}, tokens/s"] = prefill
+            row["weights over the bandwidth, ms"] = 1e3 * weights / speed_of(node).copy
+            rows.append(row)
+    return rows
 
 
 def published() -> list[dict[str, Any]]:
@@ -108,10 +142,22 @@ def main() -> None:
     notes += [
         "models that generate: cluster/generation.py, which the planner goes by; its constants are fitted to the H200's figures, "
         "so the table shows how well one formula fits them, and does not test a prediction",
+        f"cards that we have not measured: bf16, streams of {_PUBLISHED_LENGTH} tokens, the same formula with each card's GEMM "
+        "rate and bandwidth; the models that fit",
+        *(
+            f"{name}: {speed_of(node).gemm / 1e12:.0f} TFLOP/s, {speed_of(node).copy / 1e9:.0f} GB/s"
+            for name, node in CARDS_THAT_GENERATE.items()
+            if name not in NODES
+        ),
         f"other engines: one stream of {_PUBLISHED_LENGTH} tokens, bf16; the figures are their users' and authors', not ours",
     ]
     generation = json.loads((RESULTS / "generate.json").read_text(encoding="utf-8"))
-    tables = {"Predicted": predicted, "Generation on an H200": generated(generation), "Decode beside other engines": published()}
+    tables = {
+        "Predicted": predicted,
+        "Generation on an H200": generated(generation),
+        "Generation on cards that we have not measured": elsewhere(),
+        "Decode beside other engines": published(),
+    }
     write("predicted", "python -m loadtests.predict", tables, notes)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.hub import EMBEDDED_MODEL, resolve_model
+from engine.measure.engine_rates import mixed_lengths as mixed_lengths
 
 
 def words() -> list[str]:
@@ -33,13 +34,6 @@ def short_texts(count: int, seed: int) -> list[str]:
     rng = np.random.default_rng(seed)
     vocabulary = np.array(words()[:8000])
     return [" ".join(rng.choice(vocabulary, size=rng.integers(4, 9))) for _ in range(count)]
-
-
-def mixed_lengths(total_tokens: int, seed: int, most: int = 2048) -> list[int]:
-    """Tokens of each sequence of a packed batch: lognormal, median 150, sigma 0.8, 8 to `most`; the last is cut to fit."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(150), 0.8, total_tokens // 8 + 1)
-    ends = np.cumsum(np.clip(drawn, 8, most).astype(int)).clip(max=total_tokens)
-    return [int(length) for length in np.diff(ends, prepend=0) if length]
 
 
 def request_lengths(rng: random.Random, longest: int) -> list[int]:

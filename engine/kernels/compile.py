@@ -67,6 +67,11 @@ def read_source(source: str) -> str:
     return _read(f"{source}.cu")
 
 
+def source_texts() -> list[str]:
+    """The texts of all CUDA sources, in the order of their names."""
+    return [path.read_text(encoding="utf-8") for path in sorted(_SOURCES.iterdir())]
+
+
 def nvrtc_version() -> str:
     """Raises: ModelError if NVRTC is not installed."""
     major, minor = _ask(nvrtc.nvrtcVersion)

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine import kernels
 from engine.kernels import reference
+from engine.measure.timing import gemm_rate, seconds_of
 from loadtests.kernels.batches import AttentionBatch, attention_batch
 from loadtests.kernels.naive import naive_attention
-from loadtests.kernels.timing import gemm_rate, seconds_of
 from loadtests.report import write
 from loadtests.traces import mixed_lengths
 

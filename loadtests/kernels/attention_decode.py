@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from engine.kernels import attention_decode
 from engine.kernels.attention_decode import PAGE, DecodeShape, DecodeWorkspace, decode_items
 from engine.kernels.launch import num_sms
-from loadtests.kernels.timing import CALLS, copy_bandwidth, seconds_of
+from engine.measure.timing import CALLS, copy_bandwidth, seconds_of
 from loadtests.report import write
 
 DEVICE = torch.device("cuda", 0)

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from engine import kernels
 from engine.kernels import reference
+from engine.measure.timing import CALLS, copy_bandwidth, seconds_of
 from engine.run.batch import PackedBatch
 from loadtests.checkpoints import PUBLISHED
 from loadtests.kernels.batches import DEVICE, packed
-from loadtests.kernels.timing import CALLS, copy_bandwidth, seconds_of
 from loadtests.report import write
 from loadtests.traces import mixed_lengths
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.kernels.few_rows import few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms
+from engine.measure.timing import copy_bandwidth, seconds_of
 from loadtests.kernels.gemm import LAYERS
-from loadtests.kernels.timing import copy_bandwidth, seconds_of
 from loadtests.report import write
 
 ROWS = (1, 16, 32)

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine import kernels
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.quantize import quantize
-from loadtests.kernels.timing import gemm_rate, seconds_of
+from engine.measure.timing import gemm_rate, seconds_of
 from loadtests.report import write
 
 

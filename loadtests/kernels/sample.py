@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine import kernels
 from engine.draws import Row, uniform
+from engine.measure.timing import copy_bandwidth, seconds_of
 from engine.options import SamplingOptions
-from loadtests.kernels.timing import copy_bandwidth, seconds_of
 from loadtests.report import write
 
 VOCAB_SIZE = 151_936  # Qwen3's

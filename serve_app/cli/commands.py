@@ -52,7 +52,13 @@ cli.command()(
         config, as_tei=True, output=Annotated[Path | None, typer.Option("--output", "-o", help=escape("File [default: stdout]"))]
     )
 )
-cli.command()(with_settings(doctor))
+cli.command()(
+    with_settings(
+        doctor,
+        measure=Annotated[bool | None, typer.Option("--measure", help="Check the kernels and measure the speed of this machine")],
+        report=Annotated[bool | None, typer.Option("--report", help="Print the result as Markdown, to paste into an issue")],
+    )
+)
 cli.command()(kernels)
 short_help = {"help_option_names": ["-h", "--help"]}
 cli.command(context_settings=short_help)(with_options(generate))

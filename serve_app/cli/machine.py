@@ -1,5 +1,6 @@
 """`emberforge doctor` and `emberforge kernels`: what this machine has, and whether the kernels compile."""
 
+import sys
 from time import monotonic
 from typing import Annotated
 
@@ -9,12 +10,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from serve_app.cli.console import console
+from engine.errors import InvalidInput
+from serve_app.cli.console import console, say
 from serve_app.settings import Settings
 
 
-def doctor(settings: Settings) -> None:
-    """Print what emberforge sees on this machine, and what is wrong with it."""
+def doctor(settings: Settings, measure: bool | None, report: bool | None) -> None:
+    """Print what emberforge sees on this machine, and what is wrong with it.
+
+    With --measure: check each kernel on this machine's GPU and measure its speed, in two minutes, without a network.
+    """
+    if measure:
+        _measure(bool(report))
+        return
+    if report:
+        raise InvalidInput("--report prints what --measure finds: say --measure --report")
     from cluster.doctor import examine
 
     checks = examine(settings.port)
@@ -24,6 +34,33 @@ def doctor(settings: Settings) -> None:
         if check.problem is not None:
             console.print(f"                   {check.problem}")
     if any(check.problem for check in checks):
+        raise typer.Exit(1)
+
+
+def _measure(report: bool) -> None:
+    """Prints progress on standard error and the result on standard output, and keeps the result for `emberforge plan --live`."""
+    from cluster import measure_report
+    from cluster.measure import measure
+    from cluster.measurement import save
+    from cluster.node_token import home_folder
+    from serve_app.garbage import collect_seldom
+
+    collect_seldom()  # as a replica does
+    start = monotonic()
+    try:
+        found = measure(say)
+    except KeyboardInterrupt:
+        say("stopped: nothing was written")
+        raise typer.Exit(130) from None
+    file = save(found, home_folder())
+    say(f"written to {file} after {monotonic() - start:.0f} s; emberforge plan --live takes it from there")
+    if report:
+        sys.stdout.write(measure_report.markdown(found))
+    else:
+        output = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
+        output.print(measure_report.rates_table(found.models))
+        output.print(measure_report.kernels_in_short(found.kernels), soft_wrap=True)
+    if any(not each.is_right for each in found.kernels):
         raise typer.Exit(1)
 
 

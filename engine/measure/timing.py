@@ -7,6 +7,9 @@ from statistics import median
 
 import torch
 
+from engine.kernels.linear8 import linear8
+from engine.kernels.quantize import quantize_weight
+
 CALLS, REPLAYS = 20, 10
 LONG_S = 5e-3  # a call that takes this long hides its launches
 
@@ -34,31 +37,46 @@ def seconds_of(call: Callable[[int], object], captured: bool = True) -> float:
         return _median_seconds(graph.replay, REPLAYS) / calls
 
 
-def copy_bandwidth() -> float:
-    """Bytes/s of a 2 GiB copy on the device, read and written."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+def copy_bandwidth(num_bytes: int = 1 << 31) -> float:
+    """Bytes/s of a copy of so many bytes on the device, read and written."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     # Not captured: as a node of a graph the copy takes half as long again.
     return 2 * source.nbytes / seconds_of(lambda _: target.copy_(source), captured=False)
 
 
-def gemm_rate(size: int = 8192) -> float:
-    """FLOP/s of torch.mm on square bf16 matrices of random values: zeros would draw less power and run faster."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return 2 * size**3 / seconds_of(lambda _: torch.mm(a, b))
+def host_to_device_bandwidth(num_bytes: int) -> float:
+    """Bytes/s of a copy from pinned memory of the host to the device."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    return num_bytes / seconds_of(lambda _: target.copy_(source, non_blocking=True), captured=False)
+
+
+def gemm_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP/s of a product of two square matrices of random values: zeros would draw less power and run faster.
+
+    Args:
+        dtype: of 16 or 32 bits: torch.mm. Of 8 bits: the product that the engine's layers take.
+    """
+    a, b = (torch.randn(size, size, device="cuda") for _ in range(2))
+    if dtype.itemsize > 1:
+        a, b = a.to(dtype), b.to(dtype)
+        return 2 * size**3 / seconds_of(lambda _: torch.mm(a, b))
+    a8, b8 = quantize_weight(a, dtype), quantize_weight(b, dtype)
+    return 2 * size**3 / seconds_of(lambda _: linear8(a8, b8))
 
 
 def _median_seconds(run: Callable[[], object], repeats: int) -> float:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    torch.cuda._sleep(1 << 20)  # half a millisecond's start for the host: work waits for the GPU, not the GPU for work
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(1 << 20)  # type: ignore[no-untyped-call]  # half a millisecond's start for the host: work waits for the GPU, not the GPU for work
     events[0].record()
     for event in events[1:]:
         run()
         event.record()
     events[-1].synchronize()
-    return median(before.elapsed_time(after) for before, after in pairwise(events)) / 1e3
+    return float(median(before.elapsed_time(after) for before, after in pairwise(events))) / 1e3
 
 
 @cache
 def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

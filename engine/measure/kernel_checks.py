@@ -1,0 +1,434 @@
+"""Each kernel against its reference on the device at hand: on a card where nobody has run them, the first thing to know."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine import kernels
+from engine.devices import LEAST_CAPABILITY
+from engine.draws import Row, uniform
+from engine.kernels import reference
+from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
+from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
+from engine.kernels.tiles import HEAD_DIMS, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
+from engine.options import SamplingOptions
+
+_EPS = 1e-6  # of norms
+_LENGTHS = (1, 7, 33, 128, 2, 129, 5, 300, 1)  # tokens of the sequences of a ragged batch
+_NUM_TOKENS = sum(_LENGTHS)
+_FACTOR = 2.0  # times the error of plain torch in the same dtype, which a kernel's error may be
+_ROUNDING = 1e-6
+# Query heads and key heads by head size, as in published models.
+_HEADS = {32: (12, 12), 64: (14, 2), 96: (4, 4), 128: (16, 8), 256: (3, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One kernel on one shape. `error` is the largest absolute difference from the reference in fp32.
+
+    `problem` says what the kernel did instead of giving a result. A NaN in the result is an error of infinity.
+    """
+
+    kernel: str
+    shape: str
+    error: float = math.inf
+    tolerance: float = 0.0
+    problem: str | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.problem is None and self.error <= self.tolerance
+
+
+class Results(NamedTuple):
+    """What the kernel gives, what plain torch gives in the same dtype, and what plain torch gives in fp32."""
+
+    ours: Tensor
+    low: Tensor
+    exact: Tensor
+
+
+class Case(NamedTuple):
+    kernel: str
+    shape: str
+    run: Callable[[], Results]
+
+
+def check_kernels(device: torch.device, on_result: Callable[[Checked], None] = lambda _: None) -> list[Checked]:
+    """Runs every kernel that the engine would run on this device, all shapes of one after the other. `on_result` hears each
+    result.
+
+    On a CPU, and for attention before sm_80, plain torch computes, and nothing is compared.
+    """
+    found, order = list[Checked](), dict[str, int]()
+    for case in sorted(cases(device), key=lambda case: order.setdefault(case.kernel, len(order))):
+        found.append(check(case))
+        on_result(found[-1])
+    return found
+
+
+def check(case: Case) -> Checked:
+    """An exception of the kernel becomes the result's `problem`."""
+    try:
+        with torch.inference_mode():
+            ours, low, exact = (each.double().cpu() for each in case.run())
+    except Exception as error:  # whatever a compiler, a driver or torch raises: the report goes on with the next kernel
+        return Checked(case.kernel, case.shape, problem=_one_line(error))
+    worst = float((ours - exact).abs().max())
+    tolerance = _FACTOR * float((low - exact).abs().max()) + _ROUNDING * max(1.0, float(exact.abs().max()))
+    return Checked(case.kernel, case.shape, worst if math.isfinite(worst) else math.inf, tolerance)
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """The cases for this device, the simplest kernels first. Tensors are made when a case runs."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    make = Maker(device, torch.bfloat16 if capability >= (8, 0) else torch.float16)
+    yield from elementwise_cases(make)
+    yield from product_cases(make)
+    for dtype, least in LEAST_CAPABILITY.items():
+        if capability >= least:
+            yield from cases_in_8_bits(make, dtype)
+    if capability >= (8, 0):
+        yield from attention_cases(make, capability)
+        yield from paged_cases(make, capability)
+    yield Case("sample", "64 rows of 151,936", partial(_sample, make, 64, 151_936))
+
+
+class Maker:
+    """Makes the operands: the same random numbers for each case, whatever ran before."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator(device)
+
+    def reset(self) -> None:
+        self._generator.manual_seed(0)
+
+    def normal(self, *shape: int, mean: float = 0.0, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, device=self.device, generator=self._generator)
+        return (values * scale + mean).to(self.dtype)
+
+    def numbers(self, values: Any) -> Tensor:
+        """Whole numbers as int32 on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(self.device)
+
+    def positions(self) -> Tensor:
+        """[T] int32, of each token in its sequence."""
+        return self.numbers(np.concatenate([np.arange(length) for length in _LENGTHS]))
+
+    def cu_seqlens(self) -> Tensor:
+        return self.numbers(np.cumsum((0, *_LENGTHS)))
+
+    def bounds(self) -> Tensor:
+        """[T, 2] int32, the rows of the sequence that each token belongs to."""
+        ends = np.cumsum(_LENGTHS)
+        return self.numbers(np.repeat(np.stack((ends - _LENGTHS, ends), axis=1), _LENGTHS, axis=0))
+
+
+def compared(
+    make: Maker,
+    ours: Callable[..., Any],
+    plain: Callable[..., Any],
+    arguments: Callable[[Maker], tuple[Any, ...]],
+    changed: int | None = None,
+) -> Results:
+    """Calls the kernel and its reference, each with operands of its own.
+
+    Args:
+        arguments: makes the operands.
+        changed: the index of the argument that the operation writes to. None: it returns its result.
+    """
+    make.reset()
+    made = arguments(make)
+
+    def result(call: Callable[..., Any], wide: bool) -> Tensor:
+        given = [_copy(each, wide) for each in made]
+        returned = call(*given)
+        tensor: Tensor = returned if changed is None else given[changed]
+        return tensor
+
+    return Results(result(ours, False), result(plain, False), result(plain, True))
+
+
+def elementwise_cases(make: Maker) -> Iterator[Case]:
+    tokens = f"{_NUM_TOKENS} x"
+
+    def case(name: str, shape: str, ours: Any, plain: Any, arguments: Any, changed: int | None = None) -> Case:
+        return Case(name, shape, partial(compared, make, ours, plain, arguments, changed))
+
+    yield case(
+        "embed", f"{tokens} 1024", kernels.embed, reference.embed,
+        lambda m: (m.numbers(np.arange(_NUM_TOKENS) % 500), m.positions(), m.normal(500, 1024), m.normal(300, 1024)),
+    )  # fmt: skip
+    for width in (384, 1024, 4096):
+        yield case(
+            "rms_norm", f"{tokens} {width}", kernels.rms_norm, reference.rms_norm,
+            lambda m, c=width: (m.normal(_NUM_TOKENS, c), m.normal(c, mean=1), _EPS),
+        )  # fmt: skip
+        yield case(
+            "rms_norm + residual", f"{tokens} {width}", kernels.rms_norm, reference.rms_norm,
+            lambda m, c=width: (m.normal(_NUM_TOKENS, c), m.normal(c, mean=1), _EPS, m.normal(_NUM_TOKENS, c)),
+        )  # fmt: skip
+    yield case(
+        "layer_norm", f"{tokens} 768", kernels.layer_norm, reference.layer_norm,
+        lambda m: (
+            m.normal(_NUM_TOKENS, 768), m.normal(768, mean=1), m.normal(768), _EPS, m.normal(768), m.normal(_NUM_TOKENS, 768)
+        ),
+    )  # fmt: skip
+    for head_dim in (64, 128):
+        yield case(
+            "norm_rope", f"{tokens} 32 heads x {head_dim}", kernels.norm_rope, reference.norm_rope,
+            lambda m, d=head_dim: (*_qkv_and_norms(m, d), *_angles(m, d), _EPS, 16), changed=0,
+        )  # fmt: skip
+    yield case(
+        "rope", f"{tokens} 32 heads x 64", kernels.rope, reference.rope,
+        lambda m: (m.normal(_NUM_TOKENS, 32, 64), *_angles(m, 64), 16), changed=0,
+    )  # fmt: skip
+    yield case(
+        "rope_store", f"{tokens} 32 heads x 128", kernels.rope_store, reference.rope_store,
+        lambda m: _rope_store_arguments(m, 128), changed=4,
+    )  # fmt: skip
+    yield case("swiglu", f"{tokens} 3072", kernels.swiglu, reference.swiglu, lambda m: (m.normal(_NUM_TOKENS, 6144),))
+    yield case("geglu", f"{tokens} 1152", kernels.geglu, reference.geglu, lambda m: (m.normal(_NUM_TOKENS, 2304), True))
+    yield case("gelu", f"{tokens} 3072", kernels.gelu, reference.gelu, lambda m: (m.normal(_NUM_TOKENS, 3072), m.normal(3072)))
+    yield case(
+        "pool_mean", f"{tokens} 768", kernels.pool_mean, reference.pool_mean,
+        lambda m: (m.normal(_NUM_TOKENS, 768, mean=1), m.cu_seqlens()),
+    )  # fmt: skip
+    yield case(
+        "pool_finish", "9 x 1024", kernels.pool_finish, reference.pool_finish,
+        lambda m: (m.normal(9, 1024), m.numbers([1, 7, 33, 512, 1024, 1000, 8, 1024, 256]), m.numbers([1, 0, 1] * 3)),
+    )  # fmt: skip
+
+
+def product_cases(make: Maker) -> Iterator[Case]:
+    """Few rows, a middle number and many take three different products on Hopper."""
+    for rows in (1, 8, 300, 4096):
+        for n, k in ((4096, 1024), (2560, 9728)):
+            run = partial(compared, make, kernels.linear, reference.linear, partial(_normed_operands, rows=rows, n=n, k=k))
+            yield Case("linear", f"{rows} x {k} x {n}", run)
+        run = partial(compared, make, kernels.linear_add, _linear_add, partial(_operands, rows=rows, n=1024, k=3072))
+        yield Case("linear_add", f"{rows} x 3072 x 1024", run)
+        arguments = partial(_normed_operands, rows=rows, n=6144, k=1024)
+        yield Case(
+            "linear_swiglu", f"{rows} x 1024 x 6144", partial(compared, make, kernels.linear_swiglu, _linear_swiglu, arguments)
+        )
+
+
+def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
+    name = "int8" if dtype == torch.int8 else "e4m3"
+    for width in (1024, 3072):
+        yield Case("quantize", f"{name} {_NUM_TOKENS} x {width}", partial(_quantize, make, dtype, width))
+    for rows in (1, 32, 300):
+        yield Case("linear8", f"{name} {rows} x 3072 x 1024", partial(_linear8, make, dtype, rows, 1024, 3072))
+        yield Case("linear8_add", f"{name} {rows} x 3072 x 1024", partial(_linear8_add, make, dtype, rows, 1024, 3072))
+        yield Case("linear8_swiglu", f"{name} {rows} x 1024 x 6144", partial(_linear8_swiglu, make, dtype, rows, 3072, 1024))
+
+
+def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
+    for head_dim in HEAD_DIMS:
+        for label, shape in _shapes(head_dim, capability):
+            for mask, causal, window in (("causal", True, None), ("bidirectional", False, None), ("window 17", True, 17)):
+                heads = _HEADS[head_dim]
+                described = f"{label} {mask}, {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}"
+                yield Case("attention", described, partial(_attention, make, head_dim, shape, causal, window))
+
+
+def paged_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
+    for head_dim in (64, 128):
+        heads = _HEADS[head_dim]
+        for label, shape in _shapes(head_dim, capability):
+            described = f"{label} {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}"
+            yield Case("paged_attention", described, partial(_paged_attention, make, head_dim, shape))
+        for num_blocks, parts in ((1, "whole sequences"), (1000, "sequences in parts")):
+            described = f"{parts}, {len(_LENGTHS)} x {heads[0]}/{heads[1]} heads x {head_dim}"
+            yield Case("attention_decode", described, partial(_attention_decode, make, head_dim, num_blocks))
+
+
+def _shapes(head_dim: int, capability: tuple[int, int]) -> Iterator[tuple[str, Shape]]:
+    large, small = tile_shapes(head_dim, capability)
+    wgmma = hopper_shape(head_dim, capability)
+    yield from (("large tiles", large), ("small tiles", small))
+    if wgmma is not None:
+        yield "wgmma", wgmma
+
+
+def _qkv_and_norms(make: Maker, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """16 query heads and 8 key heads."""
+    return make.normal(_NUM_TOKENS, 32, head_dim), make.normal(head_dim, mean=1), make.normal(head_dim, mean=1)
+
+
+def _angles(make: Maker, head_dim: int) -> tuple[Tensor, Tensor]:
+    return reference.rope_table(head_dim, 1e6, max(_LENGTHS), make.device), make.positions()
+
+
+def _rope_store_arguments(make: Maker, head_dim: int) -> tuple[Any, ...]:
+    """Every seventh token has no place in the cache."""
+    qkv, q_weight, k_weight = _qkv_and_norms(make, head_dim)
+    cache = make.normal(2, 6 * PAGE, 8, head_dim)
+    slots = np.random.default_rng(0).permutation(6 * PAGE)[:_NUM_TOKENS]
+    slots[::7] = -1
+    return qkv, *_angles(make, head_dim), 16, cache, make.numbers(slots), (q_weight, k_weight, _EPS)
+
+
+def _operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:
+    """x, W and a residual."""
+    return make.normal(rows, k), make.normal(n, k, scale=k**-0.5), make.normal(rows, n)
+
+
+def _normed_operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:
+    """x, W, the weight of a norm of x and its epsilon."""
+    return make.normal(rows, k), make.normal(n, k, scale=k**-0.5), make.normal(k, mean=1), _EPS
+
+
+def _linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return residual + F.linear(x, weight)
+
+
+def _linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor, eps: float) -> Tensor:
+    return reference.swiglu(reference.linear(x, gate_up, norm, eps), interleaved=True)
+
+
+def _quantize(make: Maker, dtype: torch.dtype, width: int) -> Results:
+    """Compares what the 8 bits stand for. Plain torch's error is the rounding to 8 bits."""
+    make.reset()
+    x, block = make.normal(_NUM_TOKENS, width), rotation(dtype)
+    exact = x.float()
+    if block:
+        exact = (exact.view(_NUM_TOKENS, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
+    return Results(_wide(quantize(x, dtype)), _wide(Quantized(*reference.quantize(x, dtype, block))), exact)
+
+
+def _linear8(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
+    """The operands are in 8 bits already. `low` is off by what sums of 14 bits, as Hopper's e4m3 has them, may be off."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
+    exact = F.linear(_wide(x), _wide(weight))
+    return Results(kernels.linear8(x, weight), exact + _allowed(exact, dtype, k), exact)
+
+
+def _linear8_add(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
+    """As `_linear8`. Some products leave the sum to the operation that follows."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
+    residual = torch.ones(rows, n, dtype=torch.bfloat16, device=make.device)
+    exact = 1 + F.linear(_wide(x), _wide(weight))
+    pending = kernels.linear8_add(x, weight, residual)
+    return Results(residual if pending is None else residual + pending, exact + _allowed(exact, dtype, k), exact)
+
+
+def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
+    """The result is in 8 bits again: half a step, and as much by the 16 bits of gate and up."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, 2 * n, k)
+    exact = reference.swiglu(F.linear(_wide(x), _wide(weight)), interleaved=True)
+    if block := rotation(dtype):
+        exact = (exact.view(rows, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
+    allowed = float(exact.abs().max()) * (1 / 127 if dtype == torch.int8 else 1 / 32)
+    return Results(_wide(kernels.linear8_swiglu(x, weight)), exact + allowed, exact)
+
+
+def _operands_in_8_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> tuple[Quantized, Quantized]:
+    """x [rows, k] and W [n, k]."""
+    make.reset()
+    x = Quantized(*reference.quantize(make.normal(rows, k), dtype, rotation(dtype)))
+    return x, quantize_weight(make.normal(n, k, scale=k**-0.5), dtype)
+
+
+def _allowed(exact: Tensor, dtype: torch.dtype, k: int) -> float:
+    return 2**-8 * float(exact.abs().max()) * (1 if dtype == torch.int8 else 1 + k / 4096)
+
+
+def _attention(make: Maker, head_dim: int, shape: Shape, causal: bool, window: int | None) -> Results:
+    make.reset()
+    n_heads, n_kv_heads = _HEADS[head_dim]
+    qkv = make.normal(_NUM_TOKENS, n_heads + 2 * n_kv_heads, head_dim)
+    q, k, v = qkv[:, :n_heads], qkv[:, n_heads:-n_kv_heads], qkv[:, -n_kv_heads:]
+    tiles = make.numbers(attention_tiles(_LENGTHS, shape.block_m // (n_heads // n_kv_heads), (), causal))
+    ours = kernels.attention(q, k, v, tiles, shape, make.bounds(), causal, window)
+    low, exact = (
+        reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), _LENGTHS, causal, window)
+        for dtype in (make.dtype, torch.float32)
+    )
+    return Results(ours, low, exact)
+
+
+def _paged_attention(make: Maker, head_dim: int, shape: Shape) -> Results:
+    """Each sequence continues one of 100 tokens."""
+    make.reset()
+    before = 100
+    n_heads, n_kv_heads = _HEADS[head_dim]
+    cache, pages, offsets = _cache(make, [before + length for length in _LENGTHS], n_kv_heads, head_dim)
+    q = make.normal(_NUM_TOKENS, n_heads, head_dim)
+    depth = shape.block_m // (n_heads // n_kv_heads)
+    tiles = make.numbers(paged_tiles(_LENGTHS, [before] * len(_LENGTHS), offsets, 0, depth))
+    ours = kernels.paged_attention(q, cache, tiles, pages, shape)
+    low, exact = (
+        reference.paged_attention(q.to(dtype), cache.to(dtype), tiles, pages, PAGE) for dtype in (make.dtype, torch.float32)
+    )
+    return Results(ours, low, exact)
+
+
+def _attention_decode(make: Maker, head_dim: int, num_blocks: int) -> Results:
+    make.reset()
+    n_heads, n_kv_heads = _HEADS[head_dim]
+    cache, pages, offsets = _cache(make, _LENGTHS, n_kv_heads, head_dim)
+    q = make.normal(len(_LENGTHS), n_heads, head_dim)
+    items = make.numbers(decode_items(_LENGTHS, offsets, n_kv_heads, num_blocks))
+    workspace = DecodeWorkspace.create(most_items(len(_LENGTHS), n_kv_heads, num_blocks), n_heads, head_dim, make.device)
+    ours = kernels.attention_decode(q, cache, items, pages, workspace)
+    low, exact = (
+        reference.attention_decode(
+            q.to(dtype), cache.to(dtype), items, pages, torch.empty(q.shape, dtype=dtype, device=make.device)
+        )
+        for dtype in (make.dtype, torch.float32)
+    )
+    return Results(ours, low, exact)
+
+
+def _sample(make: Maker, num_rows: int, vocab_size: int) -> Results:
+    """Compares the chosen tokens' log-probabilities: a random number on the border of two tokens may give either of them, but
+    a wrong token has another log-probability."""
+    make.reset()
+    logits = make.normal(num_rows, vocab_size, scale=3.0)
+    rows = [
+        Row(SamplingOptions(max_tokens=1, temperature=0.0 if number % 2 else 0.7, top_k=20), uniform(7, number))
+        for number in range(num_rows)
+    ]
+    choices = make.numbers(kernels.choices_of(rows, [-1] * num_rows))
+    chosen = kernels.sample(logits, choices)
+    exact = reference.sample(logits, choices, None, torch.empty_like(chosen))
+    ours, plain = (each[:, 2].contiguous().view(torch.float32) for each in (chosen, exact))
+    return Results(ours, plain + 1e-4, plain)
+
+
+def _cache(make: Maker, lengths: Any, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Keys and values in shuffled pages: the cache [2, S, K, D], the pages of all sequences, where each one's begin."""
+    counts = [-(-length // PAGE) for length in lengths]
+    pages = np.random.default_rng(0).permutation(sum(counts))
+    offsets = (np.cumsum(counts) - counts).tolist()
+    return make.normal(2, sum(counts) * PAGE, n_kv_heads, head_dim), make.numbers(pages), offsets
+
+
+def _wide(x: Quantized) -> Tensor:
+    return x.values.float() * x.scale[:, None]
+
+
+def _copy(argument: Any, wide: bool) -> Any:
+    """A tensor of its own for an operation that writes to it; 16 bits become fp32 if `wide`."""
+    if isinstance(argument, tuple):
+        return tuple(_copy(each, wide) for each in argument)
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.float() if wide and argument.is_floating_point() else argument.clone()
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]
