@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from cluster.files import read_yaml
+from cluster.files import parse_yaml, read_yaml
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import ServerSettings
 
@@ -88,3 +88,8 @@ class ModelsFile(BaseModel):
 def load_models(path: Path) -> ModelsFile:
     """Raises: ClusterError naming the place, the value and the allowed values."""
     return read_yaml(path, ModelsFile)
+
+
+def parse_models(text: str) -> ModelsFile:
+    """As `load_models`, from the text of a models.yaml."""
+    return parse_yaml(text, "models.yaml", ModelsFile)
