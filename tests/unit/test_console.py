@@ -4,11 +4,15 @@ The browser is Debian's chromium, driven by Playwright. Without them the tests o
 """
 
 import asyncio
+import json
 import shutil
 import socket
+import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -28,6 +32,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.key_file import add_key
 from serve_app.console import planner, planning, state
 from serve_app.console.cluster_view import ClusterView, View
+from serve_app.dialects.generation_bodies import ChatRequest, parse_request
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
@@ -189,6 +194,70 @@ def test_a_process_beside_the_server_makes_one_plan_at_a_time(cluster: FakeClust
             assert (late.status_code, late.json()["error"].partition(";")[0]) == (422, "the plan took longer than 0.01 s")
 
     asyncio.run(ask())
+
+
+FORM = {"model": "fake-generation", "system": " ", "message": "Hi", "most": "8", "temperature": "0.5", "tools": "", "schema": ""}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
+
+
+def in_node(code: str, **values: Any) -> Any:
+    """What `code` returns, with the functions of conversation.js and these values."""
+    if (node := shutil.which("node")) is None:
+        pytest.skip("node is not installed")
+    module = (files("serve_app.console") / "static" / "conversation.js").read_bytes()
+    script = (
+        f"import * as page from 'data:text/javascript;base64,{b64encode(module).decode()}';"
+        f"const v = {json.dumps(values)}; console.log(JSON.stringify((() => {{ {code} }})()));"
+    )
+    command = [node, "--input-type=module", "--eval", script]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+
+
+def test_the_chat_form_makes_the_request_of_its_fields(cluster: FakeCluster) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
+    plain, full, wrong = in_node(
+        "const of = (more) => page.bodyOf({ ...v.form, history: [], ...more });"
+        "let wrong; try { of({ tools: '[' }); } catch (error) { wrong = error.message; }"
+        "return [of({}), of({ system: 'Be brief.', tools: JSON.stringify([v.tool]), schema: JSON.stringify(v.schema) }), wrong];",
+        form=FORM,
+        tool=TOOL,
+        schema=schema,
+    )
+    user = {"role": "user", "content": "Hi"}
+    assert plain == {"model": "fake-generation", "messages": [user], "max_tokens": 8, "temperature": 0.5}
+    assert full == plain | {
+        "messages": [{"role": "system", "content": "Be brief."}, user],
+        "tools": [TOOL],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    }
+    assert wrong.startswith("The field tools is no JSON: ")
+    taken = parse_request(ChatRequest, json.dumps(full).encode())
+    assert taken.response_format is not None
+    assert taken.tools
+    with client_of(cluster) as client:
+        assert client.post("/v1/chat/completions", json=plain).status_code == 200
+
+
+def test_the_next_request_has_the_calls_of_tools_and_a_result_for_each() -> None:
+    parts = [
+        [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": ""}}],
+        [{"index": 0, "function": {"arguments": '{"city": '}}, {"index": 1, "id": "c2", "function": {"name": "weather"}}],
+        [{"index": 0, "function": {"arguments": '"Rome"}'}}, {"index": 1, "function": {"arguments": "{}"}}],
+        None,
+    ]
+    body = in_node(
+        "const calls = []; for (const each of v.parts) page.addCalls(calls, each);"
+        "const history = page.turnsOf({ role: 'user', content: 'Weather?' }, '', calls);"
+        "return page.bodyOf({ ...v.form, history });",
+        form=FORM,
+        parts=parts,
+    )
+    roles = [message["role"] for message in body["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+    calls = body["messages"][1]["tool_calls"]
+    assert [(each["id"], each["function"]["arguments"]) for each in calls] == [("c1", '{"city": "Rome"}'), ("c2", "{}")]
+    assert [message["tool_call_id"] for message in body["messages"][2:4]] == ["c1", "c2"]
+    assert len(parse_request(ChatRequest, json.dumps(body).encode()).messages) == 5
 
 
 def test_nobody_looks_at_the_cluster_unless_somebody_watches() -> None:
