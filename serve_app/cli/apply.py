@@ -1,15 +1,18 @@
 """`emberforge apply`, `diff`, `rollback` and `destroy`: what the running cluster serves, changed and looked at."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from cluster.files import ClusterError
 from engine.errors import EmberError
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from cluster.applied import Applied, History
     from cluster.apply import Difference
     from cluster.serve_client import ServeClient
+    from cluster.starts import Start
 
 Models = Annotated[Path, typer.Argument(metavar="FILE", help="YAML: the models, how many replicas, where they may be")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
@@ -96,6 +100,7 @@ class _Cluster:
         """Shows the difference, asks, and deploys. Raises: ClusterError with the reason if a replica does not start."""
         from cluster.apply import deploy
         from cluster.serve_progress import Progress
+        from cluster.starts import starts
         from cluster.status import gateway_urls
 
         todo = self.difference(config)
@@ -103,11 +108,38 @@ class _Cluster:
         if todo.lines:
             _ask("Deploy this?", yes)
         try:
-            with console.status("waiting until every replica is ready"):
-                deploy(self.serve, self.history, config, todo, Progress(say, self.nodes), of=of)
+            with _bars() as bars:
+                progress = Progress(say, self.nodes, partial(starts, self.history.store), bars)
+                deploy(self.serve, self.history, config, todo, progress, of=of)
         except KeyboardInterrupt:
             raise ClusterError("no longer waiting. Serve goes on; the same command waits again") from None
         say(f"ready: {', '.join(gateway_urls(self.serve.details()))}")
+
+
+@contextmanager
+def _bars() -> "Iterator[Callable[[Mapping[str, Start]], None] | None]":
+    """On a terminal: a function that shows a bar for each replica that starts. Elsewhere None, because a line tells each step."""
+    if not console.is_terminal:
+        yield None
+        return
+    from cluster.starts import WORDS
+
+    shown: dict[str, TaskID] = {}
+    with Bars(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bars:
+        waiting = bars.add_task("waiting until every replica is ready", total=None)
+
+        def show(starts: Mapping[str, Start]) -> None:
+            for name in shown.keys() - starts.keys():
+                bars.remove_task(shown.pop(name))
+            for name, start in starts.items():
+                if name not in shown:
+                    shown[name] = bars.add_task(name)
+                total = None if start.share is None else 1.0
+                bars.update(shown[name], description=f"{name} {WORDS[start.step]}", total=total, completed=start.share or 0.0)
+            bars.update(waiting, visible=not starts)
+
+        yield show
+        bars.remove_task(waiting)
 
 
 @contextmanager

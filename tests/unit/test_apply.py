@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from cluster.files import ClusterError
 from cluster.local_ray import free_port
 from cluster.serve_client import ServeClient
 from cluster.serve_progress import Progress
+from cluster.starts import Start, StartReport, starts
 from serve_app.cli import apply as cli_apply
 from serve_app.cli.commands import cli
 
@@ -209,6 +211,32 @@ def test_an_apply_says_what_it_does_and_ends_when_all_is_ready() -> None:
     operator.said.clear()
     assert operator.apply(config()) == ()
     assert (operator.said, operator.serve.deploys, operator.history) == ([], 1, [(1, None, True)])
+
+
+def test_the_steps_of_a_start_are_lines_or_bars() -> None:
+    store, serve, said = MemoryStore(), StubServe(), list[str]()
+    serve.deploy(config("float32", 1, gateways=1))
+    details = serve.details()
+    for replica in details["applications"]["lite.pc"]["deployments"]["Engine"]["replicas"]:
+        replica["node_id"] = "1"
+    seen: list[Any] = []
+    bars: Any = lambda starts: seen.append(dict(starts))  # noqa: E731
+    progresses = [Progress(said.append, {"1": "pc1"}, partial(starts, store), each) for each in (None, bars)]
+    killed, report = StartReport("r9", store), StartReport("r1", store)
+    killed.at("download")
+    for tell in (lambda: report.at("download"), lambda: report.loaded(0.5), lambda: report.loaded(1.0), report.end):
+        tell()
+        for progress in progresses:
+            progress.update(details)
+    steps = [f"lite.pc: replica r1 {words}" for words in ("gets its files", "loads its weights", "compiles and measures")]
+    assert [line for line in said if line in steps] == steps
+    assert seen == [
+        {"lite.pc: replica r1": Start("download")},
+        {"lite.pc: replica r1": Start("load", 0.5)},
+        {"lite.pc: replica r1": Start("compile")},
+        {},
+    ]
+    assert store.keys("starting/") == []
 
 
 def test_other_numbers_replace_nothing_and_what_stops_is_said() -> None:
