@@ -89,6 +89,10 @@ class History:
         there = ", ".join(str(entry.number) for entry in entries) or "none"
         raise ClusterError(f"there is no applied config {number}; there is {there}")
 
+    def ready(self) -> Applied | None:
+        """The last config whose replicas were all ready."""
+        return next((entry for entry in reversed(self.entries()) if entry.ready), None)
+
     def previous(self) -> Applied:
         """The config that a rollback applies: the last one that was ready and is not the present one.
 

@@ -26,6 +26,9 @@ class ModelEntry(ModelSpec):
     tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; of a model that generates, decode's
     context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
     streams: PositiveInt | None = None
+    # A new version runs beside the old one for a time, and gets this percentage of the requests. None: it replaces the old one.
+    canary: int | None = Field(None, ge=1, le=50)
+    canary_s: PositiveFloat = 300.0
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":

@@ -104,6 +104,9 @@ class Progress:
         self._messages: dict[str, str] = {}
         self.start_s: dict[str, float] = {}  # of the slowest replica, by application
 
+    def tell(self, line: str) -> None:
+        self._say(line)
+
     def update(self, details: Mapping[str, Any]) -> None:
         """Takes Serve's latest details. The first ones tell only of replicas that are not ready."""
         seen, before = replicas_seen(details, self._nodes), self._seen
