@@ -200,8 +200,7 @@ class Operator:
         history, looks = History(store), count()
         todo = difference(serve.details(), Update(wanted, canaries, lambda *_: has_room), history)
         progress = Progress(self.said.append, {"1": "pc1"})
-        pauses = {"pause": self._let_gateways_tell, "clock": lambda: float(next(looks))}
-        deploy(serve, history, wanted, todo, progress, of=of, **pauses)
+        deploy(serve, history, wanted, todo, progress, of=of, pause=self._let_gateways_tell, clock=lambda: float(next(looks)))
         return todo.lines
 
     def _let_gateways_tell(self) -> None:
