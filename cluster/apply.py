@@ -18,6 +18,10 @@ from cluster.serve_progress import Progress, failed_deployments, failure, is_rea
 _LOOK_EVERY_S = 1.0
 
 
+class _Failed(ClusterError):
+    """A replica does not start, or a new version is worse than the old one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """What a deployment will do, line by line. Nothing without lines.
@@ -117,13 +121,13 @@ def deploy(
 
 
 def _wait(serve: ServeClient, config: Mapping[str, Any], progress: Progress, pause: Callable[[], None]) -> None:
-    """Returns when all replicas of a config are ready. Raises: ClusterError if one does not start."""
+    """Returns when all replicas of a config are ready. Raises: _Failed if one does not start."""
     names = _names(config)
     while True:
         details = serve.details()
         progress.update(details)
         if reason := failure(details, names):
-            raise ClusterError(reason)
+            raise _Failed(reason)
         if is_ready(details, names):
             return
         pause()
@@ -151,7 +155,7 @@ def _try(
             _compare(serve, store, tried, progress)
         for line in _compare(serve, store, tried, progress):
             progress.tell(line)
-    except ClusterError as error:
+    except _Failed as error:
         progress.tell(f"{error}; going back to the old version")
         _let_gateways_change(serve, tried.old, tried, progress, pause)
         serve.deploy(tried.old)
@@ -171,18 +175,18 @@ def _let_gateways_change(
 
 
 def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress) -> list[str]:
-    """The figures of both versions of each model, a line each. Raises: ClusterError if a new version is worse, or has failed."""
+    """The figures of both versions of each model, a line each. Raises: _Failed if a new version is worse, or has failed."""
     details = serve.details()
     progress.update(details)
-    if reason := failure(details, _names(tried.beside)):
-        raise ClusterError(reason)
+    if reason := failure(details, [name for version in tried.versions.values() for name in version.split()]):
+        raise _Failed(reason)
     gateways = [each.id for each in replicas_seen(details, {}).values() if each.application == "gateway"]
     lines = []
     for model, version in tried.versions.items():
         old, new = tallies(store, model, version, gateways)
         lines.append(f"{model}: {figures(old, new)}")
         if is_worse(old, new):
-            raise ClusterError(f"the new version is worse: {lines[-1]}")
+            raise _Failed(f"the new version is worse: {lines[-1]}")
     return lines
 
 

@@ -448,6 +448,23 @@ def test_a_new_version_that_does_not_start_leaves_the_old_one() -> None:
         assert operator.runs == before
 
 
+def test_a_trial_goes_on_when_the_dashboard_was_away() -> None:
+    operator = updated()
+    details, looks = operator.serve.details, count()
+
+    def away() -> dict[str, Any]:
+        if next(looks) == 8:
+            raise ClusterError("Ray's dashboard does not answer")
+        return details()
+
+    operator.serve.details = away  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match=r"^Ray's dashboard does not answer$"):
+        operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert {OLD, NEW} <= set(operator.runs)
+    operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert pools(operator) == [NEW]
+
+
 def test_without_room_the_old_version_ends_first_and_the_time_is_told() -> None:
     operator = updated(failed=100)
     lines = operator.apply(canary_config("bfloat16"), canaries=CANARY, has_room=False)
