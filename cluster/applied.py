@@ -46,10 +46,10 @@ class History:
     """The applied configs, the oldest first. An interrupted command that is typed again adds nothing."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
 
     def entries(self) -> list[Applied]:
-        values = [self._store.get(key) for key in sorted(self._store.keys(_PREFIX))]
+        values = [self.store.get(key) for key in sorted(self.store.keys(_PREFIX))]
         return [Applied(**json.loads(value)) for value in values if value is not None]
 
     def begin(self, config: Mapping[str, Any], of: int | None = None) -> int:
@@ -61,11 +61,11 @@ class History:
                 return latest.number
             by = f"{getpass.getuser()}@{socket.gethostname()}"
             entry = Applied(latest.number + 1, time.time(), by, dict(config), of, start_s=latest.start_s)
-            if self._store.put(_key(entry.number), json.dumps(asdict(entry)), overwrite=False):
+            if self.store.put(_key(entry.number), json.dumps(asdict(entry)), overwrite=False):
                 break
             # Another operator has taken the number meanwhile.
         for old in entries[: 1 - KEPT]:
-            self._store.delete(_key(old.number))
+            self.store.delete(_key(old.number))
         return entry.number
 
     def finish(self, number: int, start_s: Mapping[str, float]) -> None:
@@ -73,7 +73,7 @@ class History:
         for entry in self.entries():
             if entry.number == number:
                 done = replace(entry, ready=True, start_s={**entry.start_s, **start_s})
-                self._store.put(_key(number), json.dumps(asdict(done)))
+                self.store.put(_key(number), json.dumps(asdict(done)))
 
     def start_s(self) -> Mapping[str, float]:
         """Seconds that a replica took to start, by application, as last measured."""
@@ -88,6 +88,10 @@ class History:
                 return entry
         there = ", ".join(str(entry.number) for entry in entries) or "none"
         raise ClusterError(f"there is no applied config {number}; there is {there}")
+
+    def ready(self) -> Applied | None:
+        """The last config whose replicas were all ready."""
+        return next((entry for entry in reversed(self.entries()) if entry.ready), None)
 
     def previous(self) -> Applied:
         """The config that a rollback applies: the last one that was ready and is not the present one.

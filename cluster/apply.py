@@ -4,17 +4,22 @@ Each step may be interrupted. The same command typed again finds what is done an
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.applied import History
+from cluster.applied import History, Store
+from cluster.canary import Canary, Trial, figures, forget, is_worse, tallies, trial
 from cluster.files import ClusterError
 from cluster.serve_changes import changes, interruptions, replaced
 from cluster.serve_client import ServeClient, running_config
-from cluster.serve_progress import Progress, failed_deployments, failure, is_ready, running_replicas
+from cluster.serve_progress import Progress, failed_deployments, failure, is_ready, replicas_seen, running_replicas
 
 _LOOK_EVERY_S = 1.0
+
+
+class _Failed(ClusterError):
+    """A replica does not start, or a new version is worse than the old one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +32,55 @@ class Difference:
 
     lines: tuple[str, ...]
     ended: frozenset[str] = frozenset()
+    trial: Trial | None = None
 
 
-def difference(details: Mapping[str, Any], config: Mapping[str, Any], start_s: Mapping[str, float]) -> Difference:
-    """What a deployment of `config` will do to what Serve's `details` show.
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A config to apply.
 
     Args:
-        start_s: seconds that a replica took to start, by application, as `History.start_s`.
+        canaries: the models whose new version runs beside the old one for a time.
+        has_room: whether the nodes have room for the running replicas of these applications beside those of the config.
     """
+
+    config: Mapping[str, Any]
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
+    has_room: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda *_: True
+
+
+def difference(details: Mapping[str, Any], update: Update, history: History) -> Difference:
+    """What a deployment of `update` will do to what Serve's `details` show."""
+    config, start_s = update.config, history.start_s()
     old = running_config(details, config)
+    ready = history.ready()
+    tried, no_room = trial(old, config, None if ready is None else ready.config, update.canaries), False
+    if tried is not None:
+        names = {each["name"] for each in config["applications"]}
+        kept = {each["name"] for each in tried.beside["applications"]} - names
+        no_room = not update.has_room(details, kept)
+        if no_room or not all(running_replicas(details).get(name) for name in kept):
+            tried = None
     same = {each["name"] for each in old["applications"]} & set(_names(config)) - replaced(old, config)
     failed = {name for name in same if details["applications"][name]["status"] == "DEPLOY_FAILED"}
     ended = frozenset(failed & failed_deployments(details))
     lines = [*changes(old, config), *(f"starts {name} again, because its start has failed" for name in sorted(failed))]
-    gaps = interruptions(old, config, replicas=running_replicas(details), ended=ended, start_s=start_s)
-    return Difference((*lines, *gaps), ended)
+    if tried is not None:
+        ended = frozenset()  # they would be ended with the old version; a failed trial ends them itself
+    if no_room:
+        lines.append("the nodes have no room for the new version beside the old one, so the old one ends first")
+    lines += _trial_lines(tried)
+    target = config if tried is None else tried.beside
+    gaps = interruptions(old, target, replicas=running_replicas(details), ended=ended, start_s=start_s)
+    return Difference((*lines, *gaps), ended, tried)
+
+
+def _trial_lines(tried: Trial | None) -> Iterator[str]:
+    for model, canary in () if tried is None else tried.canaries.items():
+        yield (
+            f"tries {model} beside the old version first: it gets {canary.percent} % of the requests for {canary.seconds:g} s, "
+            "then all of them, or none if it fails more often or is slower"
+        )
 
 
 def deploy(
@@ -53,13 +92,15 @@ def deploy(
     *,
     of: int | None = None,
     pause: Callable[[], None] = lambda: time.sleep(_LOOK_EVERY_S),
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Applies a config, notes it in the history, and returns when all replicas are ready.
 
     Args:
         of: the number of the applied config that a rollback returns to.
         pause: waits before the next look at Serve.
-    Raises: ClusterError with the reason if a replica does not start.
+    Raises: ClusterError with the reason if a replica does not start, or with the figures of a new version that is worse than
+        the old one. The old version then has all requests again.
     """
     number = history.begin(config, of)
     progress.update(serve.details())
@@ -69,18 +110,84 @@ def deploy(
         while todo.ended.intersection((details := serve.details())["applications"]):
             progress.update(details)
             pause()
+    if todo.trial is not None:
+        _try(serve, history.store, todo.trial, progress, pause, clock)
+        _let_gateways_change(serve, config, todo.trial, progress, pause)
     if todo.lines:
         serve.deploy(config)
+    _wait(serve, config, progress, pause)
+    forget(history.store)
+    history.finish(number, progress.start_s)
+
+
+def _wait(serve: ServeClient, config: Mapping[str, Any], progress: Progress, pause: Callable[[], None]) -> None:
+    """Returns when all replicas of a config are ready. Raises: _Failed if one does not start."""
     names = _names(config)
     while True:
         details = serve.details()
         progress.update(details)
         if reason := failure(details, names):
-            raise ClusterError(reason)
+            raise _Failed(reason)
         if is_ready(details, names):
-            break
+            return
         pause()
-    history.finish(number, progress.start_s)
+
+
+def _try(
+    serve: ServeClient,
+    store: Store,
+    tried: Trial,
+    progress: Progress,
+    pause: Callable[[], None],
+    clock: Callable[[], float],
+) -> None:
+    """Runs both versions for the time of the trial. Returns if the new version may have all requests.
+
+    Raises: ClusterError if not, after the old config runs again.
+    """
+    serve.deploy(tried.beside)
+    try:
+        _wait(serve, tried.beside, progress, pause)
+        progress.tell(f"both versions run; the new one gets its requests for {tried.seconds:g} s")
+        end = clock() + tried.seconds
+        while clock() < end:
+            pause()
+            _compare(serve, store, tried, progress)
+        for line in _compare(serve, store, tried, progress):
+            progress.tell(line)
+    except _Failed as error:
+        progress.tell(f"{error}; going back to the old version")
+        _let_gateways_change(serve, tried.old, tried, progress, pause)
+        serve.deploy(tried.old)
+        _wait(serve, tried.old, progress, pause)
+        forget(store)
+        raise ClusterError(f"{error}; the old version has all requests again") from None
+
+
+def _let_gateways_change(
+    serve: ServeClient, config: Mapping[str, Any], tried: Trial, progress: Progress, pause: Callable[[], None]
+) -> None:
+    """Gives all requests to one version, and returns when no gateway sends any to the other one, which still runs."""
+    names = _names(config)
+    others = [each for each in tried.beside["applications"] if each["name"] not in names]
+    serve.deploy({**config, "applications": [*config["applications"], *others]})
+    _wait(serve, config, progress, pause)
+
+
+def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress) -> list[str]:
+    """The figures of both versions of each model, a line each. Raises: _Failed if a new version is worse, or has failed."""
+    details = serve.details()
+    progress.update(details)
+    if reason := failure(details, [name for version in tried.versions.values() for name in version.split()]):
+        raise _Failed(reason)
+    gateways = [each.id for each in replicas_seen(details, {}).values() if each.application == "gateway"]
+    lines = []
+    for model, version in tried.versions.items():
+        old, new = tallies(store, model, version, gateways)
+        lines.append(f"{model}: {figures(old, new)}")
+        if is_worse(old, new):
+            raise _Failed(f"the new version is worse: {lines[-1]}")
+    return lines
 
 
 def _names(config: Mapping[str, Any]) -> list[str]:

@@ -1,14 +1,18 @@
 """Reads the YAML files of operators against a schema that refuses unknown keys. Ray would drop such keys silently."""
 
+import reprlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from engine.errors import EmberError
 
 File = TypeVar("File", bound=BaseModel)
+
+_LONGEST_VALUE = 200  # of a value in an error
 
 
 class ClusterError(EmberError):
@@ -18,30 +22,58 @@ class ClusterError(EmberError):
 def read_yaml(path: Path, schema: type[File]) -> File:
     """Reads a YAML file as `schema`. Raises: ClusterError, also for an unknown key; the text then lists the known keys."""
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return schema.model_validate(content)
-    except ValidationError as error:
-        raise ClusterError(f"{path}: {_explain(error, schema)}") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path), schema)
+    except (OSError, ValueError) as error:
         raise ClusterError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _explain(error: ValidationError, schema: type[BaseModel]) -> str:
-    errors = error.errors(include_url=False)
-    # A misspelt key often gives two errors. The one for the unknown key says more than "missing".
-    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+def parse_yaml(text: str, name: str, schema: type[File]) -> File:
+    """Reads YAML as `schema`. Raises: ClusterError with `name`, the line at fault, and the rest as `read_yaml`."""
+    try:
+        return schema.model_validate(yaml.safe_load(text))
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        # A misspelt key often gives two errors. The one for the unknown key says more than "missing".
+        first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+        raise ClusterError(f"{name}, line {_line(text, first['loc'])}: {_explain(first, schema)}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ClusterError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _line(text: str, place: tuple[int | str, ...]) -> int:
+    """The line of the value at `place`, or of the innermost part of the file on the way there."""
+    part, line = yaml.compose(text, Loader=yaml.SafeLoader), 1
+    for step in place:
+        if isinstance(part, yaml.MappingNode):
+            found = next(((key, value) for key, value in part.value if key.value == step), None)
+        else:
+            found = None
+            if isinstance(part, yaml.SequenceNode) and isinstance(step, int):
+                found = (part.value[step], part.value[step])
+        if found is None:
+            break
+        line, part = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+def _explain(first: ErrorDetails, schema: type[BaseModel]) -> str:
     where = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
         return f"{where} is not a key there; keys are {', '.join(_keys_at(schema, first['loc'][:-1]))}"
     if first["type"] == "missing":
         return f"{where} is missing"
     if first["type"] == "model_type":
-        given = "empty" if first["input"] is None else repr(first["input"])
+        given = "empty" if first["input"] is None else _short(first["input"])
         return f"{where or 'the file'} is {given}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
     reason = first["msg"].removeprefix("Value error, ")
     if isinstance(first["input"], dict):  # a rule between several keys; the reason names them
         return f"{where}: {reason}" if where else reason
-    return f"{where} = {first['input']!r}: {reason}"
+    return f"{where} = {_short(first['input'])}: {reason}"
+
+
+def _short(value: object) -> str:
+    """The value as Python writes it, with at most some lines of it."""
+    return reprlib.repr(value) if isinstance(value, list | dict) else repr(value)[:_LONGEST_VALUE]
 
 
 def _keys_at(schema: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:

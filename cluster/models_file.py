@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from cluster.files import read_yaml
+from cluster.files import parse_yaml, read_yaml
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import ServerSettings
 
@@ -27,6 +27,9 @@ class ModelEntry(ModelSpec):
     context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
     streams: PositiveInt | None = None
     pipeline: PositiveInt | None = None  # cards of one node that share the layers; None: as few as hold the model
+    # A new version runs beside the old one for a time, and gets this percentage of the requests. None: it replaces the old one.
+    canary: int | None = Field(None, ge=1, le=50)
+    canary_s: PositiveFloat = 300.0
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
@@ -91,3 +94,8 @@ class ModelsFile(BaseModel):
 def load_models(path: Path) -> ModelsFile:
     """Raises: ClusterError naming the place, the value and the allowed values."""
     return read_yaml(path, ModelsFile)
+
+
+def parse_models(text: str) -> ModelsFile:
+    """As `load_models`, from the text of a models.yaml."""
+    return parse_yaml(text, "models.yaml", ModelsFile)

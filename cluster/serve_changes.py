@@ -72,7 +72,8 @@ def interruptions(
         coming = _by_model(after).get(model)
         if coming is None or not any(replicas.get(pool) for pool in pools) or kept.intersection(pools):
             continue
-        took = [start_s[pool] for pool in coming if start_s and pool in start_s]
+        # The pools of another version have other names. Their replicas start about as fast.
+        took = [start_s[pool] for pool in (*coming, *pools) if start_s and pool in start_s]
         how_long = (
             f"about {min(took):.0f} s at the last start" if took else "how long is not known before the first measured start"
         )
@@ -98,14 +99,15 @@ def _replaced_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
     A key of a model's spec has its values too. No other key has, because settings may be secret.
     """
-    old, new = _without_numbers(before), _without_numbers(after)
+    old, new = without_numbers(before), without_numbers(after)
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     return [
         f"{key} ({_short(old.get(key))} -> {_short(new.get(key))})" if key.startswith("args.spec.") else key for key in changed
     ]
 
 
-def _without_numbers(application: Mapping[str, Any]) -> dict[str, Any]:
+def without_numbers(application: Mapping[str, Any]) -> dict[str, Any]:
+    """All of an application whose change makes Serve replace its replicas, with keys as `_replaced_for` names them."""
     flat = {key: value for key, value in application.items() if key not in ("args", "deployments")}
     for key, value in (application.get("args") or {}).items():
         inner = value.items() if key in ("spec", "settings") and isinstance(value, dict) else None

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from cluster.autoscale import options as scaling_options
+from cluster.canary import Canary, versioned
 from cluster.catalogue import hub_id
 from cluster.files import ClusterError
 from cluster.model_folder import pinned
@@ -24,14 +25,20 @@ def serve_config(plan: Plan) -> dict[str, Any]:
     """
     settings = plan.file.settings
     specs = {name: _pinned(spec_of(plan.entries[name])) for name in dict.fromkeys(pool.model for pool in plan.pools)}
-    applications = [_pool_application(plan, pool, specs[pool.model]) for pool in plan.pools]
+    pools = {pool.name: _pool_application(plan, pool, specs[pool.model]) for pool in plan.pools}
+    names = {name: application["name"] for name, application in pools.items()}
     specs = {name: spec.model_copy(update={"cache_tokens": None}) for name, spec in specs.items()}  # a gateway has no cache
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": settings.host, "port": settings.port},
         **settings.grpc_options,
-        "applications": [*applications, _gateway_application(plan, specs)],
+        "applications": [*pools.values(), _gateway_application(plan, specs, names)],
     }
+
+
+def canaries(plan: Plan) -> dict[str, Canary]:
+    """The models of a plan whose new versions run beside the old ones for a time."""
+    return {name: Canary(entry.canary, entry.canary_s) for name, entry in plan.entries.items() if entry.canary is not None}
 
 
 def _pinned(spec: ModelSpec) -> ModelSpec:
@@ -57,7 +64,7 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
         options["label_selector"]["emberforge-node"] = f"in({','.join(entry.nodes)})"
     elif entry.not_nodes:
         options["label_selector"]["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
-    return {
+    application = {
         "name": pool.name,
         "route_prefix": None,
         "import_path": "serve_app.replica.pool:build",
@@ -77,13 +84,16 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
             }
         ],
     }
+    return application if entry.canary is None else versioned(application)
 
 
-def _gateway_application(plan: Plan, specs: dict[str, ModelSpec]) -> dict[str, Any]:
+def _gateway_application(plan: Plan, specs: dict[str, ModelSpec], names: dict[str, str]) -> dict[str, Any]:
+    """`names`: of the pools' applications, by the plan's names."""
     models = []
     for name, entry in plan.entries.items():
         pools = [
-            {"name": pool.name, "node_class": pool.node_class, "tokens_per_s": _rate(pool)} | {"sleeps": pool.min_replicas == 0}
+            {"name": names[pool.name], "node_class": pool.node_class, "tokens_per_s": _rate(pool)}
+            | {"sleeps": pool.min_replicas == 0}
             for pool in plan.pools
             if pool.model == name
         ]

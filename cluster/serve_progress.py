@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.starts import WORDS, Start
+
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 _WORDS = {"RUNNING": "ready", "PENDING_MIGRATION": "ready, and moves to another node"}
 _LONGEST_MESSAGE = 300
@@ -84,11 +86,26 @@ def last_words(messages: Iterable[str]) -> str:
 class Progress:
     """Tells each change of a replica's state in a line, and measures how long replicas take to start."""
 
-    def __init__(self, say: Callable[[str], None], nodes: Mapping[str, str]) -> None:
-        self._say, self._nodes = say, nodes
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        nodes: Mapping[str, str],
+        starts: Callable[[Collection[str]], Mapping[str, Start]] = lambda _: {},
+        bars: Callable[[Mapping[str, Start]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            starts: reads how far these replicas are, of all that Serve has.
+            bars: takes the starts of the replicas that start now, by what the replica is called. None: each step is a line.
+        """
+        self._say, self._nodes, self._starts, self._bars = say, nodes, starts, bars
+        self._steps: dict[str, Start] = {}  # the last one of each replica that starts, by what the replica is called
         self._seen: dict[str, ReplicaSeen] | None = None
         self._messages: dict[str, str] = {}
         self.start_s: dict[str, float] = {}  # of the slowest replica, by application
+
+    def tell(self, line: str) -> None:
+        self._say(line)
 
     def update(self, details: Mapping[str, Any]) -> None:
         """Takes Serve's latest details. The first ones tell only of replicas that are not ready."""
@@ -111,6 +128,22 @@ class Progress:
                 self._messages[name] = message
                 self._say(f"{name}: {message}")
         self._seen = seen
+        self._tell_starts(seen)
+
+    def _tell_starts(self, seen: Mapping[str, ReplicaSeen]) -> None:
+        reports = self._starts([replica.id for replica in seen.values()])
+        steps = {
+            f"{replica.application}: replica {replica.id}": reports[replica.id]
+            for replica in seen.values()
+            if replica.state == "STARTING" and replica.id in reports
+        }
+        if self._bars is not None:
+            self._bars(steps)
+        else:
+            for name, start in steps.items():
+                if name not in self._steps or self._steps[name].step != start.step:
+                    self._say(f"{name} {WORDS[start.step]}")
+        self._steps = steps
 
 
 def _messages(details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

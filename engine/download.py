@@ -1,7 +1,10 @@
 """A model on the Hub -> its folder in the Hub's own cache."""
 
+import io
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
@@ -10,6 +13,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from engine.errors import ModelError
 from engine.model.weight_files import has_safetensors
@@ -19,19 +23,23 @@ from engine.revision import CODE_FILES, MODEL_FILES, OTHER_FILES
 _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 
 
-def download(name: str, revision: str | None, weights: bool, code: bool) -> Path:
+def download(
+    name: str, revision: str | None, weights: bool, code: bool, on_progress: Callable[[float], None] | None = None
+) -> Path:
     """The folder of a model on the Hub, resumed if half of it is there; weights and code only if asked for.
 
+    Args: on_progress: hears the share of the bytes of all files that are there.
     Raises: ModelError naming the model and the way out.
     """
+    bar = None if on_progress is None else _bar(on_progress)
     given = name if revision is None else f"{name}@{revision}"
     try:
         files = [*MODEL_FILES, *CODE_FILES] if code else MODEL_FILES
         if not weights:
-            return _download(name, revision, files, [*OTHER_FILES, "*model*.safetensors"])
-        folder = _download(name, revision, files, OTHER_FILES)
+            return _download(name, revision, files, [*OTHER_FILES, "*model*.safetensors"], bar)
+        folder = _download(name, revision, files, OTHER_FILES, bar)
         pytorch = _pytorch_files(folder)
-        return _download(name, folder.name, pytorch, []) if pytorch else folder  # of the same commit, whose name it has
+        return _download(name, folder.name, pytorch, [], bar) if pytorch else folder  # of the same commit, whose name it has
     except RevisionNotFoundError as error:
         raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
     except (HFValidationError, RepositoryNotFoundError) as error:
@@ -47,9 +55,28 @@ def download(name: str, revision: str | None, weights: bool, code: bool) -> Path
         ) from error
 
 
-def _download(name: str, revision: str | None, files: list[str], skip: list[str]) -> Path:
+def _download(name: str, revision: str | None, files: list[str], skip: list[str], bar: type[Any] | None) -> Path:
     cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
-    return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=skip))
+    return Path(
+        snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=skip, tqdm_class=bar)
+    )
+
+
+def _bar(on_progress: Callable[[float], None]) -> type[Any]:
+    """A progress bar for huggingface_hub that shows nothing itself."""
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)  # of huggingface_hub's own bar
+            super().__init__(*args, **options, file=io.StringIO())
+
+        def update(self, n: float | None = 1) -> bool | None:
+            changed: bool | None = super().update(n)
+            if self.unit == "B" and self.total:
+                on_progress(min(1.0, self.n / self.total))
+            return changed
+
+    return Bar
 
 
 def _pytorch_files(folder: Path) -> list[str]:

@@ -124,6 +124,7 @@ class Engine:
         num_threads: int | None = None,
         backend: Backend = "emberforge",
         trust_remote_code: bool = False,
+        on_download: Callable[[float], None] | None = None,
         on_progress: Callable[[float], None] | None = None,
     ) -> "Engine":
         """Load a model folder, a Hub id, or the embedded model, and run it: once on a CPU; on a GPU until the best token
@@ -144,13 +145,14 @@ class Engine:
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
+            on_download: hears while files come from the Hub which share of their bytes is there.
             on_progress: hears while the weights are read which share of the tensors is there.
         Raises: ModelError with the file and the way out.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         folder, config = read_config(
-            str(model), pooling, default_prompt_name, default_prompt, max_input_tokens, backend, trust_remote_code
+            str(model), pooling, default_prompt_name, default_prompt, max_input_tokens, backend, trust_remote_code, on_download
         )
         if len(devices) > 1:
             chosen, where = choose_all(config, dtype, devices)

@@ -6,6 +6,7 @@ A GGUF file gets a small folder in the user's cache: its configuration and token
 import hashlib
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,10 +27,13 @@ _GENERATOR_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea37372811
 _FOLDER_VERSION = 1
 
 
-def resolve_model(model: str | Path, weights: bool = True, code: bool = False) -> Path:
+def resolve_model(
+    model: str | Path, weights: bool = True, code: bool = False, on_progress: Callable[[float], None] | None = None
+) -> Path:
     """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); weights and code only if asked for.
 
     A GGUF file, or a folder with nothing but one, gives a folder in the user's cache (`XDG_CACHE_HOME`).
+    `on_progress` hears the share of the bytes that a download has got.
     Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, as huggingface_hub does.
     Raises: ModelError naming the model and the way out.
     """
@@ -52,7 +56,7 @@ def resolve_model(model: str | Path, weights: bool = True, code: bool = False) -
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
     from engine.download import download  # its import takes 0.2 s, which folders need not pay for
 
-    return download(name, revision, weights, code)
+    return download(name, revision, weights, code, on_progress)
 
 
 def _embedded_folder() -> Path:

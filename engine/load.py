@@ -53,9 +53,10 @@ def read_config(
     max_input_tokens: int | None,
     backend: Backend,
     trust_remote_code: bool,
+    on_download: Callable[[float], None] | None = None,
 ) -> tuple[Path, ModelConfig]:
     """A model's folder and its configuration. Raises: ModelError with the file and the way out."""
-    folder = resolve_model(model, code=trust_remote_code)
+    folder = resolve_model(model, code=trust_remote_code, on_progress=on_download)
     config = load_model_config(
         folder,
         pooling,

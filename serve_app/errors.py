@@ -76,6 +76,12 @@ class Unauthorized(ApiError):
         super().__init__(message)
 
 
+class NoPlan(ApiError):
+    """The console cannot plan a models.yaml. The text names the line and the key, the model or the node at fault."""
+
+    status, error_type = 422, "Validation"
+
+
 class BadHeader(ApiError):
     """A request header (priority, deadline) has a value that the server cannot use."""
 

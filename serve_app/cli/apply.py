@@ -1,15 +1,18 @@
 """`emberforge apply`, `diff`, `rollback` and `destroy`: what the running cluster serves, changed and looked at."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from cluster.files import ClusterError
 from engine.errors import EmberError
@@ -17,8 +20,9 @@ from serve_app.cli.console import console, say
 
 if TYPE_CHECKING:
     from cluster.applied import Applied, History
-    from cluster.apply import Difference
+    from cluster.apply import Difference, Update
     from cluster.serve_client import ServeClient
+    from cluster.starts import Start
 
 Models = Annotated[Path, typer.Argument(metavar="FILE", help="YAML: the models, how many replicas, where they may be")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
@@ -28,14 +32,14 @@ def apply(models: Models, yes: Yes = False) -> None:
     """Plan for the running cluster, show what changes, and deploy it. Ends when every replica is ready, or one has failed."""
     _check_terminal(yes)
     with _cluster() as there:
-        there.deploy(_config(models), yes)
+        there.deploy(_update(models, there.nodes), yes)
 
 
 def diff(models: Models) -> None:
     """Show what `apply` would change. Exit status 0: nothing; 1: something; 2: an error."""
     try:
         with _cluster() as there:
-            todo = there.difference(_config(models))
+            todo = there.difference(_update(models, there.nodes))
     except EmberError as error:
         say(f"error: {error}")
         raise typer.Exit(2) from None
@@ -55,13 +59,15 @@ def rollback(
     """
     if not listed:
         _check_terminal(yes)
+    from cluster.apply import Update
+
     with _cluster() as there:
         if listed:
             _print([_row(entry) for entry in there.history.entries()] or ["nothing was applied yet"])
             return
         entry = there.history.previous() if number is None else there.history.entry(number)
         _print([f"returns to {_row(entry)}"])
-        there.deploy(entry.config, yes, of=entry.number)
+        there.deploy(Update(entry.config), yes, of=entry.number)
 
 
 def destroy(yes: Yes = False) -> None:
@@ -87,27 +93,55 @@ class _Cluster:
     history: "History"
     nodes: dict[str, str]
 
-    def difference(self, config: dict[str, Any]) -> "Difference":
+    def difference(self, update: "Update") -> "Difference":
         from cluster.apply import difference
 
-        return difference(self.serve.details(), config, self.history.start_s())
+        return difference(self.serve.details(), update, self.history)
 
-    def deploy(self, config: dict[str, Any], yes: bool, of: int | None = None) -> None:
+    def deploy(self, update: "Update", yes: bool, of: int | None = None) -> None:
         """Shows the difference, asks, and deploys. Raises: ClusterError with the reason if a replica does not start."""
         from cluster.apply import deploy
         from cluster.serve_progress import Progress
+        from cluster.starts import starts
         from cluster.status import gateway_urls
 
-        todo = self.difference(config)
+        todo = self.difference(update)
         _print(todo.lines or ["nothing changes"])
         if todo.lines:
             _ask("Deploy this?", yes)
         try:
-            with console.status("waiting until every replica is ready"):
-                deploy(self.serve, self.history, config, todo, Progress(say, self.nodes), of=of)
+            with _bars() as bars:
+                progress = Progress(say, self.nodes, partial(starts, self.history.store), bars)
+                deploy(self.serve, self.history, update.config, todo, progress, of=of)
         except KeyboardInterrupt:
             raise ClusterError("no longer waiting. Serve goes on; the same command waits again") from None
         say(f"ready: {', '.join(gateway_urls(self.serve.details()))}")
+
+
+@contextmanager
+def _bars() -> "Iterator[Callable[[Mapping[str, Start]], None] | None]":
+    """On a terminal: a function that shows a bar for each replica that starts. Elsewhere None, because a line tells each step."""
+    if not console.is_terminal:
+        yield None
+        return
+    from cluster.starts import WORDS
+
+    shown: dict[str, TaskID] = {}
+    with Bars(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bars:
+        waiting = bars.add_task("waiting until every replica is ready", total=None)
+
+        def show(starts: Mapping[str, Start]) -> None:
+            for name in shown.keys() - starts.keys():
+                bars.remove_task(shown.pop(name))
+            for name, start in starts.items():
+                if name not in shown:
+                    shown[name] = bars.add_task(name)
+                total = None if start.share is None else 1.0
+                bars.update(shown[name], description=f"{name} {WORDS[start.step]}", total=total, completed=start.share or 0.0)
+            bars.update(waiting, visible=not starts)
+
+        yield show
+        bars.remove_task(waiting)
 
 
 @contextmanager
@@ -126,19 +160,24 @@ def _cluster() -> Iterator[_Cluster]:
         yield _Cluster(ServeClient(dashboard_address()), History(RayStore()), nodes)
 
 
-def _config(models: Path) -> dict[str, Any]:
-    """The Serve config of the plan for the running cluster. Raises: ClusterError if a required replica has no place."""
+def _update(models: Path, names: Mapping[str, str]) -> "Update":
+    """The plan for the running cluster. `names`: of nodes by Ray's ids.
+
+    Raises: ClusterError if a required replica has no place.
+    """
     from cluster import plan_report
+    from cluster.apply import Update
     from cluster.models_file import load_models
     from cluster.node_live import live_nodes
     from cluster.plan import Plan
-    from cluster.serve_config import serve_config
+    from cluster.room import has_room
+    from cluster.serve_config import canaries, serve_config
 
     plan = Plan(load_models(models), live_nodes(say=say))
     _print([part.plain for part in plan_report.in_short(plan)])
     if plan.unplaced:
         raise ClusterError(f"{plan_report.failure(plan)}; nothing was changed")
-    return serve_config(plan)
+    return Update(serve_config(plan), canaries(plan), partial(has_room, plan, names))
 
 
 def _row(entry: "Applied") -> str:

@@ -1,11 +1,13 @@
 """The gateway: the same API as a replica's over all pools of the cluster. It needs no GPU."""
 
 import asyncio
+import logging
 from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp
 
+from cluster.applied import RayStore
 from cluster.listening import keep_private, limit_messages
 from serve_app.deployment import deployment_options
 from serve_app.garbage import collect_seldom, keep_little
@@ -16,6 +18,10 @@ from serve_app.http.app import Api
 from serve_app.http.server import answer_directly
 from serve_app.observe.metrics import Metrics
 from serve_app.observe.process import observe_process, publish
+
+log = logging.getLogger(__name__)
+
+_TELL_TIMEOUT_S = 5.0
 
 
 class Gateway(TeiServicer):
@@ -39,11 +45,17 @@ class Gateway(TeiServicer):
         return self._api.app
 
     async def check_health(self) -> None:
-        """Connects to pools that were deployed meanwhile. Ray Serve calls this every few seconds.
+        """Connects to pools that were deployed meanwhile, and tells of trials. Ray Serve calls this every few seconds.
 
         It never raises: a new gateway would find no more pools than this one. `/health` tells whether there are any.
         """
         await self._models.connect()
+        if self._models.has_trials:
+            try:
+                gateway = str(serve.get_replica_context().replica_id.unique_id)
+                await asyncio.wait_for(asyncio.to_thread(self._models.tell_trials, RayStore(), gateway), _TELL_TIMEOUT_S)
+            except Exception as error:  # the head may be away
+                log.warning("the requests of a trial are not told: %r", error)
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._api.service.usage.write)

@@ -24,6 +24,16 @@ class PoolRef(BaseModel):
     sleeps: bool = False  # whether it is scaled to zero when nothing comes
 
 
+class Trial(BaseModel):
+    """A new version of a model, which gets a share of the requests for a time."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spec: ModelSpec
+    pools: tuple[PoolRef, ...] = Field(min_length=1)
+    percent: int = Field(ge=1, le=99)
+
+
 class GatewayModel(BaseModel):
     """One model, and the pools that serve it."""
 
@@ -32,6 +42,7 @@ class GatewayModel(BaseModel):
     spec: ModelSpec
     aliases: tuple[str, ...] = ()
     pools: tuple[PoolRef, ...] = Field(min_length=1)
+    trial: Trial | None = None
 
 
 class GatewayArgs(BaseModel):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.applied import Store
 from cluster.model_folder import pinned, read_model
 from cluster.model_spec import IDLE_PROMPTS
 from cluster.prefixes import page_hashes
@@ -35,6 +36,7 @@ from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
 from serve_app.gateway.remote import LOST, ReplicaDied, in_background
+from serve_app.gateway.trial import Versions
 from serve_app.gather import gather
 from serve_app.models import Check, ModelInfo, passes
 from serve_app.observe.metrics import Metrics
@@ -60,6 +62,8 @@ class PooledModel:
         self.pools = [PoolClient(ref, self._load_kind) for ref in given.pools]
         self.suspects, self._untold = Suspects(), list[Death]()
         self._open_tokens = Counter[str]()  # of the requests that are not answered, by owner
+        # Hears the seconds that a request took and its error. Of a model that generates: the seconds per token.
+        self.on_end: Callable[[float, Exception | None], None] | None = None
         for pool in self.pools:
             pool.load.on_deaths = self.suspects.learn
             pool.load.on_loaded = self._note_loaded
@@ -95,6 +99,18 @@ class PooledModel:
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`. A request is split over several replicas if that is sooner done."""
+        if self.on_end is None:
+            return await self._embed(sequences, options, qos)
+        start = monotonic()
+        try:
+            found = await self._embed(sequences, options, qos)
+        except Exception as error:
+            self.on_end(monotonic() - start, error)
+            raise
+        self.on_end(monotonic() - start, None)
+        return found
+
+    async def _embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         batch = qos.priority == "batch"
         parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
         mark = fingerprint(self.given.spec.name, sequences)
@@ -279,6 +295,15 @@ class PooledGenerator(PooledModel):
         A stream may be what ends a replica, so there is no third one.
         """
         request_tags.set(stream.tags)  # this task is outside of the request's own
+        start = monotonic()
+        error = await self._generated(stream)
+        if error is not None:
+            stream.fail(error)
+        if self.on_end is not None:
+            self.on_end((monotonic() - start) / max(1, len(stream.answer)), error)
+
+    async def _generated(self, stream: Stream) -> Exception | None:
+        """Computes a stream. Returns: the error that it failed with."""
         name = self.given.spec.name
         mark = fingerprint(name, [stream.prompt])
 
@@ -289,19 +314,20 @@ class PooledGenerator(PooledModel):
         try:
             for number in (1, 2):
                 try:
-                    return await self.suspects.run(mark, attempt, innocence(stream))
+                    await self.suspects.run(mark, attempt, innocence(stream))
+                    return None
                 except LOST as lost:
                     self.lost(mark, number, lost)
             error = self.given_up(mark)
             if stream.answer and not isinstance(error, Quarantined):
                 after = f"{len(stream.answer)} tokens"
-                raise Unhealthy(f"model {name}: two replicas were lost, the last after {after}; send it again")
-            raise error
+                return Unhealthy(f"model {name}: two replicas were lost, the last after {after}; send it again")
+            return error
         except EmberError as error:
-            stream.fail(error)
+            return error
         except Exception as error:
             log.exception("a stream failed")
-            stream.fail(error)
+            return error
 
     def _choose_replica(self, stream: Stream) -> tuple[PoolClient, Ticket]:
         """The pool, and a ticket with the replica, that should give the next token first. A pool without replicas gives None.
@@ -337,32 +363,61 @@ class PooledModels:
     """All models of the cluster."""
 
     def __init__(self, args: GatewayArgs) -> None:
-        self._models = [_pooled(each, args.asleep, args.settings.request_timeout_s) for each in args.models]
+        timeout_s = args.settings.request_timeout_s
+        self._models = [_pooled(each, args.asleep, timeout_s) for each in args.models]
+        self._versions = dict[PooledModel, Versions]()  # by the old version
+        for model in self._models:
+            if (trial := model.given.trial) is not None:
+                given = model.given.model_copy(update={"spec": trial.spec, "pools": trial.pools, "trial": None})
+                self._versions[model] = Versions(model, _pooled(given, args.asleep, timeout_s), trial.percent)
         self._by_name = {name: model for model in self._models for name in (model.given.spec.name, *model.given.aliases)}
         self._default = self._by_name[args.default]
 
+    @property
+    def _all(self) -> list[PooledModel]:
+        """The models with their new versions."""
+        return [*self._models, *(versions.new for versions in self._versions.values())]
+
     async def connect(self) -> None:
-        for model in self._models:
+        for model in self._all:
             for pool in model.pools:
                 await pool.connection.connect()
 
+    @property
+    def has_trials(self) -> bool:
+        return bool(self._versions)
+
+    def tell_trials(self, store: Store, gateway: str) -> None:
+        """As `Versions.tell`, of every model with two versions."""
+        for versions in self._versions.values():
+            versions.tell(store, gateway)
+
     def show_in(self, metrics: Metrics) -> None:
-        for model in self._models:
+        for model in self._all:
             model.show_in(metrics)
 
     def get(self, name: str | None, check: Check | None = None) -> PooledModel:
         if name is None:
             able = [] if check is None else [self._default, *self._models]
-            return next((model for model in able if check and passes(check, model.info)), self._default)
+            return self._version(next((model for model in able if check and passes(check, model.info)), self._default))
         if name not in self._by_name:
             raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
-        return self._by_name[name]
+        return self._version(self._by_name[name])
+
+    def _version(self, model: PooledModel) -> PooledModel:
+        versions = self._versions.get(model)
+        return model if versions is None else versions.choose()
 
     def models(self) -> list[dict[str, Any]]:
         return [model.entry() for model in self._models]
 
     def overview(self) -> list[dict[str, Any]]:
-        return [model.overview() for model in self._models]
+        return [self._overview(model) for model in self._models]
+
+    def _overview(self, model: PooledModel) -> dict[str, Any]:
+        """The model with the pools of both versions."""
+        found, versions = model.overview(), self._versions.get(model)
+        return found if versions is None else found | {"pools": [*found["pools"], *versions.new.overview()["pools"]]}
 
     async def check_health(self) -> None:
         """Raises: Unhealthy if no model has a pool that is ready or asleep. A sleeping pool wakes when a request arrives."""

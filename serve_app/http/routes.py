@@ -18,7 +18,7 @@ from starlette.responses import Response
 from cluster.error_forms import Form, form_of
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
-from serve_app.console import page, state
+from serve_app.console import page, planning, state
 from serve_app.dialects import cohere, decisions, generation, openai, tei, tokens
 from serve_app.dialects.bodies import parse_body
 from serve_app.dialects.cohere import CohereEmbedRequest, CohereRerankRequest
@@ -257,5 +257,6 @@ ROUTES: tuple[Route, ...] = (
     _get("/console", page.page, public=True),
     _get("/console/state", state.state),
     _get("/console/usage", state.usage),
+    Route("POST", "/console/plan", planning.plan),
     _get("/console/{name}", page.file, public=True),
 )  # fmt: skip

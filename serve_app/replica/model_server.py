@@ -18,6 +18,7 @@ from cluster.model_folder import pinned
 from cluster.model_spec import IDLE_PROMPTS, ModelSpec
 from cluster.router import Report
 from cluster.settings import ServerSettings
+from cluster.starts import StartReport
 from engine.engine import Engine
 from engine.hub import resolve_model
 from engine.loop import EngineLoop
@@ -53,8 +54,13 @@ class EngineServer:
         keep_private()
         collect_seldom()
         num_threads = num_threads or _assigned_cpus()
-        spec = pinned(spec)
-        self._engine = self.load_engine(spec, num_threads)
+        self._start = StartReport.of_this_replica()
+        try:
+            self._start.at("download")
+            spec = pinned(spec)
+            self._engine = self.load_engine(spec, num_threads)
+        finally:
+            self._start.end()
         self._metrics = Metrics(spec.name)
         self._loop = EngineLoop(
             self._engine,
@@ -94,7 +100,14 @@ class EngineServer:
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Benchmarks and tests replace this method, and no other."""
-        return Engine.load(spec.model, num_threads=num_threads, devices=spec.devices, **spec.options)
+        return Engine.load(
+            spec.model,
+            num_threads=num_threads,
+            devices=spec.devices,
+            on_download=self._start.downloaded,
+            on_progress=self._start.loaded,
+            **spec.options,
+        )
 
     def report(self) -> Report:
         """This replica's report on itself. `busy` is since the last report."""

@@ -108,6 +108,7 @@ def clustered(address: str) -> Clustered:
         folders: dict[str, str] | None = None,
         env: dict[str, str] | None = None,
         rates: dict[str, float] | None = None,
+        trials: dict[str, str] | None = None,  # the pool of a model's new version, which gets half of the requests
         **args: Any,
     ) -> Iterator[httpx.Client]:
         given, targets = [], []
@@ -126,7 +127,10 @@ def clustered(address: str) -> Clustered:
                         )
                     )
                     refs.append(ref | {"name": name, "node_class": "cpu", "sleeps": least == 0})
-                given.append({"spec": spec, "aliases": [f"{model}-alias"], "pools": refs})
+                new = [ref for ref in refs if ref["name"] == (trials or {}).get(model)]
+                trial = {"trial": {"spec": spec, "pools": new, "percent": 50}} if new else {}
+                refs = [ref for ref in refs if ref not in new]
+                given.append({"spec": spec, "aliases": [f"{model}-alias"], "pools": refs} | trial)
             settings = {"max_client_batch_size": 512} | args.pop("settings", {})
             gateway_args = gateway.GatewayArgs.model_validate(
                 {"models": given, "default": next(iter(models)), "settings": settings} | args

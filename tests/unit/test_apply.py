@@ -4,8 +4,11 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,11 +16,13 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from cluster.applied import History
-from cluster.apply import deploy, difference
+from cluster.apply import Update, deploy, difference
+from cluster.canary import Canary, Tally, is_worse, tell, version_of, versioned
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
 from cluster.serve_client import ServeClient
 from cluster.serve_progress import Progress
+from cluster.starts import Start, StartReport, starts
 from serve_app.cli import apply as cli_apply
 from serve_app.cli.commands import cli
 
@@ -141,6 +146,13 @@ class MemoryStore:
         del self._values[key]
 
 
+def tally(failed: int, requests: int = 100, seconds: float = 0.01) -> Tally:
+    found = Tally()
+    for number in range(requests):
+        found.add(seconds, failed=number < failed)
+    return found
+
+
 class Killed(BaseException):
     pass
 
@@ -171,15 +183,35 @@ class Operator:
 
     def __init__(self) -> None:
         self.serve, self.store, self.said = StubServe(), MemoryStore(), list[str]()
+        self.tallies = tally(0), tally(0)  # of the old and the new version, at each gateway
+        self.trials: list[tuple[str, ...]] = []  # the applications at each look at a trial
 
-    def apply(self, wanted: dict[str, Any], life: int = 1_000_000, of: int | None = None) -> tuple[str, ...]:
+    def apply(
+        self,
+        wanted: dict[str, Any],
+        life: int = 1_000_000,
+        of: int | None = None,
+        canaries: Mapping[str, Canary] = MappingProxyType({}),
+        has_room: bool = True,
+    ) -> tuple[str, ...]:
         steps = [life]
         serve: Any = Mortal(self.serve, steps)
         store: Any = Mortal(self.store, steps)
-        history = History(store)
-        todo = difference(serve.details(), wanted, history.start_s())
-        deploy(serve, history, wanted, todo, Progress(self.said.append, {"1": "pc1"}), of=of, pause=lambda: None)
+        history, looks = History(store), count()
+        todo = difference(serve.details(), Update(wanted, canaries, lambda *_: has_room), history)
+        progress = Progress(self.said.append, {"1": "pc1"})
+        deploy(serve, history, wanted, todo, progress, of=of, pause=self._let_gateways_tell, clock=lambda: float(next(looks)))
         return todo.lines
+
+    def _let_gateways_tell(self) -> None:
+        """What the gateways note of a trial between two looks."""
+        if (gateway := self.serve.applications.get("gateway")) is None or gateway["config"] is None:
+            return
+        for entry in gateway["config"]["args"]["models"]:
+            if isinstance(entry, dict) and "trial" in entry:
+                self.trials.append(tuple(sorted(self.serve.applications)))
+                for replica in gateway["replicas"]:
+                    tell(self.store, "lite", replica["replica_id"], version_of(entry["trial"]["pools"]), *self.tallies)
 
     def rollback(self, life: int = 1_000_000) -> None:
         entry = History(self.store).previous()
@@ -209,6 +241,32 @@ def test_an_apply_says_what_it_does_and_ends_when_all_is_ready() -> None:
     operator.said.clear()
     assert operator.apply(config()) == ()
     assert (operator.said, operator.serve.deploys, operator.history) == ([], 1, [(1, None, True)])
+
+
+def test_the_steps_of_a_start_are_lines_or_bars() -> None:
+    store, serve, said = MemoryStore(), StubServe(), list[str]()
+    serve.deploy(config("float32", 1, gateways=1))
+    details = serve.details()
+    for replica in details["applications"]["lite.pc"]["deployments"]["Engine"]["replicas"]:
+        replica["node_id"] = "1"
+    seen: list[Any] = []
+    bars: Any = lambda starts: seen.append(dict(starts))  # noqa: E731
+    progresses = [Progress(said.append, {"1": "pc1"}, partial(starts, store), each) for each in (None, bars)]
+    killed, report = StartReport("r9", store), StartReport("r1", store)
+    killed.at("download")
+    for change in (lambda: report.at("download"), lambda: report.loaded(0.5), lambda: report.loaded(1.0), report.end):
+        change()
+        for progress in progresses:
+            progress.update(details)
+    steps = [f"lite.pc: replica r1 {words}" for words in ("gets its files", "loads its weights", "compiles and measures")]
+    assert [line for line in said if line in steps] == steps
+    assert seen == [
+        {"lite.pc: replica r1": Start("download")},
+        {"lite.pc: replica r1": Start("load", 0.5)},
+        {"lite.pc: replica r1": Start("compile")},
+        {},
+    ]
+    assert store.keys("starting/") == []
 
 
 def test_other_numbers_replace_nothing_and_what_stops_is_said() -> None:
@@ -325,6 +383,134 @@ def test_ten_configs_are_kept_and_two_operators_never_take_one_number() -> None:
     assert len(history.entries()) == 10
 
 
+CANARY = {"lite": Canary(10, 5.0)}
+
+
+def canary_config(dtype: str) -> dict[str, Any]:
+    """As `config`, of a model with a canary."""
+    plain = config(dtype)
+    pool, gateway = versioned(plain["applications"][0]), plain["applications"][1]
+    model = {"spec": {"name": "lite", "dtype": dtype}, "aliases": [], "pools": [{"name": pool["name"]}]}
+    return plain | {"applications": [pool, gateway | {"args": {"models": [model]}}]}
+
+
+def pools(operator: Operator) -> list[str]:
+    return [name for name in operator.runs if name != "gateway"]
+
+
+def updated(seconds: float = 0.01, failed: int = 0) -> Operator:
+    """A cluster with the old version. The new one will fail or take long as the arguments say."""
+    operator = Operator()
+    operator.apply(canary_config("float32"), canaries=CANARY)
+    operator.tallies = tally(0), tally(failed, seconds=seconds)
+    return operator
+
+
+OLD, NEW = (canary_config(dtype)["applications"][0]["name"] for dtype in ("float32", "bfloat16"))
+
+
+def test_a_new_version_runs_beside_the_old_one_and_then_alone() -> None:
+    operator = updated()
+    assert operator.trials == []  # nothing ran before the first version
+    lines = operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert lines[0] == f"starts {NEW}"
+    assert "tries lite beside the old version first: it gets 10 % of the requests for 5 s" in lines[-1]
+    assert not any("does not answer" in line for line in lines)
+    assert set(operator.trials) == {("gateway", OLD, NEW)}
+    figures = "0 of 200 requests failed, 95 % within 0.0111 s"
+    assert f"lite: new version: {figures}; old version: {figures}" in operator.said
+    assert pools(operator) == [NEW]
+    assert [each[2] for each in operator.history] == [True, True]
+    assert operator.apply(canary_config("bfloat16"), canaries=CANARY) == ()
+    assert operator.store.keys("trial/") == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "failed", "reason"),
+    [(0.01, 5, "10 of 200 requests failed"), (0.2, 0, "95 % within 0.205 s; old version: 0 of 200")],
+)
+def test_a_new_version_that_is_worse_gets_no_requests_and_the_command_fails(seconds: float, failed: int, reason: str) -> None:
+    operator = updated(seconds, failed)
+    before = operator.runs
+    with pytest.raises(ClusterError, match=f"{reason}.*the old version has all requests again"):
+        operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert operator.runs == before
+    assert operator.history == [(1, None, True), (2, None, False)]
+
+
+def test_a_new_version_that_does_not_start_leaves_the_old_one() -> None:
+    operator = updated()
+    before = operator.runs
+    operator.serve.broken = {NEW}
+    for _ in range(2):
+        with pytest.raises(ClusterError, match="is not ready: no such file; the old version has all requests again"):
+            operator.apply(canary_config("bfloat16"), canaries=CANARY)
+        assert operator.runs == before
+
+
+def test_a_trial_goes_on_when_the_dashboard_was_away() -> None:
+    operator = updated()
+    details, looks = operator.serve.details, count()
+
+    def away() -> dict[str, Any]:
+        if next(looks) == 8:
+            raise ClusterError("Ray's dashboard does not answer")
+        return details()
+
+    operator.serve.details = away  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match=r"^Ray's dashboard does not answer$"):
+        operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert {OLD, NEW} <= set(operator.runs)
+    operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert pools(operator) == [NEW]
+
+
+def test_without_room_the_old_version_ends_first_and_the_time_is_told() -> None:
+    operator = updated(failed=100)
+    lines = operator.apply(canary_config("bfloat16"), canaries=CANARY, has_room=False)
+    assert "the nodes have no room for the new version beside the old one, so the old one ends first" in lines
+    assert "lite does not answer until a new replica has started: about 7 s at the last start" in lines
+    assert (operator.trials, pools(operator)) == ([], [NEW])
+
+
+@pytest.mark.parametrize("failed", [0, 50])
+def test_a_trial_that_is_killed_at_any_point_ends_in_the_same_state_when_it_is_typed_again(failed: int) -> None:
+    def end(operator: Operator) -> str:
+        try:
+            operator.apply(canary_config("bfloat16"), canaries=CANARY)
+        except ClusterError as error:
+            return str(error)
+        return "ready"
+
+    done = updated(failed=failed)
+    said = end(done)
+    assert (said == "ready") == (failed == 0)
+    for life in range(1_000):
+        operator = updated(failed=failed)
+        try:
+            operator.apply(canary_config("bfloat16"), life, canaries=CANARY)
+        except Killed:
+            assert end(operator) == said, life
+            assert (operator.runs, operator.history) == (done.runs, done.history), life
+            assert operator.store.keys("trial/") == [], life
+        except ClusterError:
+            break
+        else:
+            break
+    assert life > 40
+
+
+def test_few_requests_and_few_failures_say_nothing() -> None:
+    assert not is_worse(tally(0), tally(2, 2))
+    assert is_worse(tally(0), tally(3, 3))
+    assert not is_worse(tally(3), tally(3))
+    assert not is_worse(tally(0), tally(0, 19, seconds=9.0))
+    assert is_worse(tally(0), tally(0, 20, seconds=9.0))
+    assert not is_worse(tally(0), tally(0, seconds=0.05))
+    assert str(Tally()) == "0 of 0 requests failed"
+    assert Tally().plus(tally(1)).p95_s == tally(1).p95_s
+
+
 @contextmanager
 def rest_api(serve: StubServe) -> Iterator[str]:
     """The address of a dashboard with Serve's REST API."""
@@ -392,17 +578,17 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[st
     def there() -> Iterator[Any]:
         yield cli_apply._Cluster(operator.serve, History(operator.store), {"1": "pc1"})  # type: ignore[arg-type]
 
-    def planned(models: Any) -> dict[str, Any]:
+    def planned(models: Any, _: Any) -> Update:
         if str(models) == "wrong":
             raise ClusterError("wrong cannot be read")
-        return config(str(models))
+        return Update(config(str(models)))
 
     def type_(*arguments: str) -> tuple[int, list[str]]:
         result = CliRunner().invoke(cli, list(arguments))
         return result.exit_code, [*result.output.splitlines(), *([str(result.exception)] if result.exception else [])]
 
     monkeypatch.setattr(cli_apply, "_cluster", there)
-    monkeypatch.setattr(cli_apply, "_config", planned)
+    monkeypatch.setattr(cli_apply, "_update", planned)
     monkeypatch.setattr("cluster.apply._LOOK_EVERY_S", 0.0)
     return type_
 

@@ -3,24 +3,36 @@
 The browser is Debian's chromium, driven by Playwright. Without them the tests of the page are skipped.
 """
 
+import asyncio
+import json
 import shutil
 import socket
+import subprocess
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from fake_cluster import FakeCluster, lost, nodes
 from starlette.testclient import TestClient
 
+from cluster.files import ClusterError
+from cluster.node_live import Seen
+from engine.errors import EmberError
 from engine.model.folder import load_model_config
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.key_file import add_key
-from serve_app.console import state
+from serve_app.console import planner, planning, state
 from serve_app.console.cluster_view import ClusterView, View
+from serve_app.dialects.generation_bodies import ChatRequest, parse_request
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
@@ -31,7 +43,9 @@ KEY = "the key of the settings"
 @pytest.fixture
 def cluster(minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
     made = FakeCluster(Tokenizer.load(minilm, load_model_config(minilm)), tmp_path, 1)
-    monkeypatch.setattr(state, "CLUSTER", ClusterView(lambda: made.look()))
+    view = ClusterView(lambda: made.look())
+    monkeypatch.setattr(state, "CLUSTER", view)
+    monkeypatch.setattr(planning, "CLUSTER", view)
     return made
 
 
@@ -92,6 +106,158 @@ def test_ten_viewers_share_a_state(cluster: FakeCluster, monkeypatch: pytest.Mon
     client = client_of(cluster)
     assert len({client.get("/console/state").content for _ in range(10)}) == 1
     assert len(made) == 1
+
+
+MODELS = """
+models:
+  - {name: embed, model: BAAI/bge-m3, min_replicas: %d}
+  - {name: chat, model: Qwen/Qwen3-4B}
+"""
+
+
+def planned(models: str, *seen: Seen) -> dict[str, Any]:
+    return planner.planned(planner.Question(models, tuple(each.node for each in seen if each.node), frozenset({"/models/a"})))
+
+
+def test_a_plan_shows_places_and_what_does_not_fit() -> None:
+    found = planned(MODELS % 1, *nodes(1))
+    assert found["complete"]
+    assert {(each["model"], each["node"]) for each in found["replicas"]} == {("embed", "node-01"), ("chat", "node-01")}
+    found = planned(MODELS % 500, *nodes(3))
+    assert (found["complete"], [each["model"] for each in found["unplaced"]]) == (False, ["embed"])
+    assert found["unplaced"][0]["ways_out"]
+    assert found["summary"][0] == "Some replicas have no place: of embed"
+    assert len(planned(MODELS % 3, *nodes(60))["cards"]) == 80
+
+
+def test_a_plan_uses_the_nodes_that_models_find() -> None:
+    def used(*seen: Seen) -> tuple[Any, list[str]]:
+        notes: list[str] = []
+        return planning._nodes(View(1000.0, seen), notes), notes
+
+    two = nodes(2)
+    assert used(*two) == (tuple(each.node for each in two), [])
+    assert used(two[0], lost(two[1])) == ((two[0].node,), ["node node-02 is dead (The node stopped answering): left out"])
+    assert used(replace(two[0], labels={})) == ((two[0].node,), [])  # the machine of `emberforge serve`
+    assert used(two[0], replace(two[1], labels={}))[0] == (two[0].node,)
+    with pytest.raises(ClusterError, match="the cluster has no node to plan with"):
+        used()
+    with pytest.raises(ClusterError, match="has not seen the nodes yet"):
+        planning._nodes(View(), [])
+    assert planning._nodes(View(1000.0, problem="no Ray"), []) is None
+
+
+@pytest.mark.parametrize(
+    ("models", "error"),
+    [
+        ("models: [", "models.yaml cannot be read: .*line 1"),
+        ("models:\n  - name: a\n    model: BAAI/bge-m3\n    dtyp: float32", r"models.yaml, line 4: models.0.dtyp is not a key"),
+        ("models:\n  - name: a\n    model: b\n    min_replicas: -1", "models.yaml, line 4: models.0.min_replicas = -1"),
+        ("models:\n  - name: a\n    model: /etc", "model a is the path /etc, and the console reads only paths"),
+        ("models:\n  - {name: a, model: b/c, backend: transformers, trust_remote_code: true}", "the console runs no code"),
+        ("models:\n  - {name: a, model: nobody/nothing}", "nobody/nothing"),
+        ("models:\n  - {name: a, model: BAAI/bge-m3, nodes: [moon]}", "moon"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_planned_is_told_by_line_and_name(models: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(EmberError, match=error):
+        planned(models, *nodes(1))
+
+
+def test_a_process_beside_the_server_makes_one_plan_at_a_time(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "CLUSTER", SimpleNamespace(read=cluster.look))
+    transport = httpx.ASGITransport(Api(cluster, Settings(api_key=KEY), Metrics("fake")).app)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=None) as client:
+
+            async def post(models: str, **headers: str) -> httpx.Response:
+                return await client.post("/console/plan", json={"models": models}, headers=headers)
+
+            assert (await post(MODELS % 1)).status_code == 401
+            assert (await post("#" * 70_000, **bearer(KEY))).status_code == 422
+            first = asyncio.create_task(post(MODELS % 1, **bearer(KEY)))
+            while not planning._one_at_a_time.locked():
+                await asyncio.sleep(0)
+            second = await post(MODELS % 1, **bearer(KEY))
+            assert (second.status_code, second.headers["retry-after"]) == (429, "5")
+            assert not first.done()
+            assert (await first).json()["complete"]
+            wrong = await post("models:\n  - {name: a}", **bearer(KEY))
+            assert (wrong.status_code, wrong.json()["error"]) == (422, "models.yaml, line 2: models.0.model is missing")
+            # Each list holds the list before ten times: ten milliards of values in some lines.
+            bomb = "".join(f"a{each}: &a{each} [{', '.join([f'*a{each - 1}' if each else 'x'] * 10)}]\n" for each in range(10))
+            assert (await post(f"{bomb}models: *a9", **bearer(KEY))).status_code == 422
+            monkeypatch.setattr(planning, "_LONGEST_S", 0.01)
+            late = await post(MODELS % 1, **bearer(KEY))
+            assert (late.status_code, late.json()["error"].partition(";")[0]) == (422, "the plan took longer than 0.01 s")
+
+    asyncio.run(ask())
+
+
+FORM = {"model": "fake-generation", "system": " ", "message": "Hi", "most": "8", "temperature": "0.5", "tools": "", "schema": ""}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}}
+
+
+def in_node(code: str, **values: Any) -> Any:
+    """What `code` returns, with the functions of conversation.js and these values."""
+    if (node := shutil.which("node")) is None:
+        pytest.skip("node is not installed")
+    module = (files("serve_app.console") / "static" / "conversation.js").read_bytes()
+    script = (
+        f"import * as page from 'data:text/javascript;base64,{b64encode(module).decode()}';"
+        f"const v = {json.dumps(values)}; console.log(JSON.stringify((() => {{ {code} }})()));"
+    )
+    command = [node, "--input-type=module", "--eval", script]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+
+
+def test_the_chat_form_makes_the_request_of_its_fields(cluster: FakeCluster) -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
+    plain, full, wrong = in_node(
+        "const of = (more) => page.bodyOf({ ...v.form, history: [], ...more });"
+        "let wrong; try { of({ tools: '[' }); } catch (error) { wrong = error.message; }"
+        "return [of({}), of({ system: 'Be brief.', tools: JSON.stringify([v.tool]), schema: JSON.stringify(v.schema) }), wrong];",
+        form=FORM,
+        tool=TOOL,
+        schema=schema,
+    )
+    user = {"role": "user", "content": "Hi"}
+    assert plain == {"model": "fake-generation", "messages": [user], "max_tokens": 8, "temperature": 0.5}
+    assert full == plain | {
+        "messages": [{"role": "system", "content": "Be brief."}, user],
+        "tools": [TOOL],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    }
+    assert wrong.startswith("The field tools is no JSON: ")
+    taken = parse_request(ChatRequest, json.dumps(full).encode())
+    assert taken.response_format is not None
+    assert taken.tools
+    with client_of(cluster) as client:
+        assert client.post("/v1/chat/completions", json=plain).status_code == 200
+
+
+def test_the_next_request_has_the_calls_of_tools_and_a_result_for_each() -> None:
+    parts = [
+        [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": ""}}],
+        [{"index": 0, "function": {"arguments": '{"city": '}}, {"index": 1, "id": "c2", "function": {"name": "weather"}}],
+        [{"index": 0, "function": {"arguments": '"Rome"}'}}, {"index": 1, "function": {"arguments": "{}"}}],
+        None,
+    ]
+    body = in_node(
+        "const calls = []; for (const each of v.parts) page.addCalls(calls, each);"
+        "const history = page.turnsOf({ role: 'user', content: 'Weather?' }, '', calls);"
+        "return page.bodyOf({ ...v.form, history });",
+        form=FORM,
+        parts=parts,
+    )
+    roles = [message["role"] for message in body["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "user"]
+    calls = body["messages"][1]["tool_calls"]
+    assert [(each["id"], each["function"]["arguments"]) for each in calls] == [("c1", '{"city": "Rome"}'), ("c2", "{}")]
+    assert [message["tool_call_id"] for message in body["messages"][2:4]] == ["c1", "c2"]
+    assert len(parse_request(ChatRequest, json.dumps(body).encode()).messages) == 5
 
 
 def test_nobody_looks_at_the_cluster_unless_somebody_watches() -> None:
@@ -190,6 +356,17 @@ def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str)
     page.get_by_role("link", name="Chat").click()
     page.get_by_role("button", name="Run").click()
     page.get_by_text("An answer of the model").wait_for()
+    cluster.nodes = nodes(60)
+    page.get_by_role("link", name="Plan").click()
+    page.get_by_label("models.yaml").fill(MODELS % 500)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_text("Some replicas have no place: of embed").wait_for(timeout=60_000)
+    assert page.get_by_role("region", name="Cards of the plan").get_by_role("row").count() == 81
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.get_by_label("models.yaml").fill("models:\n  - {name: a}")
+    page.get_by_role("button", name="Plan").click()
+    page.get_by_role("alert").filter(has_text="models.yaml, line 2: models.0.model is missing").wait_for()
     page.get_by_role("link", name="Usage").click()
     page.get_by_role("cell", name="fake-embedding").wait_for()
     assert problems == []

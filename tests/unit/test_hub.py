@@ -130,6 +130,26 @@ def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
     assert set(revisions[2:]) <= {"abc"}  # what follows is of the commit that was found
 
 
+def test_a_download_tells_its_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub.utils.tqdm import _create_progress_bar
+
+    def download(name: str, *, tqdm_class: Any, **_: Any) -> str:
+        files = _create_progress_bar(cls=tqdm_class, log_level=30, name="files", desc="Fetching 2 files", total=2)
+        with _create_progress_bar(cls=tqdm_class, log_level=30, name="bytes", desc="Bytes", total=0, unit="B") as bar:
+            bar.total = 400
+            bar.update(100)
+            files.update(1)
+            bar.update(300)
+        files.close()
+        return str(tmp_path)
+
+    monkeypatch.setattr("engine.download.snapshot_download", download)
+    (tmp_path / "model.safetensors").touch()
+    shares: list[float] = []
+    resolve_model("org/x", on_progress=shares.append)
+    assert shares == [0.25, 1.0]
+
+
 def test_code_is_fetched_where_it_is_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fetched: list[str] = []
 

@@ -1,6 +1,7 @@
 // A conversation, answered token by token, with tools and JSON schemas.
 
 import { events } from "./api.js";
+import { addCalls, bodyOf, turnsOf } from "./conversation.js";
 import { field, h } from "./dom.js";
 import { modelChoice, noModel, workbench } from "./playground.js";
 
@@ -16,14 +17,8 @@ export function chat(main, live) {
   const schema = h("textarea", { rows: 5, class: "code", placeholder: '{"type": "object", "properties": {"answer": {"type": "string"}}}', spellcheck: "false" });
   let history = [];
 
-  function request() {
-    const messages = [...(system.value.trim() ? [{ role: "system", content: system.value }] : []), ...history, { role: "user", content: message.value }];
-    const body = { model: model.value, messages, max_tokens: Number(most.value), temperature: Number(temperature.value) };
-    const given = parsed("tools", tools.value), shape = parsed("JSON schema", schema.value);
-    if (given) body.tools = given;
-    if (shape) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: shape } };
-    return ["v1/chat/completions", body];
-  }
+  const request = () => ["v1/chat/completions", bodyOf({ model: model.value, system: system.value, history, message: message.value,
+    most: most.value, temperature: temperature.value, tools: tools.value, schema: schema.value })];
 
   const clear = h("button", { type: "button", onclick: () => { history = []; log.replaceChildren(); } }, "New conversation");
   const log = h("div", { role: "log", "aria-label": "Conversation" });
@@ -45,28 +40,14 @@ export function chat(main, live) {
         const delta = event.choices[0]?.delta ?? {};
         if (delta.content || delta.tool_calls) first ??= performance.now();
         if (delta.content) text.data += delta.content;
-        for (const each of delta.tool_calls ?? []) {
-          const call = calls[each.index] ??= { id: each.id, type: "function", function: { name: "", arguments: "" } };
-          call.function.name += each.function?.name ?? "";
-          call.function.arguments += each.function?.arguments ?? "";
-        }
+        addCalls(calls, delta.tool_calls);
       }
     } finally {
       reply.setAttribute("aria-busy", "false");
     }
     for (const call of calls) reply.append(h("pre", { class: "code" }, `${call.function.name}(${call.function.arguments})`));
-    history.push(asked, calls.length ? { role: "assistant", content: text.data || null, tool_calls: calls } : { role: "assistant", content: text.data });
-    for (const call of calls) history.push({ role: "tool", tool_call_id: call.id, content: "(no result: the console runs no tools)" });
+    history.push(...turnsOf(asked, text.data, calls));
     const end = performance.now(), tokens = usage?.completion_tokens ?? 0;
     said.textContent = first === null ? "The answer is empty." : `First token after ${Math.round(first - start)} ms, ${tokens} tokens after ${Math.round(end - start)} ms.`;
   });
-}
-
-function parsed(name, text) {
-  if (!text.trim()) return null;
-  try {
-    return JSON.parse(text);
-  } catch (error) {
-    throw new Error(`The field ${name} is no JSON: ${error.message}`);
-  }
 }

@@ -5,6 +5,7 @@ import { chat } from "./chat.js";
 import { cluster } from "./cluster.js";
 import { h } from "./dom.js";
 import { embed } from "./embed.js";
+import { plan } from "./plan.js";
 import { Rates } from "./rates.js";
 import { classify, rerank } from "./scores.js";
 import { usage } from "./usage.js";
@@ -12,7 +13,7 @@ import { usage } from "./usage.js";
 const EVERY_MS = 2000;
 const live = { rates: new Rates(), state: null, paused: false };
 const main = document.getElementById("main");
-const views = { cluster, embed, rerank, classify, chat, usage };
+const views = { cluster, embed, rerank, classify, chat, plan, usage };
 let shown = null;  // the view's name, and what it gave: a function that takes each state, or an object with `close`
 let timer;
 

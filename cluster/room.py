@@ -1,0 +1,33 @@
+"""Whether the nodes have room for the replicas that run now beside those of a plan."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from cluster.models_file import ModelEntry
+from cluster.plan import Plan
+from cluster.serve_progress import replicas_seen
+from engine.errors import EmberError
+
+
+def has_room(plan: Plan, names: Mapping[str, str], details: Mapping[str, Any], applications: Collection[str]) -> bool:
+    """Plans once more, with the running replicas of `applications` as further models that stay on their nodes.
+
+    Args:
+        names: of nodes by Ray's ids.
+        details: Serve's.
+    """
+    running = Counter(
+        (each.application, each.node or "")
+        for each in replicas_seen(details, names).values()
+        if each.application in applications and each.state == "RUNNING"
+    )
+    entries = []
+    for number, ((application, node), count) in enumerate(running.items()):
+        spec = details["applications"][application]["deployed_app_config"]["args"]["spec"]
+        changes = {"name": f"beside-{number}", "min_replicas": count, "nodes": (node,)}
+        entries.append(ModelEntry.model_validate(spec | changes))
+    try:
+        return not Plan(plan.file.model_copy(update={"models": (*plan.file.models, *entries)}), plan.nodes).unplaced
+    except EmberError:  # the old version's files or its node are gone
+        return False

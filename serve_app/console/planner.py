@@ -1,0 +1,80 @@
+"""A process that plans for the console: a models.yaml and the nodes on stdin, the plan as JSON on stdout.
+
+A plan may take seconds of Python, which a thread of the server would take from all requests. A process of its own can also be
+bounded and killed. Whoever may look at the console may plan, so a plan reads no folder that the server does not serve, asks no
+Hub, and runs no code of a model.
+"""
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from cluster.files import ClusterError
+from cluster.models_file import ModelEntry, parse_models
+from cluster.nodes import Node
+from engine.errors import EmberError
+
+MOST_CPU_S = 20
+_MOST_BYTES = 4 << 30  # of memory
+_NICE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned. `nodes` None stands for this machine. `folders`: the folders and files of the served models."""
+
+    text: str
+    nodes: tuple[Node, ...] | None
+    folders: frozenset[str]
+
+
+QUESTION = TypeAdapter(Question)
+
+
+def planned(question: Question) -> dict[str, Any]:
+    """The plan as data for the page. Raises: EmberError for a file, a model or a node that cannot be planned with."""
+    file = parse_models(question.text)
+    for entry in file.models:
+        _check_source(entry, question.folders)
+    from cluster import plan_report  # with torch, whose import takes seconds: what is wrong in the file is told at once
+    from cluster.inventory import this_node
+    from cluster.plan import Plan
+
+    plan = Plan(file, (this_node(),) if question.nodes is None else question.nodes)
+    return plan_report.as_data(plan) | {"summary": list(plan_report.summary(plan))}
+
+
+def _check_source(entry: ModelEntry, folders: Collection[str]) -> None:
+    """Raises: ClusterError for a model that the console does not read."""
+    if entry.trust_remote_code:
+        raise ClusterError(
+            f"model {entry.name} has trust_remote_code, and the console runs no code of a model: use emberforge plan"
+        )
+    is_file = Path(entry.model).expanduser().exists() or entry.model.startswith(("/", "~", ".")) or entry.model.endswith(".gguf")
+    if is_file and entry.model not in folders:
+        raise ClusterError(
+            f"model {entry.name} is the path {entry.model}, and the console reads only paths that this server serves: "
+            "use emberforge plan"
+        )
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+    os.nice(_NICE)
+    try:
+        answer = planned(QUESTION.validate_json(sys.stdin.buffer.read()))
+    except EmberError as error:
+        answer = {"error": str(error)}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

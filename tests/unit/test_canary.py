@@ -1,0 +1,173 @@
+"""Two versions of a model: the names of their pools, the room that they need, and which of them a request gets at a gateway."""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import pytest
+from stub_hub import stub_hub
+
+from cluster import canary, router
+from cluster.models_file import ModelEntry, ModelsFile
+from cluster.nodes import GIB, Card, Node
+from cluster.plan import Plan
+from cluster.room import has_room
+from cluster.router import Report
+from cluster.serve_config import canaries, serve_config
+from engine.errors import BackendError, InvalidInput
+from engine.hub import EMBEDDED_MODEL
+from engine.options import EmbedOptions
+from engine.request_tag import RequestTag, request_tags
+from serve_app.admission.accounts import Account, called_by
+from serve_app.admission.qos import Qos
+from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.models import PooledModels
+from serve_app.observe.usage import Usage
+from serve_app.replica.pool import PoolArgs
+
+CARD = Node("pc", "amd64", 64 * GIB, 16, (Card("NVIDIA GeForce RTX 5080", 16 * GIB),))
+hub = pytest.fixture(stub_hub)
+
+
+def plan(*nodes: Node, **changes: Any) -> Plan:
+    model = {"name": "m", "model": "Qwen/Qwen3-Embedding-0.6B", "canary": 10} | changes
+    return Plan(ModelsFile(models=(ModelEntry.model_validate(model),)), nodes or (CARD,))
+
+
+def pool_and_gateway(made: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
+    pool, gateway = serve_config(made)["applications"]
+    return pool, gateway
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_name_of_a_pool_tells_its_version() -> None:
+    pool, gateway = pool_and_gateway(plan())
+    assert PoolArgs.model_validate(pool["args"]).pool == pool["name"]
+    (ref,) = GatewayArgs.model_validate(gateway["args"]).models[0].pools
+    assert ref.name == pool["name"]
+    assert pool["name"].startswith("m.rtx-5080-16g-amd64@")
+    assert pool_and_gateway(plan(dtype="float32"))[0]["name"] != pool["name"]
+    assert pool_and_gateway(plan(canary=None))[0]["name"] == "m.rtx-5080-16g-amd64"
+    assert pool_and_gateway(plan(CARD, replace(CARD, name="pc2"), max_replicas=2))[0]["name"] == pool["name"]  # another number
+    assert canaries(plan(canary_s=60)) == {"m": canary.Canary(10, 60.0)}
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_gateway_takes_the_config_of_both_versions() -> None:
+    old, new = (serve_config(plan(dtype=dtype)) for dtype in ("bfloat16", "float32"))
+    found = canary.trial(old, new, old, {"m": canary.Canary(10, 60.0)})
+    assert found is not None
+    *pools, gateway = found.beside["applications"]
+    assert {each["name"] for each in pools} == {old["applications"][0]["name"], new["applications"][0]["name"]}
+    (model,) = GatewayArgs.model_validate(gateway["args"]).models
+    assert model.spec.dtype == "bfloat16"
+    assert model.trial is not None
+    assert (model.trial.spec.dtype, model.trial.percent) == ("float32", 10)
+    assert canary.trial(found.beside, new, old, found.canaries) == found  # typed again while both run
+    assert canary.trial(new, new, old, found.canaries) is None
+    assert canary.trial(old, new, None, found.canaries) is None
+    assert canary.trial(old, new, new, found.canaries) is None  # what runs was never ready
+
+
+@pytest.mark.usefixtures("hub")
+def test_room_is_needed_where_the_old_replicas_are() -> None:
+    def room(made: Plan) -> bool:
+        name = serve_config(made)["applications"][0]["name"]
+        replica = {"replica_id": "r", "state": "RUNNING", "node_id": "1", "start_time_s": 0.0}
+        shown = {"deployed_app_config": serve_config(made)["applications"][0], "deployments": {"Engine": {"replicas": [replica]}}}
+        return has_room(made, {"1": "pc"}, {"applications": {name: shown}}, {name})
+
+    assert room(plan())
+    assert not room(plan(model="Qwen/Qwen3-Embedding-4B"))  # 8 GiB twice
+    assert room(plan(CARD, replace(CARD, name="pc2"), model="Qwen/Qwen3-Embedding-4B"))
+
+
+def models(monkeypatch: pytest.MonkeyPatch, **new: Any) -> PooledModels:
+    """A model with a trial that gets 10 % of the requests. `new` changes the new version's spec."""
+    monkeypatch.setattr(router, "LOADS", {})
+    spec = {"name": "m", "model": EMBEDDED_MODEL, "dtype": "float32"}
+    pool = {"node_class": "c", "tokens_per_s": 1}
+    trial = {"spec": spec | new, "pools": [pool | {"name": "new"}], "percent": 10}
+    given = {"spec": spec, "pools": [pool | {"name": "old"}], "trial": trial}
+    return PooledModels(GatewayArgs.model_validate({"models": [given], "default": "m"}))
+
+
+def ready(made: PooledModels) -> None:
+    for model in made._all:
+        for pool in model.pools:
+            pool.load.update({"r": Report(monotonic(), dtype="float32", revision="r")}, monotonic())
+
+
+def chosen(made: PooledModels, units: int = 500) -> Counter[str]:
+    """The pools that requests with ids of their own get."""
+    found = Counter[str]()
+    for number in range(units):
+        request_tags.set((RequestTag(f"request-{number}"),))
+        first = made.get("m")
+        assert made.get(None) is first  # a request asks several times
+        found[first.pools[0].ref.name] += 1
+    return found
+
+
+def test_a_tenth_of_the_requests_get_the_new_version_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = models(monkeypatch, dtype="bfloat16")
+    assert chosen(made) == {"old": 500}
+    ready(made)
+    assert 25 < chosen(made)["new"] < 75
+    assert [pool["name"] for pool in made.overview()[0]["pools"]] == ["old", "new"]
+
+
+def test_vectors_of_two_versions_never_mix_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = models(monkeypatch, default_prompt="query: ")
+    ready(made)
+    assert chosen(made) == {"old": 500}  # without a key
+    found = Counter[str]()
+    for number in range(100):
+
+        async def ask(name: str = f"key-{number}") -> Counter[str]:
+            called_by(Account(name, Usage(lambda *_: None, None), lambda: 1))
+            return chosen(made, 10)
+
+        (pair,) = asyncio.run(ask()).items()  # one version for all requests of the key
+        assert pair[1] == 10
+        found[pair[0]] += 1
+    assert 2 < found["new"] < 25
+
+
+def test_a_gateway_counts_and_tells_how_requests_to_both_versions_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = models(monkeypatch, dtype="bfloat16")
+    old, new = made._all
+    errors: list[Exception | None] = [None, BackendError("broken"), InvalidInput("too long"), OSError("unforeseen")]
+
+    async def embed(*_: Any) -> Any:
+        if (error := errors.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(new, "_embed", embed)
+
+    async def requests() -> None:
+        while errors:
+            with suppress(Exception):
+                await new.embed([], EmbedOptions(), Qos())
+
+    asyncio.run(requests())
+    values: dict[str, str] = {}
+
+    class Store:
+        def put(self, key: str, value: str, overwrite: bool = True) -> bool:
+            values[key] = value
+            return overwrite
+
+        def get(self, key: str) -> str | None:
+            return values.get(key)
+
+    store: Any = Store()
+    for gateway in ("g1", "g2", "gone"):
+        made.tell_trials(store, gateway)
+    found = canary.tallies(store, "m", "new", ["g1", "g2", "g3"])
+    assert [(each.requests, each.failed) for each in found] == [(0, 0), (6, 4)]
+    assert canary.tallies(store, "m", "another", ["g1"])[1].requests == 0
+    assert old.on_end is not None
