@@ -13,7 +13,8 @@ _MATCH, _ID_BITS = 3, 21
 _MASK = (1 << _MATCH * _ID_BITS) - 1
 # The end of a prompt that is searched. To index so many tokens takes about a millisecond.
 _MOST_SEARCHED = 16_384
-_TRUSTED_FROM, _MOST_TRUST = 3, 8
+# An answer that copies many tokens, changes one and goes on is still trusted when the next match is found.
+_TRUSTED_FROM, _MOST_TRUST = 3, 12
 _MOST_PROPOSED = 7  # with the token before them, 8 rows of a pass
 
 

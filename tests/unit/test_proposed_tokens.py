@@ -266,14 +266,15 @@ def test_three_right_tokens_are_trusted_and_a_wrong_one_halves_the_trust() -> No
     made.add(text[6])
     assert made.propose(7) == text[7:11]
     assert made.propose(2) == text[7:9]
-    for token in text[7:14]:
+    for token in text[7:15]:
         made.add(token)
-    assert made.propose(9) == text[14:21]
-    made.add(1)
-    assert made.is_trusted
-    assert made.propose(7) == []  # nothing is like the last three tokens
-    made.add(2)
-    made.add(3)
+    assert made.propose(9) == text[15:22]
+    for token in (1, *text[30:33]):  # the text goes on elsewhere: a wrong token, and three without a match
+        made.add(token)
+        assert made.is_trusted
+        assert made.propose(7) == (text[33:36] if token == text[32] else [])
+    for token in (1, 2, 3):
+        made.add(token)
     assert not made.is_trusted
 
 
