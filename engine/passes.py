@@ -214,7 +214,7 @@ class Passes:
             seconds = output.device_s or now - step.started_at
             finite = output.finite
             accepted = self._deliver_tokens(step, output) if step.parts else 0
-            counts = step.num_tokens, step.num_seqs, seconds, step.num_duplicates, step.num_proposed, accepted
+            counts = step.num_tokens, step.num_seqs - step.num_proposed, seconds, step.num_duplicates, step.num_proposed, accepted
             self._observe(self._on_batch, BatchReport(*counts))
             if step.parts or np.count_nonzero(finite):  # a tenth of the time of `any`
                 self.computed_at = monotonic()

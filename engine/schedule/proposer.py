@@ -1,6 +1,6 @@
 """Proposes the next tokens of an answer: those that followed where the sequence had the same last tokens before.
 
-Answers that edit or quote their prompt, or repeat themselves, are foreseen without a second model. A pass then verifies
+Answers that edit or quote their prompt, or repeat themselves, are predicted without a second model. A pass then verifies
 several tokens (docs/decisions/046).
 """
 
@@ -10,40 +10,40 @@ from engine.options import TokenIds
 
 # Equal tokens that make an earlier place a match. Their ids fit into one whole number of 63 bits.
 _MATCH, _ID_BITS = 3, 21
-_MASK = (1 << _MATCH * _ID_BITS) - 1
-# The end of a prompt that is searched. To index so many tokens takes about a millisecond.
-_MOST_SEARCHED = 16_384
+# The end of a sequence that is indexed at first. To index so many tokens takes half a millisecond.
+_MOST_SEARCHED = 8_192
 # An answer that copies many tokens, changes one and goes on is still trusted when the next match is found.
 _TRUSTED_FROM, _MOST_TRUST = 3, 12
 _MOST_PROPOSED = 7  # with the token before them, 8 rows of a pass
 
 
 class Proposer:
-    """Follows one sequence. Each token takes the same time, however long the sequence is.
+    """Follows one sequence. Each token takes the same time, however long the sequence is: about a microsecond.
 
-    Every token is compared with what was foreseen, also if no pass verifies it. `_trust` is the measure: a right token adds 1,
-    a wrong one halves it, and a token for which nothing was foreseen takes 1.
+    Every token is compared with what was predicted, also if no pass verifies it. `_trust` is the measure: a right token adds 1,
+    a wrong one halves it, and a token for which nothing was predicted takes 1.
     """
 
-    def __init__(self, prompt: TokenIds) -> None:
-        """The prompt is indexed with the first token of the answer."""
-        self._prompt: TokenIds | None = prompt
-        self._ids: list[int] = []
-        self._places: dict[int, int] = {}  # by the tokens of a match, the place after the last one
-        self._last = 0  # the last tokens, as a key of `_places`
-        self._at: int | None = None  # the place of the token that is foreseen to come next
+    def __init__(self, sequence: TokenIds) -> None:
+        """`sequence`: the tokens so far, at least one."""
+        self.num_tokens = len(sequence)
+        ids = np.asarray(sequence[-_MOST_SEARCHED:], dtype=np.int64)
+        self._ids: list[int] = ids.tolist()
+        keys = (ids[:-2] << 2 * _ID_BITS | ids[1:-1] << _ID_BITS | ids[2:])[:-1].tolist()
+        # By the tokens of a match, the place after the last one: of equal keys the last one stays.
+        self._places = dict(zip(keys, range(_MATCH, len(ids)), strict=False))
+        self._at: int | None = None  # the place of the token that is predicted to come next
         self._trust = 0
+        self._match()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last tokens were foreseen well enough to verify several at once."""
+        """Whether the last tokens were predicted well enough to verify several at once."""
         return self._trust >= _TRUSTED_FROM
 
     def add(self, token: int) -> None:
         """The sequence has got its next token."""
-        if self._prompt is not None:
-            self._index(self._prompt)
-            self._prompt = None
+        self.num_tokens += 1
         if self._at is None:
             self._trust = max(0, self._trust - 1)
         elif self._ids[self._at] == token:
@@ -53,7 +53,6 @@ class Proposer:
             self._at = None
             self._trust //= 2
         self._ids.append(token)
-        self._last = (self._last << _ID_BITS | token) & _MASK
         self._match()
 
     def propose(self, most: int) -> list[int]:
@@ -63,22 +62,13 @@ class Proposer:
         period = len(self._ids) - self._at  # beyond the last token, the proposal repeats itself
         return [self._ids[self._at + index % period] for index in range(min(most, self._trust, _MOST_PROPOSED))]
 
-    def _index(self, prompt: TokenIds) -> None:
-        ids = np.asarray(prompt[-_MOST_SEARCHED:], dtype=np.int64)
-        self._ids = ids.tolist()
-        if len(ids) >= _MATCH:
-            keys = ids[:-2] << 2 * _ID_BITS | ids[1:-1] << _ID_BITS | ids[2:]
-            *before, self._last = keys.tolist()
-            self._places = dict(zip(before, range(_MATCH, len(ids)), strict=True))  # of equal keys the last one stays
-        elif len(ids):
-            self._last = self._ids[0] << _ID_BITS | self._ids[-1] if len(ids) > 1 else self._ids[0]
-        self._match()
-
     def _match(self) -> None:
         """Find the last tokens at an earlier place, unless a match goes on. Then remember their present place."""
         if len(self._ids) < _MATCH:
             return
-        found = self._places.get(self._last)
-        self._places[self._last] = len(self._ids)
+        first, second, third = self._ids[-_MATCH:]
+        key = first << 2 * _ID_BITS | second << _ID_BITS | third
+        found = self._places.get(key)
+        self._places[key] = len(self._ids)
         if self._at is None:
             self._at = found

@@ -40,6 +40,8 @@ NOT_FINITE = "the model gave logits that are not finite"
 _LEAST_SPECULATING = 16
 # Where passes have room for fewer proposed tokens of each stream, streams run ahead and do not speculate.
 _LEAST_PROPOSED = 3
+# A proposer that has not followed so many tokens of an answer, as while streams were many, begins anew.
+_MOST_BEHIND = 64
 
 
 class Token(NamedTuple):
@@ -80,7 +82,7 @@ class Stream(Waiting):
     on_token: Callable[[Token], None] | None = None
     on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # of a grammar
-    proposer: Proposer | None = None  # None: the stream does not speculate
+    speculates: bool = False  # whether a pass may verify several tokens
     # Progress, kept by the scheduler.
     answer: list[Token] = field(default_factory=list)
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
@@ -88,6 +90,7 @@ class Stream(Waiting):
     num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
     num_chosen: int = 0  # tokens of the answer that passes have chosen, those under way included
     num_foreseen: int = 0  # of them, those of passes under way
+    proposer: Proposer | None = None  # once it was needed
     proposed: dict[int, int] = field(default_factory=dict)  # tokens that a pass under way verifies, by position
     num_kept: int = 0  # pages that later sequences can find
     num_cached_tokens: int = 0
@@ -143,16 +146,24 @@ class Stream(Waiting):
         return self.matcher is None and self.counts is None and not self.options.no_repeat_ngram
 
     def speculate(self) -> None:
-        """Let passes verify several tokens where the next ones are foreseen. Call this before anything else.
+        """Let passes verify several tokens where the next ones are predicted. Call this before anything else.
 
         A stream whose choices depend on the tokens before, by a grammar, a penalty or n-gram bans, does not.
         """
-        if self.can_run_ahead and self.options.max_tokens >= _LEAST_SPECULATING:
-            self.proposer = Proposer(self.prompt)
+        self.speculates = self.can_run_ahead and self.options.max_tokens >= _LEAST_SPECULATING
 
     @property
-    def is_speculating(self) -> bool:
-        return self.proposer is not None and (bool(self.proposed) or self.proposer.is_trusted)
+    def is_predicted(self) -> bool:
+        """Whether the last tokens were predicted, so that the stream is to wait for its token and speculate."""
+        return self.speculates and bool(self.answer) and self._followed().is_trusted
+
+    def _followed(self) -> Proposer:
+        """The proposer, which knows all tokens of the answer. Called by the scheduler alone, and only while streams are few."""
+        if self.proposer is None or self.proposer.num_tokens + _MOST_BEHIND < self.length:
+            self.proposer = Proposer(self.ids)
+        for token in self.answer[self.proposer.num_tokens - len(self.prompt) :]:
+            self.proposer.add(token.id)
+        return self.proposer
 
     @property
     def wants_more(self) -> bool:
@@ -229,11 +240,11 @@ class Stream(Waiting):
 
     def propose(self, most: int) -> list[Slice]:
         """Slices of up to `most` proposed tokens behind the slice that was just taken. They fit into the stream's pages."""
-        if self.proposer is None or self.num_foreseen > 1:  # of a pass under way: the last token is not known
+        if not self.is_predicted or self.num_foreseen > 1:  # of a pass under way: the last token is not known
             return []
         assert self.pool is not None, "a stream is added to a scheduler first"
         room = len(self.pages) * self.pool.page_size - self.num_computed
-        tokens = self.proposer.propose(min(most, room, self.options.max_tokens - self.num_chosen))
+        tokens = self._followed().propose(min(most, room, self.options.max_tokens - self.num_chosen))
         self.proposed = dict(enumerate(tokens, start=self.num_computed))
         slices = [self.next_slice(1, alone=False) for _ in tokens]
         return [part for part in slices if part is not None]
@@ -309,8 +320,6 @@ class Stream(Waiting):
         self.answer.append(token)
         if self.counts is not None:
             self.counts.add(token.id)
-        if self.proposer is not None:
-            self.proposer.add(token.id)
         try:
             if self.matcher is not None:
                 self.matcher.accept(token.id)
@@ -401,7 +410,7 @@ class Streams:
         ahead: dict[Stream, None] = {}
         for part in slices:
             stream = part.request
-            if not isinstance(stream, Stream) or stream in self._leaving or (self._most_proposed and stream.is_speculating):
+            if not isinstance(stream, Stream) or stream in self._leaving or (self._most_proposed and stream.is_predicted):
                 continue
             if stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
                 ahead[stream] = None
