@@ -72,6 +72,11 @@ class Scheduler:
         return bool(len(self.queue) or self._alone or self.streams)
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether streams wait for tokens of a pass under way, as those do that speculate or have a grammar."""
+        return self.streams is not None and bool(self._in_flight) and self.streams.pages.num_streams > len(self.streams)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing is under way."""
         return not self._in_flight and not self.has_work
