@@ -238,6 +238,18 @@ def test_logits_that_are_not_finite_end_the_stream() -> None:
         only.future.result(0)
 
 
+def test_a_stream_that_speculates_waits_for_the_tokens_of_its_pass() -> None:
+    device = Repeater(100, passes_in_flight=2)
+    passes, only = Passes(device, 512), stream(COUNTED[:27], 60)
+    passes.scheduler.add(only)
+    while not only.future.done():
+        for launched in passes.launch(passes.schedule()):
+            assert passes.scheduler.awaits_tokens == only.is_predicted or len(only.answer) == 59
+            passes.deliver(launched)
+            assert not passes.scheduler.awaits_tokens
+    assert ids(only.future.result(0)) == COUNTED[27:87]
+
+
 @pytest.mark.parametrize(
     "options", [{"presence_penalty": 0.5}, {"no_repeat_ngram": 3}, {"repetition_penalty": 1.1}, {"max_tokens": 8}]
 )
