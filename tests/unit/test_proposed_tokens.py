@@ -141,16 +141,21 @@ def run(device: Device, streams: Sequence[Stream]) -> list[BatchReport]:
     return reports
 
 
-@pytest.mark.parametrize("passes_in_flight", [1, 2])
-def test_a_pass_gives_eight_tokens_of_an_answer_that_repeats_its_prompt(passes_in_flight: int) -> None:
+@pytest.mark.parametrize("length", [26, 27, 28, 29])
+@pytest.mark.parametrize("passes_in_flight", [1, 2, 3])
+def test_few_passes_give_an_answer_that_repeats_its_prompt(passes_in_flight: int, length: int) -> None:
     device = Repeater(100, passes_in_flight=passes_in_flight)
-    (only,) = streams = [stream(COUNTED[:27], 81)]
+    (only,) = streams = [stream(COUNTED[:length], 81)]
     reports = run(device, streams)
-    assert ids(only.future.result(0)) == COUNTED[27:108]
+    assert ids(only.future.result(0)) == COUNTED[length : length + 81]
     # Three tokens are compared before the first are verified. A page of 4 tokens has room for 3 proposed ones.
     assert len(device.passes) < 2 + 3 + passes_in_flight + 81 // 4 + 1
     proposed, accepted = sum(each.num_proposed for each in reports), sum(each.num_accepted for each in reports)
     assert proposed == accepted > 50
+    # The cache has all full pages of the answer's known tokens, but perhaps the last one.
+    again = stream([*COUNTED[: length + 81], 1], 16)
+    run(device, [again])
+    assert again.num_cached_tokens >= (length + 80) // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
 
 
 def test_what_two_passes_have_taken_ahead_is_not_proposed() -> None:
