@@ -65,6 +65,9 @@ class ModelOptions(BaseModel):
         ge=1,
         description="Tokens that the cache of a model which generates holds, for all of its work [default: by the free memory]",
     )
+    speculate: bool = Field(
+        True, description="Generate several tokens of an answer in one pass where its own text foretells them; the answer stays"
+    )
 
     @model_validator(mode="after")
     def _prompts_agree(self) -> "ModelOptions":

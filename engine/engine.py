@@ -57,6 +57,7 @@ class Engine:
         cache_tokens: int | None = None,
         max_batch_tokens: int | None = None,
         stages: Sequence[Stage] = (),
+        speculate: bool = True,
     ) -> None:
         """
         Args:
@@ -64,6 +65,7 @@ class Engine:
             cache_tokens: the size of the cache of a model that generates.
             max_batch_tokens: for the default size of that cache; None for a budget that warm-up finds.
             stages: the parts of the model, if it is on several devices. `config` is the whole model's.
+            speculate: as in `load`.
         """
         self.stages = tuple(stages) or (Stage(config, device),)
         caches: list[KVCache] = []
@@ -81,7 +83,7 @@ class Engine:
         self._grammars: Compiler | None = None
         if parts.prompts is not None and config.generation is not None:
             self._grammars = Compiler(parts.prompts.tokenizer.to_str, config.vocab_size, config.generation.eos_ids)
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.speculate = dtype, device, speculate
         self.max_batch_tokens = default_batch_tokens(device)
         cache = caches[0] if caches else None
         self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
@@ -121,6 +123,7 @@ class Engine:
         max_batch_tokens: int | None = None,
         max_input_tokens: int | None = None,
         cache_tokens: int | None = None,
+        speculate: bool = True,
         num_threads: int | None = None,
         backend: Backend = "emberforge",
         trust_remote_code: bool = False,
@@ -142,6 +145,7 @@ class Engine:
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
+            speculate: verify several tokens of an answer in one pass, where the text before foretells them (docs/decisions/046).
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
@@ -170,7 +174,7 @@ class Engine:
                 check_generator_fits(config, chosen, where[0], str(folder), max_batch_tokens, cache_tokens)
             last = stages[-1].config if stages else config
             parts = load_parts(folder, last, chosen, where[-1], on_progress, stages[:-1])
-            engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages)
+            engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages, speculate)
             engine.warm_up(max_batch_tokens)
         return engine
 
@@ -289,6 +293,8 @@ class Engine:
         stream = Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
         if options.grammar is not None and self._grammars is not None:
             stream.matcher = self._grammars.matcher(options.grammar, stream.options)
+        if self.speculate and self.speculation_rows:
+            stream.speculate()
         return stream
 
     def launch(
@@ -324,6 +330,11 @@ class Engine:
     def passes_in_flight(self) -> int:
         """How many passes to have launched at once: a GPU gets the next one while it computes."""
         return self.runner.passes_in_flight
+
+    @property
+    def speculation_rows(self) -> int:
+        """As in `engine.passes.Runner`."""
+        return self.runner.speculation_rows if isinstance(self.runner, CpuRunner | StreamRunner | Pipeline) else 0
 
     @property
     def num_stages(self) -> int:

@@ -264,7 +264,8 @@ class EngineLoop:
                     if slices := self._scheduler.schedule(now):
                         return slices
                     wait_s = None
-                if self._on_gpu and self._scheduler.has_work and self._scheduler.free_at - now < _AWAKE_S:
+                waits = self._scheduler.has_work or self._scheduler.awaits_tokens
+                if self._on_gpu and waits and self._scheduler.free_at - now < _AWAKE_S:
                     wait_s = _NAP_S
                 self._changed.wait(wait_s)
         return None

@@ -21,11 +21,10 @@ from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 from engine.schedule.request import Slice, Waiting
 from engine.schedule.scheduler import Scheduler
+from engine.schedule.stream import NOT_FINITE
 from engine.step import Step
 
 log = logging.getLogger(__name__)
-
-_NOT_FINITE = "the model gave logits that are not finite"
 
 
 class Runner(Protocol):
@@ -37,6 +36,14 @@ class Runner(Protocol):
     @property
     def num_stages(self) -> int:
         """The devices that compute a pass one after the other. They can compute as many passes at a time."""
+        ...
+
+    @property
+    def speculation_rows(self) -> int:
+        """Streams speculate while a pass has at most so many tokens of answers, proposed ones included; 0: they never do.
+
+        Such a pass takes hardly longer than one with a token.
+        """
         ...
 
     @property
@@ -65,6 +72,8 @@ class BatchReport(NamedTuple):
     num_seqs: int
     seconds: float
     num_duplicates: int  # sequences that got the results of an equal one
+    num_proposed: int = 0  # tokens of answers that the pass has verified
+    num_accepted: int = 0  # of them, those that were right
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +104,13 @@ class Passes:
         self.lock = RLock()  # guards the scheduler
         self.changed = Condition(self.lock)  # notified when work comes or a pass ends; takes longer to enter than the lock
         self.scheduler = Scheduler(
-            max_batch_tokens, max_batch_seqs, runner.passes_in_flight, self.lock, runner.pages, runner.num_stages
+            max_batch_tokens,
+            max_batch_seqs,
+            runner.passes_in_flight,
+            self.lock,
+            runner.pages,
+            runner.num_stages,
+            runner.speculation_rows,
         )
         self.computed_at = -inf  # when a pass last gave a finite vector, by `monotonic`
         self.device_lost = False
@@ -197,10 +212,10 @@ class Passes:
                     if self.scheduler.has_work:  # else waking the engine's thread would only delay what follows
                         self.changed.notify_all()
             seconds = output.device_s or now - step.started_at
-            self._observe(self._on_batch, BatchReport(step.num_tokens, step.num_seqs, seconds, step.num_duplicates))
             finite = output.finite
-            if step.parts:
-                self._deliver_tokens(step, output)
+            accepted = self._deliver_tokens(step, output) if step.parts else 0
+            counts = step.num_tokens, step.num_seqs - step.num_proposed, seconds, step.num_duplicates, step.num_proposed, accepted
+            self._observe(self._on_batch, BatchReport(*counts))
             if step.parts or np.count_nonzero(finite):  # a tenth of the time of `any`
                 self.computed_at = monotonic()
             again = deliver(step, output, finite, seconds)
@@ -213,10 +228,11 @@ class Passes:
                 raise
             return []
 
-    def _deliver_tokens(self, step: Step, output: Output) -> None:
-        """Give each stream its scores and the token that was chosen for it. The streams that go on can be scheduled again.
+    def _deliver_tokens(self, step: Step, output: Output) -> int:
+        """Give each stream its scores and the tokens that were chosen for it. The streams that go on can be scheduled again.
 
         Sequences that got a vector give their pages back.
+        Returns: how many proposed tokens were right.
         """
         with self.lock:
             for part in step.parts:
@@ -226,15 +242,14 @@ class Passes:
         scored = [part for part, piece in zip(step.parts, step.pieces, strict=True) if piece.scored is not None]
         for part, scores in zip(scored, output.scores, strict=True):
             if scores is None:
-                part.request.fail(NotFinite(_NOT_FINITE))
+                part.request.fail(NotFinite(NOT_FINITE))
             else:
                 part.request.accept_scores(part, scores)
-        chosen = [part.request for part, piece in zip(step.parts, step.pieces, strict=True) if piece.row is not None]
-        for stream, token in zip(chosen, output.tokens, strict=True):
-            if token is None:
-                stream.fail(NotFinite(_NOT_FINITE))
-            else:
-                stream.accept(token)
+        choosing = [(part, piece) for part, piece in zip(step.parts, step.pieces, strict=True) if piece.row is not None]
+        num_accepted = 0
+        for (part, piece), token in zip(choosing, output.tokens, strict=True):
+            num_accepted += part.request.take(part, token) and piece.is_proposed
+        chosen = [part.request for part, _ in choosing]
         with self.lock:
             self.scheduler.advance(chosen)
             if self.scheduler.has_work:  # streams are ready again, or wait for the pages of this pass
@@ -242,6 +257,7 @@ class Passes:
         for on_pass in {stream.on_pass for stream in chosen}:
             if on_pass is not None:
                 on_pass()
+        return num_accepted
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""

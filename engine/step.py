@@ -65,6 +65,11 @@ class Step(NamedTuple):
     def num_duplicates(self) -> int:
         return len(self.slices) - len(self.sequences)
 
+    @property
+    def num_proposed(self) -> int:
+        """Tokens of answers that the pass verifies."""
+        return sum(piece.is_proposed for piece in self.pieces)
+
     def halves(self) -> tuple[list[Slice], list[Slice]]:
         middle = len(self.taken) // 2
         return self.taken[:middle], self.taken[middle:]

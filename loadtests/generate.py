@@ -99,7 +99,7 @@ class Measured(Streaming):
 def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
     """Loads the model in this process and measures everything but the peers."""
     collect_seldom()  # as a replica does
-    engine = Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1)
+    engine = Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1, speculate=False)
     found: dict[str, Any] = {"ready": time() - started}
     measured = Measured(engine)
     found["decode"] = []

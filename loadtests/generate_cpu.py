@@ -43,7 +43,7 @@ class System(Protocol):
 
 class Ours:
     def __init__(self, folder: Path, dtype: Any) -> None:
-        self._engine = Engine.load(folder, dtype=dtype, device="cpu", num_threads=THREADS)
+        self._engine = Engine.load(folder, dtype=dtype, device="cpu", num_threads=THREADS, speculate=False)
 
     def steps(self, given: list[list[int]], most: int) -> Iterator[None]:
         options = SamplingOptions(temperature=0.0, max_tokens=most)

@@ -174,6 +174,8 @@ class PipelineGraph:
 class CudaPipeline(StreamRunner):
     """Not thread-safe, except that flights may be waited for in any thread."""
 
+    speculation_rows = 0  # the stages compute at a time if streams run ahead
+
     def __init__(
         self, models: Sequence[Model], network: Network, packers: Sequence[StreamPacker], caches: Sequence[KVCache]
     ) -> None:

@@ -109,6 +109,7 @@ class StreamRunner:
     """Not thread-safe, except that flights may be waited for in any thread."""
 
     passes_in_flight, num_stages = 2, 1
+    speculation_rows = 64  # as for one row, the weights are read once
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"

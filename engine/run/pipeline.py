@@ -55,6 +55,8 @@ class _Pass:
 class Pipeline:
     """Not thread-safe, except that flights may be waited for in any thread."""
 
+    speculation_rows = 0  # the stages compute at a time if groups of streams take turns
+
     def __init__(self, earlier: Sequence[Model], network: Network, packer: BatchPacker, caches: Sequence[KVCache]) -> None:
         """
         Args:

@@ -24,6 +24,7 @@ class CpuRunner:
     """Not thread-safe. Streams of a model in float32 run here on a GPU, too."""
 
     passes_in_flight = 1
+    speculation_rows = 4  # more rows cost more, and round otherwise: their weights are in bf16 (docs/decisions/033)
 
     def __init__(self, network: Network, packer: BatchPacker, cache: KVCache | None = None) -> None:
         """`cache`: of a model that generates."""

@@ -138,9 +138,10 @@ class Laid:
 
     @property
     def last_pages(self) -> Ints:
-        """The page of the last token, of each piece that chooses a token."""
+        """The page of the last token, of each piece that chooses a token; -1 behind a proposed token: no pass foresees it."""
         last = self.page_offsets + (self.starts + self.lengths - 1) // PAGE_SIZE
-        pages: Ints = self.pages[last[self.chooses]]
+        proposed = np.fromiter((piece.is_proposed for piece in self.pieces), np.bool_, len(self.pieces))
+        pages: Ints = np.where(proposed, -1, self.pages[last])[self.chooses]
         return pages
 
     @property

@@ -22,6 +22,7 @@ class Piece(NamedTuple):
     row: Row | None  # how the token after them is chosen; None where the stream goes on in a later pass, or ends without one
     scored: Scored | None = None
     pooled: EmbedOptions | None = None  # how the last hidden state becomes a vector; None where the piece ends no sequence
+    is_proposed: bool = False  # its token is verified by the pass; pieces of the same stream come before it
 
 
 def last_token(page: int) -> int:

@@ -38,6 +38,7 @@ class Scheduler:
         lock: AbstractContextManager[Any],
         pages: Pages | None = None,
         num_stages: int = 1,
+        speculation_rows: int = 0,
     ) -> None:
         """
         Args:
@@ -45,9 +46,10 @@ class Scheduler:
             pages: of the cache of a model that generates.
             num_stages: devices that compute a pass one after the other. Without more passes in flight than stages, no stream runs
                 ahead in a pipeline.
+            speculation_rows: as in `Runner`.
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
-        self.streams = None if pages is None else Streams(pages, num_stages)
+        self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows)
         self.rates = Rates(max_batch_tokens)
         # When the device should have finished the passes under way, by `perf_counter`; of several stages the first one.
         self.free_at = 0.0
@@ -68,6 +70,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether anything waits for a pass."""
         return bool(len(self.queue) or self._alone or self.streams)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether streams wait for tokens of a pass under way, as those do that speculate or have a grammar."""
+        return self.streams is not None and bool(self._in_flight) and self.streams.pages.num_streams > len(self.streams)
 
     @property
     def is_idle(self) -> bool:
@@ -154,7 +161,7 @@ class Scheduler:
         return self._schedule(now)
 
     def _schedule(self, now: float) -> list[Slice]:
-        """A token of each stream under way first, then prompts and sequences to embed."""
+        """A token of each stream under way first, and what was proposed; then prompts and sequences to embed."""
         slices: list[Slice] = []
         if self.streams is not None:
             slices, preempted = self.streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs))

@@ -7,6 +7,10 @@ is one of the owner that holds the most pages.
 
 Where the device keeps the chosen tokens, a stream runs ahead: its next pass is launched before the host knows the token that the
 pass computes. Such a token is foreseen. A stop id is then seen one pass late, and what that pass has chosen is dropped.
+
+A stream whose next tokens are proposed (`engine/schedule/proposer.py`) speculates instead: a pass computes the last token and the
+proposed ones, each as a slice of one token. The token that is chosen after a slice counts if all proposed tokens up to there were
+right. So the answer is the same as without proposals.
 """
 
 import random
@@ -21,15 +25,23 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
-from engine.errors import InvalidInput
+from engine.errors import InvalidInput, NotFinite
 from engine.options import SamplingOptions, TokenIds, check_sampling
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, Scored, last_token
+from engine.schedule.proposer import Proposer
 from engine.schedule.request import Slice, Waiting
 from engine.text.grammar import Matcher
 from engine.text.ids import checked_ids
 
 FinishReason = Literal["stop", "length"]
+NOT_FINITE = "the model gave logits that are not finite"
+# Shorter answers do not speculate.
+_LEAST_SPECULATING = 16
+# Where passes have room for fewer proposed tokens of each stream, streams run ahead and do not speculate.
+_LEAST_PROPOSED = 3
+# A proposer that has not followed so many tokens of an answer, as while streams were many, begins anew.
+_MOST_BEHIND = 64
 
 
 class Token(NamedTuple):
@@ -70,6 +82,7 @@ class Stream(Waiting):
     on_token: Callable[[Token], None] | None = None
     on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # of a grammar
+    speculates: bool = False  # whether a pass may verify several tokens
     # Progress, kept by the scheduler.
     answer: list[Token] = field(default_factory=list)
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
@@ -77,6 +90,9 @@ class Stream(Waiting):
     num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
     num_chosen: int = 0  # tokens of the answer that passes have chosen, those under way included
     num_foreseen: int = 0  # of them, those of passes under way
+    proposer: Proposer | None = None  # once it was needed
+    proposed: dict[int, int] = field(default_factory=dict)  # tokens that a pass under way verifies, by position
+    num_kept: int = 0  # pages that later sequences can find
     num_cached_tokens: int = 0
     counts: TokenCounts | None = None  # for penalties
 
@@ -129,6 +145,26 @@ class Stream(Waiting):
         """Whether the next token can be chosen before the host knows the last one."""
         return self.matcher is None and self.counts is None and not self.options.no_repeat_ngram
 
+    def speculate(self) -> None:
+        """Let passes verify several tokens where the next ones are predicted. Call this before anything else.
+
+        A stream whose choices depend on the tokens before, by a grammar, a penalty or n-gram bans, does not.
+        """
+        self.speculates = self.can_run_ahead and self.options.max_tokens >= _LEAST_SPECULATING
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the last tokens were predicted, so that the stream is to wait for its token and speculate."""
+        return self.speculates and bool(self.answer) and self._followed().is_trusted
+
+    def _followed(self) -> Proposer:
+        """The proposer, which knows all tokens of the answer. Called by the scheduler alone, and only while streams are few."""
+        if self.proposer is None or self.proposer.num_tokens + _MOST_BEHIND < self.length:
+            self.proposer = Proposer(self.ids)
+        for token in self.answer[self.proposer.num_tokens - len(self.prompt) :]:
+            self.proposer.add(token.id)
+        return self.proposer
+
     @property
     def wants_more(self) -> bool:
         """Whether the answer may go on after the tokens that are foreseen."""
@@ -161,6 +197,8 @@ class Stream(Waiting):
 
     def _token_ids(self, start: int, stop: int, pages: Sequence[int]) -> TokenIds:
         """`pages`: the stream's own when the slice was scheduled. A caller that leaves meanwhile has given them back."""
+        if start in self.proposed:
+            return np.array([self.proposed[start]], np.int32)
         if stop <= len(self.prompt):
             return self.prompt[start:stop]
         if stop - start > 1:
@@ -185,6 +223,7 @@ class Stream(Waiting):
             return None
         self.pool.num_streams += 1
         self.pages = shared + fresh
+        self.num_kept = len(shared)
         self.num_computed = len(shared) * self.pool.page_size
         self.num_cached_tokens = min(self.num_computed, len(self.prompt))
         return self.num_computed
@@ -198,6 +237,23 @@ class Stream(Waiting):
             self.num_chosen += 1
             self.num_foreseen += 1
         return Slice(self, 0, start, self.num_computed)
+
+    def propose(self, most: int) -> list[Slice]:
+        """Slices of up to `most` proposed tokens behind the slice that was just taken. They fit into the stream's pages."""
+        if not self.is_predicted or self.num_foreseen > 1:  # of a pass under way: the last token is not known
+            return []
+        assert self.pool is not None, "a stream is added to a scheduler first"
+        room = len(self.pages) * self.pool.page_size - self.num_computed
+        tokens = self._followed().propose(min(most, room, self.options.max_tokens - self.num_chosen))
+        self.proposed = dict(enumerate(tokens, start=self.num_computed))
+        slices = [self.next_slice(1, alone=False) for _ in tokens]
+        return [part for part in slices if part is not None]
+
+    def settle(self) -> None:
+        """No pass under way has a slice of the stream. What was computed of wrong proposals is computed anew."""
+        if self.proposed:
+            self.proposed = {}
+            self.num_chosen, self.num_computed = len(self.answer), self.length - 1
 
     def piece(self, part: Slice) -> Piece | None:
         """As `Waiting.piece`. A grammar that allows no token ends the stream here.
@@ -223,7 +279,8 @@ class Stream(Waiting):
                     self._end("stop")
                     return None
             row = Row(self.options, uniform(self.seed, index), self.counts, banned, allowed)
-        return Piece(self._token_ids(part.start, part.stop, pages), part.start, pages, row, self._scored(part))
+        token_ids, is_proposed = self._token_ids(part.start, part.stop, pages), part.start in self.proposed
+        return Piece(token_ids, part.start, pages, row, self._scored(part), is_proposed=is_proposed)
 
     def _scored(self, part: Slice) -> Scored | None:
         """What a pass scores of one slice. A stream that was preempted is scored once."""
@@ -238,6 +295,21 @@ class Stream(Waiting):
         self.scores |= enumerate(tokens, start=part.start + 1)
         if part.stop == len(self.prompt) and not self.options.max_tokens:
             self._end("length")
+
+    def take(self, part: Slice, token: Token | None) -> bool:
+        """Hear which token a pass has chosen after a slice; None where the logits are not finite.
+
+        Returns: False, and nothing has changed, where the stream has ended or the slice follows a wrong proposal.
+        """
+        if self.future.done() or part.stop != self.length:
+            return False
+        if part.start in self.proposed and self.answer[-1].id != self.proposed[part.start]:
+            return False
+        if token is None:
+            self.fail(NotFinite(NOT_FINITE))
+        else:
+            self.accept(token)
+        return True
 
     def accept(self, token: Token) -> None:
         """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""
@@ -269,8 +341,13 @@ class Stream(Waiting):
             self.future.set_result(result)
 
     def keep(self, part: Slice) -> None:
-        if self.pool is not None and self.pages and part.start // self.pool.page_size < part.stop // self.pool.page_size:
+        """As `Waiting.keep`. A page that proposed tokens fill is kept with a later slice, when these tokens are verified."""
+        if self.pool is None or not self.pages or part.stop > self.length:
+            return
+        num_full = part.stop // self.pool.page_size
+        if num_full > self.num_kept:
             self.pool.keep(self.pages, self.ids[: part.stop])
+            self.num_kept = num_full
 
     def give_back(self) -> None:
         """Release the pages. What was computed must be computed again."""
@@ -278,15 +355,18 @@ class Stream(Waiting):
             return
         self.pool.release(self.pages)
         self.pool.num_streams -= 1
-        self.pages, self.num_computed = [], 0
+        self.pages, self.num_computed, self.num_kept = [], 0, 0
 
 
 class Streams:
     """The streams whose prompts are computed. Hold the scheduler's lock to call anything here."""
 
-    def __init__(self, pages: Pages, num_stages: int = 1) -> None:
-        """`num_stages`: as in `Scheduler`. The streams then form as many groups, of which each stage computes another."""
-        self.pages, self._num_stages = pages, num_stages
+    def __init__(self, pages: Pages, num_stages: int = 1, speculation_rows: int = 0) -> None:
+        """`num_stages`: as in `Scheduler`. The streams then form as many groups, of which each stage computes another.
+        `speculation_rows`: as in `Runner`.
+        """
+        self.pages, self._num_stages, self._speculation_rows = pages, num_stages, speculation_rows
+        self._most_proposed = 0  # tokens of each stream, in the pass that was scheduled last
         # Whose last token is not yet computed, and known or foreseen; in the order of their beginning.
         self._ready: dict[Stream, None] = {}
         # Those that can run ahead, by pass, the oldest first. They wait for the passes of the other groups: a pass that foresees
@@ -300,6 +380,8 @@ class Streams:
     def schedule(self, most: int) -> tuple[list[Slice], list[Stream]]:
         """A slice of one token for each stream, and the streams that gave up their pages for it, to be queued again.
 
+        A stream that speculates gets further slices of a token each, where few streams are ready.
+
         Args:
             most: slices at most.
         """
@@ -309,8 +391,10 @@ class Streams:
             self._ready |= self._behind.popleft()
         if self._num_stages > 1:
             most = min(most, -(-self.pages.num_streams // self._num_stages))
+        share = min(self._speculation_rows, most) // max(1, len(self._ready)) - 1
+        self._most_proposed = share if share >= _LEAST_PROPOSED else 0
         for stream in tuple(self._ready):
-            if len(slices) == most:
+            if len(slices) >= most:
                 break
             if stream not in self._ready:  # it has given up its pages for one of the streams before it
                 continue
@@ -318,7 +402,7 @@ class Streams:
                 del self._ready[stream]
                 part = stream.next_slice(1, alone=False)
                 assert part is not None, "one token always fits"
-                slices.append(part)
+                slices += [part, *(stream.propose(self._most_proposed) if self._most_proposed else ())]
         return slices, preempted
 
     def run_ahead(self, slices: Sequence[Slice]) -> None:
@@ -326,7 +410,7 @@ class Streams:
         ahead: dict[Stream, None] = {}
         for part in slices:
             stream = part.request
-            if not isinstance(stream, Stream) or stream in self._leaving:
+            if not isinstance(stream, Stream) or stream in self._leaving or (self._most_proposed and stream.is_predicted):
                 continue
             if stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
                 ahead[stream] = None
@@ -358,7 +442,7 @@ class Streams:
 
     def _to_preempt(self, slices: Sequence[Slice]) -> Stream:
         """The last stream of the owner whose streams hold the most pages."""
-        streams: list[Stream] = [*(part.request for part in slices), *chain(*self._behind), *self._ready]
+        streams: list[Stream] = list(dict.fromkeys([*(part.request for part in slices), *chain(*self._behind), *self._ready]))
         held = Counter[str]()
         for stream in streams:
             held[stream.owner] += len(stream.pages)
@@ -373,6 +457,7 @@ class Streams:
         stream.num_foreseen -= 1
         if stream.future.done() or stream.num_foreseen:
             return False
+        stream.settle()
         if stream in self._leaving:
             del self._leaving[stream]
             stream.give_back()

@@ -53,6 +53,8 @@ class Metrics:
         self.duplicates = self._counter("duplicate_inputs", "Inputs that the same one in their forward pass stood for").labels(
             model
         )
+        self.proposed_tokens = self._counter("proposed_tokens", "Tokens of answers that were proposed and verified").labels(model)
+        self.accepted_tokens = self._counter("accepted_tokens", "Proposed tokens that were right").labels(model)
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
         self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
         self.unread_answers = self._counter(
@@ -157,6 +159,8 @@ class Metrics:
         self.batch_seqs.observe(report.num_seqs)
         self.tokens.inc(report.num_tokens)
         self.duplicates.inc(report.num_duplicates)
+        self.proposed_tokens.inc(report.num_proposed)
+        self.accepted_tokens.inc(report.num_accepted)
 
     def totals(self, routes: Collection[str]) -> dict[str, Any]:
         """The counts since the process began, for the console. Requests and their seconds are those of `routes` alone."""

@@ -17,7 +17,7 @@ from engine.errors import DeviceLost
 from engine.kernels.tiles import Tiling
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, SamplingOptions
-from engine.passes import Passes
+from engine.passes import BatchReport, Passes
 from engine.run import cuda, cuda_pipeline, cuda_streams, tune
 from engine.run.cuda_pipeline import CudaPipeline, EarlierStage
 from engine.run.kv_cache import KVCache
@@ -58,7 +58,8 @@ class Staged(Streaming):
         self.pages = Pages(num_pages, PAGE_SIZE)
         self.runner = CudaPipeline(models[:-1], engine.network, packers, caches)
         self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
-        self.max_graph_tokens = 0
+        self.max_graph_tokens = self.speculation_rows = 0
+        self.reports: list[BatchReport] = []
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from engine.errors import OutOfMemory
 from engine.kernels.tiles import Tiling
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, SamplingOptions
-from engine.passes import Passes
+from engine.passes import BatchReport, Passes
 from engine.run import cuda, cuda_streams, tune
 from engine.run.cuda_streams import StreamRunner
 from engine.run.streams import StreamPacker
@@ -79,6 +79,8 @@ class Streaming:
         self.pages = Pages(num_pages, PAGE_SIZE)
         self.runner = StreamRunner(engine.network, packer, cache, CPU)
         self.passes_in_flight, self.num_stages, self.max_graph_tokens = self.runner.passes_in_flight, 1, 0
+        self.speculation_rows = self.runner.speculation_rows
+        self.reports: list[BatchReport] = []
 
     def with_graphs(self, most_tokens: int) -> "Streaming":
         packer = self.runner.packer
@@ -91,7 +93,7 @@ class Streaming:
         return self.runner.launch(*arguments)
 
     def generate(self, streams: list[Stream], requests: Sequence[Request] = ()) -> list[Answer]:
-        passes = Passes(self, self.budget)  # type: ignore[arg-type]
+        passes = Passes(self, self.budget, on_batch=self.reports.append)  # type: ignore[arg-type]
         for _ in passes.steps([*streams, *requests]):
             self.pages.check_integrity()
         assert self.pages.num_free == self.pages.num_pages
@@ -187,6 +189,26 @@ def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Ca
                 np.testing.assert_allclose(request.future.result(0).vectors, vectors, atol=1e-5)
         replays = [graph.count for graph in ours.runner.graphs._graphs.values()]  # type: ignore[attr-defined]
         assert bool(sum(replays)) == bool(graph_tokens)
+
+
+def test_streams_that_speculate_get_the_tokens_that_the_cpu_gives(
+    tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A tied table of random words repeats a few words. Greedy streams speculate, beside sampled ones that run ahead."""
+    folder = folder_without_pooling(tiny, "qwen3_lm", tmp_path_factory.getbasetemp() / "streams-tied", tie_word_embeddings=True)
+    engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=64 * PAGE_SIZE)
+    options = [SamplingOptions(max_tokens=60, temperature=0.0, logprobs=0), SamplingOptions(max_tokens=50, seed=1)] * 3
+    engine.speculate = False
+    expected = [stream.future.result(0) for stream in _run(engine, streams_of(engine, options))]
+    engine.speculate = True
+    for num_pages, budget, graph_tokens in ((40, 4096, 0), (40, 4096, 4096), (7, 70, 512)):
+        ours = Streaming(engine, num_pages, budget)
+        if graph_tokens:
+            ours.with_graphs(graph_tokens)
+        for _ in range(2 if graph_tokens else 1):
+            for mine, theirs in zip(ours.generate(streams_of(engine, options)), expected, strict=True):
+                same(mine, theirs)
+        assert sum(each.num_accepted for each in ours.reports) > 30
 
 
 def _run(engine: Engine, streams: list[Stream]) -> list[Stream]:

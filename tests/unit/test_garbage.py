@@ -151,7 +151,7 @@ async def _end_of(task: "asyncio.Task[Any]") -> str:
 class Engine:
     """A stub that computes nothing. The word "broken" (13) breaks its pass, the word "slow" (14) holds the pass for a moment."""
 
-    passes_in_flight, num_stages, max_graph_tokens, pages = 1, 1, 0, None
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
 
     def launch(self, sequences: Sequence[TokenIds], *_: object) -> Finished:
         firsts = {int(ids[0]) for ids in sequences}

@@ -22,7 +22,7 @@ CANARY = np.array([7, 8], dtype=np.int32)
 class Engine:
     """Computes at once, until `held`; fails while `error` is set."""
 
-    passes_in_flight, num_stages, max_graph_tokens, pages = 1, 1, 0, None
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
 
     def __init__(self) -> None:
         self.free = threading.Event()

@@ -29,7 +29,7 @@ class Gate:
         self.open, self.entered = threading.Event(), threading.Event()
         self.batches: list[int] = []
 
-    passes_in_flight, num_stages, max_graph_tokens, pages = 1, 1, 0, None
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()

@@ -74,7 +74,7 @@ def test_a_size_that_nobody_asks_for_any_more_is_forgotten() -> None:
 class Device:
     """Computes 819,200 tokens/s in sequences of 102, two passes in flight. Every clock but the device's own may be late."""
 
-    passes_in_flight, num_stages, max_graph_tokens, pages = 2, 1, 0, None
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 2, 1, 0, 0, None
 
     def __init__(self) -> None:
         self.free_at, self.late = 0.0, threading.Event()

@@ -47,7 +47,7 @@ BODY = {"inputs": "two words"}
 class Vectors:
     """An engine that gives ones, two sequences a pass. A sequence with id 13 breaks its pass."""
 
-    passes_in_flight, num_stages, max_graph_tokens, pages = 1, 1, 0, None
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
 
     def launch(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: Any = ()) -> Finished:
         if any(13 in ids for ids in sequences):

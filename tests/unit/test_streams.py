@@ -59,6 +59,7 @@ class Device:
 
     def __init__(self, num_pages: int, most_tokens: float = inf, passes_in_flight: int = 1, num_stages: int = 1) -> None:
         self.pages, self.passes_in_flight, self.num_stages = Pages(num_pages, PAGE_SIZE), passes_in_flight, num_stages
+        self.speculation_rows = 64 if num_stages == 1 else 0
         self.last: dict[int, int] = {}  # by the id that names the token
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
         self.most_tokens = most_tokens  # of a pass; more are out of memory
@@ -459,7 +460,7 @@ def test_whoever_waits_for_a_stream_hears_the_end() -> None:
     assert device.pages.num_free == 20
 
     class Embeds(Device):
-        pages, passes_in_flight, num_stages = None, 1, 1  # type: ignore[assignment]
+        pages, passes_in_flight, num_stages, speculation_rows = None, 1, 1, 0  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 

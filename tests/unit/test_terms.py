@@ -50,7 +50,7 @@ INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
 class Gate:
     """A stand-in for the engine that waits until it is let through; no two vectors are alike, not even of one text."""
 
-    passes_in_flight, num_stages, max_graph_tokens, pages = 1, 1, 0, None
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()

@@ -1,0 +1,170 @@
+"""Answers with speculation and without, in turn, on one engine: code that is edited, a text that is quoted, and free text.
+
+python -m loadtests.speculation            # SmolLM2, on a GPU if there is one
+python -m loadtests.speculation MODEL ...  # random weights at the shapes of these models, on a GPU
+
+Sampled answers of random weights repeat nothing: they show what speculation costs where it gains nothing. Greedy ones may repeat
+themselves, or not: "proposed" says it.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import transformers
+
+from engine import Engine
+from engine.hub import EMBEDDED_GENERATOR, resolve_model
+from engine.loop import EngineLoop
+from engine.options import SamplingOptions
+from engine.passes import BatchReport
+from loadtests.checkpoints import Published, save
+from loadtests.generate import MODELS, prompts
+from loadtests.report import write
+
+ROUNDS = 5
+CODE = '''class Store:
+    """Keeps values by key, and forgets the oldest ones beyond a limit."""
+
+    def __init__(self, limit):
+        self.limit = limit
+        self.values = {}
+
+    def get(self, key, default=None):
+        value = self.values.get(key, default)
+        return value
+
+    def put(self, key, value):
+        if key in self.values:
+            del self.values[key]
+        self.values[key] = value
+        while len(self.values) > self.limit:
+            oldest = next(iter(self.values))
+            del self.values[oldest]
+
+    def remove(self, key):
+        if key in self.values:
+            del self.values[key]
+'''
+REPORT = """The bridge over the river was closed on Monday after an inspection found cracks in two of its steel girders. The
+city's engineers said that the cracks had grown since the last inspection in spring, and that the bridge would stay closed for at
+least three months. About forty thousand vehicles cross the bridge on a working day. Buses use the northern bridge instead, which
+adds twenty minutes to the trip. The mayor asked companies to let people work from home where they can. Repairs are expected to
+cost four million euros, of which the state pays half."""
+TASKS = {
+    "code editing": f"Rewrite this Python code. Rename the class to `Cache`, and change nothing else.\n\n```python\n{CODE}```",
+    "summarising with quotes": f"Quote the three most important sentences of this text word for word.\n\n{REPORT}",
+    "free text": "Write a story about a lighthouse keeper who finds a message in a bottle.",
+}
+MOST_TOKENS = 200
+
+
+@dataclass
+class Clock:
+    """When the tokens of all streams came."""
+
+    times: list[float] = field(default_factory=list)
+
+    def token(self, _: object) -> None:
+        self.times.append(perf_counter())
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s behind the first token."""
+        return (len(self.times) - 1) / (self.times[-1] - self.times[0])
+
+
+class Subject:
+    """An engine with its loop, as a replica has them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.reports = engine, list[BatchReport]()
+        self.loop = EngineLoop(engine, engine.max_batch_tokens, None, self.reports.append, max_batch_seqs=engine.max_batch_seqs)
+
+    def run(self, given: Sequence[Any], options: Sequence[SamplingOptions], speculate: bool) -> tuple[float, list[list[int]]]:
+        """Tokens/s, and the answers."""
+        self.engine.speculate = speculate
+        self.reports.clear()
+        clock, streams = Clock(), []
+        for prompt, each in zip(given, options, strict=True):
+            streams.append(self.engine.new_stream(prompt, each))
+            streams[-1].on_token = clock.token
+        self.loop.submit(streams)
+        answers = [[token.id for token in stream.future.result().tokens] for stream in streams]
+        return clock.rate, answers
+
+    def compare(self, given: Sequence[Any], options: Sequence[SamplingOptions]) -> dict[str, Any]:
+        """Medians over rounds in turn. A first round captures graphs and fills the cache."""
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        found: dict[str, Any] = {}
+        for number in range(ROUNDS + 1):
+            answers = []
+            for speculate, of_rounds in rates.items():
+                rate, texts = self.run(given, options, speculate)
+                of_rounds += [rate] if number else []
+                answers.append(texts)
+                if speculate:
+                    proposed = sum(each.num_proposed for each in self.reports)
+                    accepted = sum(each.num_accepted for each in self.reports)
+                    found = {"passes": len(self.reports), "proposed": proposed, "accepted": accepted}
+        with_it, without = median(rates[True]), median(rates[False])
+        return {
+            "tokens": sum(map(len, answers[0])),
+            "tokens/s without": without,
+            "with": with_it,
+            "with / without": with_it / without,
+            **found,
+            "accepted of proposed": found["accepted"] / found["proposed"] if found["proposed"] else "-",
+            "same answers": "yes" if answers[0] == answers[1] else "no",
+        }
+
+
+def of_smollm2() -> Iterator[dict[str, Any]]:
+    engine = Engine.load(resolve_model(EMBEDDED_GENERATOR))
+    assert engine.prompts is not None, "the model generates"
+    assert engine.config.generation is not None, "the model generates"
+    options = SamplingOptions(max_tokens=MOST_TOKENS, temperature=0.0, stop_ids=engine.config.generation.eos_ids)
+    subject = Subject(engine)
+    for name, task in TASKS.items():
+        prompt = engine.prompts.encode_chat([{"role": "user", "content": task}])
+        yield {"model": f"SmolLM2-135M, {engine.dtype_name}", "task": name, "streams": 1, **subject.compare([prompt], [options])}
+    subject.loop.stop()
+
+
+def of_random_weights(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    config = transformers.Qwen3Config(**MODELS[name].config.to_dict() | {"tie_word_embeddings": True})
+    save(Published(config, MODELS[name].model_class, "last_token"), folder)
+    engine = Engine.load(folder, dtype="bfloat16", cache_tokens=64_000, num_threads=1)
+    subject = Subject(engine)
+    greedy = SamplingOptions(max_tokens=MOST_TOKENS, temperature=0.0)
+    for count in (1, 4, 8, 16, 64):
+        for task, options in (("greedy", greedy), ("free text", replace(greedy, temperature=1.0))):
+            seeded = [replace(options, seed=seed) for seed in range(count)]
+            found = subject.compare(prompts(count, 128, 128), seeded)
+            yield {"model": f"{name}'s shape, bf16", "task": task, "streams": count, **found}
+            print(f"{name}, {count} streams, {task}: {found}", file=sys.stderr, flush=True)
+    subject.loop.stop()
+
+
+def main(names: Sequence[str]) -> None:
+    notes = [
+        f"{ROUNDS} rounds in turn on one engine, medians; answers of up to {MOST_TOKENS} tokens, behind the first token",
+        "SmolLM2: greedy. Random weights: free text is sampled at temperature 1, with a seed for each stream",
+        "in 16 bits a pass of several rows rounds otherwise than a pass of one, so answers may differ",
+    ]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as path:
+        for name in names:
+            rows += of_random_weights(name, Path(path) / name)
+        if not names:
+            rows += of_smollm2()
+        write("speculation", " ".join(["python -m loadtests.speculation", *names]), {"Speculation": rows}, notes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
