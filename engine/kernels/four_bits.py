@@ -1,0 +1,235 @@
+"""Matrices in 4 bits in the order in which the kernels read them, and x W^T of up to 64 rows of x."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
+from engine.kernels.launch import Kernel, half, num_sms
+
+GROUPS = (32, 64, 128)  # columns that may share a scale
+STRIP = 16  # rows of W whose records follow one another
+MOST_ROWS = 64
+_ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
+_WARPS = 8
+# A model of the time that a shape takes: bytes a nanosecond from memory, from memory to one multiprocessor, and from the L2 cache
+# to one multiprocessor; nanoseconds of a tile, alone and with other slices.
+_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 4200, 40, 42
+_TURN_NS = (400, 1500)
+_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes is slower by 8 KiB / n
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix W [N, K] in 4 bits. A value is (code - zero) * scale.
+
+    `records` [N / 16, K / chunk, ...] int32, as csrc/four_bits.cu describes them; a chunk is 64 columns, or a group if that is
+    larger. `counters` [N / 16] int32: the kernel's, 0 between launches.
+    """
+
+    records: Tensor
+    counters: Tensor
+    k: int
+    group: int
+    has_zeros: bool
+
+    def __len__(self) -> int:
+        return len(self.records) * STRIP
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + self.counters.nbytes
+
+
+def packs(n: int, k: int, group: int) -> bool:
+    """Returns whether a matrix [n, k] with a scale for each `group` columns can be packed."""
+    return group in GROUPS and n % STRIP == 0 and k % _chunk(group) == 0
+
+
+def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Packed:
+    """Brings a matrix into the kernels' order.
+
+    Args:
+        codes: [N, K / 2] uint8, two codes of 0 to 15 a byte; the low half is the column before.
+        scales: [N, G] fp16.
+        zeros: [N, G] uint8 of 0 to 15; None stands for 8.
+    """
+    n, k = len(codes), 2 * codes.shape[1]
+    group = k // scales.shape[1]
+    assert packs(n, k, group), f"[{n}, {k}] in groups of {group}"
+    chunk = _chunk(group)
+    strips, chunks = n // STRIP, k // chunk
+    # Rows are (half of the strip, lane / 4), columns (64 columns, word, half of 16, lane % 4, element).
+    pairs = codes.view(strips, 2, 8, k // 64, 4, 2, 4)  # a byte is both elements
+    pairs = pairs.permute(0, 3, 2, 6, 4, 5, 1)  # [strips, K / 64, 8, 4 lanes, 4 words, half of 16, half of the strip]
+    low, high = pairs & 15, pairs >> 4  # elements 0 and 1
+    words = torch.stack(
+        (low[..., 0] | low[..., 1] << 4, high[..., 0] | high[..., 1] << 4), dim=-2
+    )  # [..., 4 words, e, half of 16]
+    parts = [scales.to(torch.float16).contiguous().view(torch.int16)]
+    if zeros is not None:
+        parts.append(zeros.to(torch.int16))
+    grouped = torch.stack(parts, dim=-1).view(strips, 2, 8, chunks, chunk // group, len(parts))
+    grouped = grouped.permute(0, 3, 2, 4, 5, 1).contiguous().view(torch.uint8)  # [strips, chunks, 8, groups, parts, 2 halves]
+    records = torch.cat((words.reshape(strips, chunks, -1), grouped.view(strips, chunks, -1)), dim=2).view(torch.int32)
+    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, group, zeros is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitsShape:
+    """How blocks and warps divide the work."""
+
+    split: int  # slices of K, one a block
+    across: int  # warps side by side along W's rows
+    deep: int  # warps that share the rows and divide the slice
+    tall: int  # 16-row strips of a warp
+    stages: int  # steps of a warp in flight, less one
+
+    @property
+    def tile(self) -> int:
+        """Strips of a block's tile."""
+        return self.across * self.tall
+
+    def shared_bytes(self, k: int, rows: int, group: int, has_zeros: bool) -> int:
+        chunk = _chunk(group)
+        rings = self.across * self.deep * self.stages * self.tall * _slot_bytes(group, has_zeros)
+        sums = self.across * self.deep * self.tall * (rows // 8) * 512 if self.deep > 1 else 0
+        width = -(-(k // chunk) // self.split) * chunk
+        return rings + 4 * rows + 16 + sums + rows * (2 * width + 16)
+
+
+def padded(m: int) -> int:
+    """Returns the number of rows to compute with."""
+    return next(rows for rows in _ROWS if rows >= m)
+
+
+def four_bits_shapes(
+    n: int, k: int, rows: int, group: int, has_zeros: bool, sms: int, most_bytes: int
+) -> Iterator[tuple[float, FourBitsShape]]:
+    """Yields the possible shapes for W [n, k], each with the nanoseconds it should take.
+
+    Args:
+        rows: of x, `padded`.
+        most_bytes: of shared memory that a block may have.
+    """
+    chunks, strips = k // _chunk(group), n // STRIP
+    record = _chunk(group) // 2 + 4 * (_chunk(group) // group) * (1 + has_zeros) // 2  # bytes of a row of W
+    for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5, 6)):
+        shape = FourBitsShape(split, _WARPS // deep, deep, tall, stages)
+        if (split > 1 and split * deep > chunks) or shape.shared_bytes(k, rows, group, has_zeros) > most_bytes:
+            continue
+        beside = min(-(-strips // shape.tile), max(1, sms // split))
+        turns, steps = -(-strips // (shape.tile * beside)), -(-chunks // split)
+        own = turns * shape.tile * STRIP * steps * record  # bytes of W that the busiest block reads
+        others = 2 * rows * steps * _chunk(group) + turns * shape.tile * STRIP * rows * (8 if split > 1 else 2)
+        flow = max(n * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
+        flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * _slot_bytes(group, has_zeros))
+        turn = _TURN_NS[0] if split == 1 else _TURN_NS[1]
+        yield flow + others / _L2_BYTES_PER_NS_SM + turns * turn, shape
+
+
+@lru_cache
+def four_bits_shape(n: int, k: int, rows: int, group: int, has_zeros: bool, sms: int, most_bytes: int) -> FourBitsShape:
+    """Returns the fastest of the possible shapes."""
+    return min(four_bits_shapes(n, k, rows, group, has_zeros, sms, most_bytes), key=itemgetter(0))[1]
+
+
+def four_bits(
+    x: Tensor,
+    weight: Packed,
+    shape: FourBitsShape,
+    followed_by: FollowedBy = "nothing",
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+    blocks: int | None = None,
+) -> Tensor:
+    """Returns x W^T in x's dtype. With `norm` [K], the weight of an RMSNorm, x is normalised first.
+
+    Args:
+        x: [M, K] bf16 or fp16, M up to MOST_ROWS, rows any multiple of 8 apart.
+        shape: from `four_bits_shape`.
+        followed_by, residual: as in `gemm_hopper`.
+    """
+    m, n = len(x), len(weight)
+    width = n // 2 if followed_by == "swiglu" else n
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if residual is None else residual
+    rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
+    kernel = _kernel(weight.k, rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype, x.device)
+    beside = min(tiles, max(1, (blocks or num_sms(x.device)) // shape.split))
+    partial = squares = None
+    if shape.split > 1:
+        partial = torch.empty(shape.split * n * rows, dtype=torch.float32, device=x.device)
+        squares = torch.empty(beside * shape.split * rows, dtype=torch.float32, device=x.device)
+    arguments = m, n, weight.k, x.stride(0), y.stride(0), np.float32(eps)
+    kernel((beside, shape.split), x, weight.records, norm, y, partial, squares, weight.counters, *arguments)
+    return y
+
+
+def unpack4(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """Returns W [N, K] in bf16 or fp16, rounded once. On a GPU."""
+    w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
+    chunks = weight.records.shape[1]
+    num = len(weight.records) * chunks
+    kernel = _unpack_kernel(weight.group, weight.has_zeros, dtype, weight.records.device)
+    kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
+    return w
+
+
+@cache
+def _kernel(
+    k: int,
+    rows: int,
+    group: int,
+    has_zeros: bool,
+    shape: FourBitsShape,
+    norm: bool,
+    followed_by: FollowedBy,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Kernel:
+    defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, dtype)
+    shared = shape.shared_bytes(k, rows, group, has_zeros)
+    return Kernel("four_bits", "four_bits", defines, device, 32 * shape.across * shape.deep, shared)
+
+
+@cache
+def _unpack_kernel(group: int, has_zeros: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
+    defines = four_bits_defines(8, group, has_zeros, FourBitsShape(1, _WARPS, 1, 1, 2), False, "nothing", dtype)
+    return Kernel("four_bits", "four_bits_unpack", defines, device, 256)
+
+
+def four_bits_defines(
+    rows: int, group: int, has_zeros: bool, shape: FourBitsShape, norm: bool, followed_by: FollowedBy, dtype: torch.dtype
+) -> dict[str, int]:
+    return {
+        "ROWS": rows,
+        "GROUP": group,
+        "ZEROS": int(has_zeros),
+        "SPLIT": shape.split,
+        "ACROSS": shape.across,
+        "DEEP": shape.deep,
+        "TALL": shape.tall,
+        "STAGES": shape.stages,
+        "LEAST_BLOCKS": 2 if shape.tall * rows <= 32 and shape.across * shape.deep == _WARPS else 1,
+        "NORM": int(norm),
+        "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "HALF": half(dtype),
+    }
+
+
+def _chunk(group: int) -> int:
+    """Columns of a record."""
+    return max(64, group)
+
+
+def _slot_bytes(group: int, has_zeros: bool) -> int:
+    """A record in shared memory, where each lane has its own copy of its scales."""
+    chunk = _chunk(group)
+    return 8 * chunk + 32 * 4 * (chunk // group) * (1 + has_zeros)
