@@ -16,7 +16,7 @@ from engine.kernels.launch import Kernel, half, num_sms
 GROUPS = (32, 64, 128)  # columns that may share a scale
 STRIP = 16  # rows of W whose records follow one another
 MOST_ROWS = 64
-_ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
+ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
 _WARPS = 8
 # A model of the time that a shape takes: bytes a nanosecond from memory, from memory to one multiprocessor, and from the L2 cache
 # to one multiprocessor; nanoseconds of a tile, alone and with other slices.
@@ -104,9 +104,12 @@ class FourBitsShape:
         return rings + 4 * rows + 16 + sums + rows * (2 * width + 16)
 
 
+_ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # `unpack4` reads no part of it
+
+
 def padded(m: int) -> int:
     """Returns the number of rows to compute with."""
-    return next(rows for rows in _ROWS if rows >= m)
+    return next(rows for rows in ROWS if rows >= m)
 
 
 def four_bits_shapes(
@@ -122,6 +125,8 @@ def four_bits_shapes(
     record = _chunk(group) // 2 + 4 * (_chunk(group) // group) * (1 + has_zeros) // 2  # bytes of a row of W
     for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5, 6)):
         shape = FourBitsShape(split, _WARPS // deep, deep, tall, stages)
+        if tall * rows > 64 and group == 32:  # the sums of the many groups do not fit into registers
+            continue
         if (split > 1 and split * deep > chunks) or shape.shared_bytes(k, rows, group, has_zeros) > most_bytes:
             continue
         beside = min(-(-strips // shape.tile), max(1, sms // split))
@@ -145,7 +150,7 @@ def four_bits(
     weight: Packed,
     shape: FourBitsShape,
     followed_by: FollowedBy = "nothing",
-    residual: Tensor | None = None,
+    out: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 1e-6,
     blocks: int | None = None,
@@ -155,13 +160,17 @@ def four_bits(
     Args:
         x: [M, K] bf16 or fp16, M up to MOST_ROWS, rows any multiple of 8 apart.
         shape: from `four_bits_shape`.
-        followed_by, residual: as in `gemm_hopper`.
+        followed_by: as in `gemm_hopper`.
+        out: the result's place, or what it is added to. None makes a place. Rows any number of values apart.
+        blocks: that run at once; None stands for one a multiprocessor.
     """
     m, n = len(x), len(weight)
     width = n // 2 if followed_by == "swiglu" else n
-    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if residual is None else residual
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
-    kernel = _kernel(weight.k, rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype, x.device)
+    defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
+    shared = shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros)
+    kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, (blocks or num_sms(x.device)) // shape.split))
     partial = squares = None
     if shape.split > 1:
@@ -177,32 +186,17 @@ def unpack4(weight: Packed, dtype: torch.dtype) -> Tensor:
     w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
     chunks = weight.records.shape[1]
     num = len(weight.records) * chunks
-    kernel = _unpack_kernel(weight.group, weight.has_zeros, dtype, weight.records.device)
+    defines = four_bits_defines(8, weight.group, weight.has_zeros, _ANY_SHAPE, False, "nothing", dtype)
+    kernel = _kernel("four_bits_unpack", tuple(defines.items()), weight.records.device, 256)
     kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
     return w
 
 
 @cache
 def _kernel(
-    k: int,
-    rows: int,
-    group: int,
-    has_zeros: bool,
-    shape: FourBitsShape,
-    norm: bool,
-    followed_by: FollowedBy,
-    dtype: torch.dtype,
-    device: torch.device,
+    entry: str, defines: tuple[tuple[str, int], ...], device: torch.device, threads: int, shared_bytes: int = 0
 ) -> Kernel:
-    defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, dtype)
-    shared = shape.shared_bytes(k, rows, group, has_zeros)
-    return Kernel("four_bits", "four_bits", defines, device, 32 * shape.across * shape.deep, shared)
-
-
-@cache
-def _unpack_kernel(group: int, has_zeros: bool, dtype: torch.dtype, device: torch.device) -> Kernel:
-    defines = four_bits_defines(8, group, has_zeros, FourBitsShape(1, _WARPS, 1, 1, 2), False, "nothing", dtype)
-    return Kernel("four_bits", "four_bits_unpack", defines, device, 256)
+    return Kernel("four_bits", entry, dict(defines), device, threads, shared_bytes)
 
 
 def four_bits_defines(

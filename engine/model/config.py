@@ -12,7 +12,7 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
-DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 # The implementation of the network: ours, or transformers' for architectures that we do not have.
 Backend = Literal["emberforge", "transformers"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]

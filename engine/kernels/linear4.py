@@ -1,0 +1,69 @@
+"""x W^T in 16 bits for a matrix in 4 bits, with the operations around it.
+
+Few rows go through `four_bits`, which reads W as it is. For more rows W is written out in 16 bits first, and the products of
+`linear` take it. docs/decisions/046.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.four_bits import MOST_ROWS, Packed, four_bits, four_bits_shape, padded, unpack4
+from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
+from engine.kernels.linear import linear, linear_add, linear_swiglu
+
+# Up to this many rows are computed, MOST_ROWS at a time. To read W in 4 bits several times takes less time than to write it in
+# 16 bits and to read that.
+_MOST_ROWS_IN_TURN = 2 * MOST_ROWS
+
+
+def linear4(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
+    if not _is_few(x):
+        return linear(x, unpacked(weight, x.dtype), norm, eps)
+    return _in_turn(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
+
+
+def linear4_add(x: Tensor, weight: Packed, residual: Tensor) -> Tensor:
+    """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
+    if not _is_few(x):
+        return linear_add(x, unpacked(weight, x.dtype), residual)
+    return _in_turn(x, weight, "residual", residual)
+
+
+def linear4_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """silu(x G^T) * (x U^T). `norm` as in `linear4`.
+
+    Args:
+        x: [T, K].
+        gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
+    Returns: [T, I].
+    """
+    if not _is_few(x):
+        return linear_swiglu(x, unpacked(gate_up, x.dtype), norm, eps)
+    return _in_turn(x, gate_up, "swiglu", x.new_empty(len(x), len(gate_up) // 2), norm, eps)
+
+
+def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """W [N, K] in `dtype`, rounded once."""
+    if weight.records.is_cuda and dtype.itemsize == 2:
+        return unpack4(weight, dtype)
+    return reference.unpack4(weight.records, weight.group, weight.has_zeros, dtype)
+
+
+def _is_few(x: Tensor) -> bool:
+    return runs_on(x) and len(x) <= _MOST_ROWS_IN_TURN
+
+
+def _in_turn(
+    x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Fills `out`, or adds to it, some rows at a time."""
+    limits = num_sms(x.device), shared_bytes_of(x.device)
+    for start in range(0, len(x), MOST_ROWS):
+        rows = slice(start, start + MOST_ROWS)
+        part = x[rows]
+        shape = four_bits_shape(len(weight), weight.k, padded(len(part)), weight.group, weight.has_zeros, *limits)
+        four_bits(part, weight, shape, followed_by, out[rows], norm, eps)
+    return out
