@@ -6,10 +6,10 @@ from cluster.files import ClusterError
 from cluster.models_file import ModelEntry
 from cluster.nodes import Node
 from cluster.throughput import speed_of, tokens_per_s
-from engine.devices import compute_dtype
+from engine.devices import compute_dtype, is_8_bits
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
-from engine.model.footprint import body_parameters
+from engine.model.footprint import body_parameters, bytes_saved
 from engine.run.kv_cache import bytes_per_token, whole_pages
 
 # The defaults are what a card must have at least. The memory that is left becomes more cache, so a low number costs nothing.
@@ -65,10 +65,13 @@ def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, str
     A step reads all weights, and the keys and values of all streams. It multiplies each stream's token with the weights.
     """
     speed = speed_of(node)
-    weights = body_parameters(config) * dtype.itemsize + config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize
-    read = weights + streams * _cached_bytes(config, dtype, length)
-    # A weight of 2 bytes is 2 FLOPs at the rate for bf16. Half the bytes take half the time, and twice the bytes twice.
-    multiplied_s = streams * weights / speed.gemm
+    wide = compute_dtype(dtype).itemsize
+    head = config.vocab_size * config.hidden_size * wide
+    layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
+    read = layers + head + streams * _cached_bytes(config, dtype, length)
+    # A weight of 2 bytes is 2 FLOPs at the rate for bf16. One in 8 bits takes half the time, one of 4 bytes twice the time.
+    # One in 4 bits is multiplied in bf16.
+    multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
     if not node.cards:
         return streams / (read / (_CPU_READ_SHARE * speed.copy) + multiplied_s)
     gpu_s = config.n_layers * _LAYER_S + read / speed.copy + multiplied_s

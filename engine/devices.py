@@ -45,6 +45,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
+def is_8_bits(dtype: torch.dtype) -> bool:
+    """Whether the layers' products are computed in this dtype of 8 bits."""
+    return dtype.itemsize == 1 and dtype != INT4
+
+
 def choose_device(name: str) -> torch.device:
     """Raises: ModelError when CUDA is asked for and torch sees none."""
     if name == "auto":
@@ -83,6 +88,11 @@ def has_native_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())  # ARM calls it bf16
+
+
+def has_four_bits(device: torch.device) -> bool:
+    """Whether the device is a GPU that multiplies with matrices in 4 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[INT4]
 
 
 def is_integrated(device: torch.device) -> bool:

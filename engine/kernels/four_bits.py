@@ -17,6 +17,7 @@ GROUPS = (32, 64, 128)  # columns that may share a scale
 STRIP = 16  # rows of W whose records follow one another
 MOST_ROWS = 64
 ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
+_HELD = (1, 2, 4, *ROWS)  # of x, that a block has shared memory for
 _WARPS = 8
 # A model of the time that a shape takes: bytes a nanosecond from memory, from memory to one multiprocessor, and from the L2 cache
 # to one multiprocessor; nanoseconds of a tile, alone and with other slices.
@@ -99,17 +100,21 @@ class FourBitsShape:
     def shared_bytes(self, k: int, rows: int, group: int, has_zeros: bool) -> int:
         chunk = _chunk(group)
         rings = self.across * self.deep * self.stages * self.tall * _slot_bytes(group, has_zeros)
-        sums = self.across * self.deep * self.tall * (rows // 8) * 512 if self.deep > 1 else 0
+        sums = self.across * self.deep * self.tall * (_compiled(rows) // 8) * 512 if self.deep > 1 else 0
         width = -(-(k // chunk) // self.split) * chunk
-        return rings + 4 * rows + 16 + sums + rows * (2 * width + 16)
+        return rings + 4 * _compiled(rows) * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
 
 
 _ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # `unpack4` reads no part of it
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to compute with."""
-    return next(rows for rows in ROWS if rows >= m)
+    """Returns the number of rows to have shared memory for."""
+    return next(rows for rows in _HELD if rows >= m)
+
+
+def _compiled(rows: int) -> int:
+    return max(rows, ROWS[0])
 
 
 def four_bits_shapes(
@@ -173,9 +178,10 @@ def four_bits(
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, (blocks or num_sms(x.device)) // shape.split))
     partial = squares = None
+    compiled = _compiled(rows)
     if shape.split > 1:
-        partial = torch.empty(shape.split * n * rows, dtype=torch.float32, device=x.device)
-        squares = torch.empty(beside * shape.split * rows, dtype=torch.float32, device=x.device)
+        partial = torch.empty(shape.split * n * compiled, dtype=torch.float32, device=x.device)
+        squares = torch.empty(beside * shape.split * compiled, dtype=torch.float32, device=x.device)
     arguments = m, n, weight.k, x.stride(0), y.stride(0), np.float32(eps)
     kernel((beside, shape.split), x, weight.records, norm, y, partial, squares, weight.counters, *arguments)
     return y
@@ -203,7 +209,7 @@ def four_bits_defines(
     rows: int, group: int, has_zeros: bool, shape: FourBitsShape, norm: bool, followed_by: FollowedBy, dtype: torch.dtype
 ) -> dict[str, int]:
     return {
-        "ROWS": rows,
+        "ROWS": _compiled(rows),
         "GROUP": group,
         "ZEROS": int(has_zeros),
         "SPLIT": shape.split,
@@ -211,7 +217,7 @@ def four_bits_defines(
         "DEEP": shape.deep,
         "TALL": shape.tall,
         "STAGES": shape.stages,
-        "LEAST_BLOCKS": 2 if shape.tall * rows <= 32 and shape.across * shape.deep == _WARPS else 1,
+        "LEAST_BLOCKS": 2 if shape.tall * _compiled(rows) <= 32 and shape.across * shape.deep == _WARPS else 1,
         "NORM": int(norm),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "HALF": half(dtype),

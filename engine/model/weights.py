@@ -64,7 +64,8 @@ class ShapeCounter:
         self.device, self.dtype, self.decodes = torch.device("meta"), torch.float32, False
         self.num_parameters = 0
         self.num_multiplied = 0  # parameters of the matrices: each token is multiplied with all of them
-        self.num_quantized, self.num_scales = 0, 0  # values and scales of the layers' matrices in 8 bits
+        # Values and rows of the layers' matrices, and the values of the largest one.
+        self.num_quantized, self.num_scales, self.most_quantized = 0, 0, 0
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
@@ -90,6 +91,7 @@ class ShapeCounter:
         assert isinstance(weight, Tensor), "it gives no others"
         self.num_quantized += weight.numel()
         self.num_scales += len(weight)
+        self.most_quantized = max(self.most_quantized, weight.numel())
         return weight
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:

@@ -35,7 +35,8 @@ static_assert(TILES == 1 || TILES % 2 == 0, "ldmatrix takes two tiles of x");
 
 // Lies in shared memory after the rings. The sums and then the slice of x follow.
 struct alignas(16) Shared {
-    float squares[ROWS];  // of this slice, then 1 / root mean square of the row
+    float part_squares[ROWS][WARPS];  // of this slice, of what each warp has read
+    float squares[ROWS];              // 1 / root mean square of the row
     bool is_last;
 };
 
@@ -219,12 +220,16 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
 
     wait_for_previous();
     const u32 pitch = width * 2 + 16;  // eight rows that ldmatrix reads together are in different banks
-    for (int row = warp; row < m; row += WARPS) {
-        float squares = 0.f;
-#pragma unroll 4
-        for (int i = lane; i < width / 8; i += 32) {
-            Vec8 v = load8(x + row * x_stride + begin * CHUNK, i);
-            if (NORM) {
+    for (int row = 0; row < m; ++row)
+        for (int i = threadIdx.x; i < width / 8; i += THREADS)
+            copy_async<16>(address_of(slice) + row * pitch + i * 16, reinterpret_cast<const unsigned char*>(x + row * x_stride + begin * CHUNK + i * 8));
+    copy_commit();
+    copy_wait<0>();
+    if (NORM) {  // each thread changes what it has copied
+        for (int row = 0; row < m; ++row) {
+            float squares = 0.f;
+            for (int i = threadIdx.x; i < width / 8; i += THREADS) {
+                Vec8& v = *reinterpret_cast<Vec8*>(slice + row * pitch + i * 16);
                 float its[8], weights[8];
                 unpack(v, its);
                 unpack(load8(norm + begin * CHUNK, i), weights);
@@ -235,20 +240,22 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
                 }
                 v = pack(its);
             }
-            *reinterpret_cast<Vec8*>(slice + row * pitch + i * 16) = v;
-        }
-        if (NORM) {
             squares = lanes_sum<32>(squares);
-            if (lane == 0) {
-                shared.squares[row] = SPLIT > 1 ? squares : rsqrtf(squares / k_ + eps);
-                if (SPLIT > 1) all_squares[(blockIdx.x * SPLIT + rank) * ROWS + row] = squares;
-            }
+            if (lane == 0) shared.part_squares[row][warp] = squares;
+        }
+        __syncthreads();
+        if (threadIdx.x < m) {
+            float squares = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) squares += shared.part_squares[threadIdx.x][w];
+            shared.squares[threadIdx.x] = rsqrtf(squares / k_ + eps);  // of the whole row if SPLIT is 1
+            if (SPLIT > 1) all_squares[(blockIdx.x * SPLIT + rank) * ROWS + threadIdx.x] = squares;
         }
     }
     __syncthreads();
 
     const u32 x_row = address_of(slice) + (first - begin) * CHUNK * 2 +
-                      (TILES > 1 ? (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16 : lane % 8 * pitch + lane / 8 * 16);
+                      (TILES > 1 ? (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16 : min(lane % 8, m - 1) * pitch + lane / 8 * 16);
     int stage = 0;
     for (int tile = first_tile; tile < end_tile; ++tile) {
         Sums sums = {};
@@ -334,11 +341,11 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
     if (record >= records) return;
     const int lane = threadIdx.x % 32;
     const unsigned char* const from = reinterpret_cast<const unsigned char*>(packed) + record * RECORD;
-    u16* const to = w + (record / chunks * 16 + lane / 4) * k + record % chunks * CHUNK + lane % 4 * 16;
+    u16* const to = w + (record / chunks * 16 + lane / 4) * k + record % chunks * CHUNK + lane % 4 * 8;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         const Vec8 words = reinterpret_cast<const Vec8*>(from + h * 512)[lane];
-        u32 values[4][4];  // of register i, of word j
+        u32 values[4][4];  // of word j, of register i
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32* const its = reinterpret_cast<const u32*>(from + CODES + lane / 4 * LANE_SCALES) + (h * 64 + j * 16) / GROUP * (1 + ZEROS);
@@ -346,13 +353,17 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const u32 pair = widen(words.word[j] >> 4 * i, scales.minus[i % 2]);
-                values[i][j] = pack(low(pair) * scales.of[i % 2], high(pair) * scales.of[i % 2]);
+                values[j][i] = pack(low(pair) * scales.of[i % 2], high(pair) * scales.of[i % 2]);
             }
         }
+        // Of each row, four neighbouring lanes hold pairs of 32 columns. Each gets eight columns side by side.
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            transpose(values[i], lane);
-            *reinterpret_cast<Vec8*>(to + i % 2 * 8 * k + h * 64 + i / 2 * 8) = {values[i][0], values[i][1], values[i][2], values[i][3]};
-        }
+        for (int part = 0; part < 2; ++part)
+#pragma unroll
+            for (int far = 0; far < 2; ++far) {
+                u32 eight[4] = {values[2 * part][far], values[2 * part][far + 2], values[2 * part + 1][far], values[2 * part + 1][far + 2]};
+                transpose(eight, lane);
+                *reinterpret_cast<Vec8*>(to + far * 8 * k + h * 64 + part * 32) = {eight[0], eight[1], eight[2], eight[3]};
+            }
     }
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.kernels.four_bits import GROUPS, Packed, pack4, packs
 from engine.model.quantized.layout import FourBits, QuantizedMatrix, four_bits
+from engine.model.quantized.scheme import Awq, CompressedTensors, Gptq, Group, Scheme
 
 GROUP = 64  # columns that share a scale where the engine rounds a matrix itself
 # Scales to try for a group, as shares of the one that puts its largest value at the end of the codes: -8, and -7 for the first.
@@ -29,6 +30,18 @@ def why_not(matrix: QuantizedMatrix) -> str | None:
         return f"{n} x {k} values"
     if not bool((matrix.scales.abs() <= torch.finfo(torch.float16).max).all()):
         return "scales that float16 does not hold"
+    return None
+
+
+def kept_groups(scheme: Scheme | None) -> tuple[int, bool] | None:
+    """The columns of a group, and whether groups have zeros, of a checkpoint whose layers all stay in 4 bits. None for others."""
+    match scheme:
+        case Gptq(bits=4, group_size=int(columns), reorders=False) | Awq(group_size=int(columns)):
+            return (columns, True) if columns in GROUPS else None
+        case CompressedTensors(groups=(Group(bits=4, is_float=False, packed=True, reorders=False) as group,)):
+            columns = group.group_size or 0
+            if columns in GROUPS and "Linear" in group.targets and set(scheme.ignore) <= {"lm_head"}:
+                return columns, not group.symmetric
     return None
 
 
