@@ -19,11 +19,13 @@ MOST_ROWS = 64
 ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
 _HELD = (1, 2, 4, *ROWS)  # of x, that a block has shared memory for
 _WARPS = 8
-# A model of the time that a shape takes: bytes a nanosecond from memory, from memory to one multiprocessor, and from the L2 cache
-# to one multiprocessor; nanoseconds of a tile, alone and with other slices.
-_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 4200, 40, 42
-_TURN_NS = (400, 1500)
-_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes is slower by 8 KiB / n
+# A model of the time that a shape takes, fitted to an H100: bytes a nanosecond from memory, from memory to a multiprocessor, and
+# from the L2 cache to a multiprocessor; nanoseconds of a tile, alone and with other slices; nanoseconds of a warp for 16 x 16
+# values of W, and for each 8 rows of x in addition.
+_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 2900, 24, 45
+_TURN_NS = (100, 2000)
+_PRODUCT_NS, _PRODUCT_NS_OF_ROWS = 6, 3
+_SHORT_RING_BYTES = 1 << 10  # a ring of n bytes is slower by 1 KiB / n
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,9 @@ def four_bits_shapes(
         rows: of x, `padded`.
         most_bytes: of shared memory that a block may have.
     """
-    chunks, strips = k // _chunk(group), n // STRIP
-    record = _chunk(group) // 2 + 4 * (_chunk(group) // group) * (1 + has_zeros) // 2  # bytes of a row of W
-    for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5, 6)):
+    chunk = _chunk(group)
+    chunks, strips, record = k // chunk, n // STRIP, _record_bytes(group, has_zeros)
+    for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5)):
         shape = FourBitsShape(split, _WARPS // deep, deep, tall, stages)
         if tall * rows > 64 and group == 32:  # the sums of the many groups do not fit into registers
             continue
@@ -136,12 +138,14 @@ def four_bits_shapes(
             continue
         beside = min(-(-strips // shape.tile), max(1, sms // split))
         turns, steps = -(-strips // (shape.tile * beside)), -(-chunks // split)
-        own = turns * shape.tile * STRIP * steps * record  # bytes of W that the busiest block reads
-        others = 2 * rows * steps * _chunk(group) + turns * shape.tile * STRIP * rows * (8 if split > 1 else 2)
-        flow = max(n * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
-        flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * _slot_bytes(group, has_zeros))
-        turn = _TURN_NS[0] if split == 1 else _TURN_NS[1]
-        yield flow + others / _L2_BYTES_PER_NS_SM + turns * turn, shape
+        own = turns * shape.tile * steps * record  # bytes of W that the busiest block reads
+        flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
+        flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * record)
+        values = turns * tall * steps / deep * (chunk / STRIP)  # 16 x 16 of them, that the busiest warp multiplies
+        products = values * (_PRODUCT_NS + _PRODUCT_NS_OF_ROWS * _compiled(rows) / 8)
+        partial = turns * shape.tile * STRIP * _compiled(rows) * 16 if split > 1 else 0  # written and read, and waited for
+        others = (2 * rows * steps * chunk + partial) / _L2_BYTES_PER_NS_SM
+        yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
 
 
 @lru_cache
@@ -158,7 +162,6 @@ def four_bits(
     out: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 1e-6,
-    blocks: int | None = None,
 ) -> Tensor:
     """Returns x W^T in x's dtype. With `norm` [K], the weight of an RMSNorm, x is normalised first.
 
@@ -167,7 +170,6 @@ def four_bits(
         shape: from `four_bits_shape`.
         followed_by: as in `gemm_hopper`.
         out: the result's place, or what it is added to. None makes a place. Rows any number of values apart.
-        blocks: that run at once; None stands for one a multiprocessor.
     """
     m, n = len(x), len(weight)
     width = n // 2 if followed_by == "swiglu" else n
@@ -176,7 +178,7 @@ def four_bits(
     defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
     shared = shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros)
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
-    beside = min(tiles, max(1, (blocks or num_sms(x.device)) // shape.split))
+    beside = min(tiles, max(1, num_sms(x.device) // shape.split))
     partial = squares = None
     compiled = _compiled(rows)
     if shape.split > 1:
@@ -227,6 +229,11 @@ def four_bits_defines(
 def _chunk(group: int) -> int:
     """Columns of a record."""
     return max(64, group)
+
+
+def _record_bytes(group: int, has_zeros: bool) -> int:
+    chunk = _chunk(group)
+    return 8 * chunk + 32 * (chunk // group) * (1 + has_zeros)
 
 
 def _slot_bytes(group: int, has_zeros: bool) -> int:

@@ -31,11 +31,12 @@ constexpr int TILES = ROWS / 8;      // 8-row tiles of x
 constexpr int ITEMS = TALL * TILES;  // results of an mma that a warp holds
 constexpr u32 RING = STAGES * TALL * SLOT;
 static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
+static_assert(WARPS == 8, "up to eight warps share a row of x");
 static_assert(TILES == 1 || TILES % 2 == 0, "ldmatrix takes two tiles of x");
 
 // Lies in shared memory after the rings. The sums and then the slice of x follow.
 struct alignas(16) Shared {
-    float part_squares[ROWS][WARPS];  // of this slice, of what each warp has read
+    float part_squares[ROWS][WARPS];  // of this slice, of the warps that share a row
     float squares[ROWS];              // 1 / root mean square of the row
     bool is_last;
 };
@@ -220,16 +221,13 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
 
     wait_for_previous();
     const u32 pitch = width * 2 + 16;  // eight rows that ldmatrix reads together are in different banks
-    for (int row = 0; row < m; ++row)
-        for (int i = threadIdx.x; i < width / 8; i += THREADS)
-            copy_async<16>(address_of(slice) + row * pitch + i * 16, reinterpret_cast<const unsigned char*>(x + row * x_stride + begin * CHUNK + i * 8));
-    copy_commit();
-    copy_wait<0>();
-    if (NORM) {  // each thread changes what it has copied
-        for (int row = 0; row < m; ++row) {
-            float squares = 0.f;
-            for (int i = threadIdx.x; i < width / 8; i += THREADS) {
-                Vec8& v = *reinterpret_cast<Vec8*>(slice + row * pitch + i * 16);
+    const int sharing = m > 4 ? 1 : m > 2 ? 2 : m > 1 ? 4 : 8;  // warps that share a row
+    for (int row = warp / sharing; row < m; row += WARPS / sharing) {
+        float squares = 0.f;
+#pragma unroll 8
+        for (int i = warp % sharing * 32 + lane; i < width / 8; i += sharing * 32) {
+            Vec8 v = load8(x + row * x_stride + begin * CHUNK, i);
+            if (NORM) {
                 float its[8], weights[8];
                 unpack(v, its);
                 unpack(load8(norm + begin * CHUNK, i), weights);
@@ -240,19 +238,23 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
                 }
                 v = pack(its);
             }
-            squares = lanes_sum<32>(squares);
-            if (lane == 0) shared.part_squares[row][warp] = squares;
+            *reinterpret_cast<Vec8*>(slice + row * pitch + i * 16) = v;
         }
-        __syncthreads();
-        if (threadIdx.x < m) {
-            float squares = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) squares += shared.part_squares[threadIdx.x][w];
-            shared.squares[threadIdx.x] = rsqrtf(squares / k_ + eps);  // of the whole row if SPLIT is 1
-            if (SPLIT > 1) all_squares[(blockIdx.x * SPLIT + rank) * ROWS + threadIdx.x] = squares;
+        if (NORM) {
+            squares = lanes_sum<32>(squares);
+            if (lane == 0) shared.part_squares[row][warp % sharing] = squares;
         }
     }
     __syncthreads();
+    if (NORM) {
+        if (threadIdx.x < m) {
+            float squares = 0.f;
+            for (int part = 0; part < sharing; ++part) squares += shared.part_squares[threadIdx.x][part];
+            shared.squares[threadIdx.x] = rsqrtf(squares / k_ + eps);  // of the whole row if SPLIT is 1
+            if (SPLIT > 1) all_squares[(blockIdx.x * SPLIT + rank) * ROWS + threadIdx.x] = squares;
+        }
+        if (SPLIT == 1) __syncthreads();  // else a barrier comes before they are read
+    }
 
     const u32 x_row = address_of(slice) + (first - begin) * CHUNK * 2 +
                       (TILES > 1 ? (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16 : min(lane % 8, m - 1) * pitch + lane / 8 * 16);
