@@ -257,16 +257,15 @@ def _quantize(
 
 
 def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
-    """The cuts for the largest matrices, which take the most registers, with the operation that follows."""
+    """The cuts for the 8B's largest matrix: those of many rows, and of many groups with zeros, take the most registers."""
     most = MAX_SHARED_BYTES if capability in ((8, 6), (8, 9)) or capability[0] == 12 else _MOST_SHARED_BYTES_OF_A100
-    for (n, k), (followed_by, norm) in _PRODUCTS.items():
-        if k < 4096:
-            continue
-        for rows, (group, has_zeros) in product(FOUR_BITS_ROWS, ((128, False), (64, True), (32, True))):
-            shape = four_bits_shape(n, k, rows, group, has_zeros, _H200_SMS, most)
-            defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, torch.bfloat16)
-            label = f"W {n} x {k}, {rows} rows, groups of {group}{', zeros' * has_zeros}"
-            yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
+    n, k = 24576, 4096
+    followed_by, norm = _PRODUCTS[n, k]
+    for rows, (group, has_zeros) in product(FOUR_BITS_ROWS, ((128, False), (32, True))):
+        shape = four_bits_shape(n, k, rows, group, has_zeros, _H200_SMS, most)
+        defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, torch.bfloat16)
+        label = f"W {n} x {k}, {rows} rows, groups of {group}{', zeros' * has_zeros}"
+        yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
 
 
 def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape, operands: int = 0) -> Variant:

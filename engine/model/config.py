@@ -103,7 +103,8 @@ class ModelConfig:
     * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be in parts.
     * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
       of ColBERT vectors.
-    * `quantization` says how the checkpoint stores matrices in 4 or 8 bits. The engine dequantises them at load.
+    * `quantization` says how the checkpoint stores matrices in 4 or 8 bits. A GPU may keep 4 bits; else the engine
+      dequantises them at load.
     """
 
     architecture: str

@@ -552,6 +552,12 @@ def test_what_a_quantised_checkpoint_takes_is_said(tiny: Callable[..., Path], tm
         "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes what its values take in bfloat16"
     )
     assert [each.needs_bytes for each in quantised.assigned] == [each.needs_bytes for each in plain.assigned]
+    for folder in folders:  # a model that generates
+        shutil.rmtree(folder / "1_Pooling")
+    quantised, plain = (planned([rtx_5080()], entry("q", str(folder))) for folder in folders)
+    (note,) = set(plan_report.notes(quantised)) - set(plan_report.notes(plain))
+    assert "(AWQ of 4 bits); GPUs keep it in 4 bits, on a CPU it is dequantised at load" in note
+    assert quantised.footprint("q", PC_CLASS).weights < plain.footprint("q", PC_CLASS).weights
 
 
 def small(name: str, cpus: int, cards: int = 1) -> Node:
