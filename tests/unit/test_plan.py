@@ -452,7 +452,7 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),
     ("models: [{name: a, model: x, default_prompt: q, default_prompt_name: q}]", ["models.0", "both set", "leave one out"]),
-    ("models: [{name: a, model: x, dtype: int4}]", ["models.0.dtype", "'int4'", "auto", "float32", "bfloat16"]),
+    ("models: [{name: a, model: x, dtype: int2}]", ["models.0.dtype", "'int2'", "auto", "float32", "bfloat16"]),
     ("models: [{name: a, model: x, pooling: attention}]", ["models.0.pooling", "'attention'", "mean"]),
     (
         "models: [{name: a, model: x, min_replicas: 3, max_replicas: 2}]",
