@@ -13,23 +13,19 @@ from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 
-# Up to this many rows are computed, MOST_ROWS at a time. To read W in 4 bits several times takes less time than to write it in
-# 16 bits and to read that.
-_MOST_ROWS_IN_TURN = 2 * MOST_ROWS
-
 
 def linear4(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
     if not _is_few(x):
         return linear(x, unpacked(weight, x.dtype), norm, eps)
-    return _in_turn(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
+    return _few(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
 
 
 def linear4_add(x: Tensor, weight: Packed, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
     if not _is_few(x):
         return linear_add(x, unpacked(weight, x.dtype), residual)
-    return _in_turn(x, weight, "residual", residual)
+    return _few(x, weight, "residual", residual)
 
 
 def linear4_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -42,7 +38,7 @@ def linear4_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None, eps: 
     """
     if not _is_few(x):
         return linear_swiglu(x, unpacked(gate_up, x.dtype), norm, eps)
-    return _in_turn(x, gate_up, "swiglu", x.new_empty(len(x), len(gate_up) // 2), norm, eps)
+    return _few(x, gate_up, "swiglu", x.new_empty(len(x), len(gate_up) // 2), norm, eps)
 
 
 def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
@@ -53,17 +49,11 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def _is_few(x: Tensor) -> bool:
-    return runs_on(x) and len(x) <= _MOST_ROWS_IN_TURN
+    return runs_on(x) and len(x) <= MOST_ROWS
 
 
-def _in_turn(
-    x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0
-) -> Tensor:
-    """Fills `out`, or adds to it, some rows at a time."""
+def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """Fills `out`, or adds to it."""
     limits = num_sms(x.device), shared_bytes_of(x.device)
-    for start in range(0, len(x), MOST_ROWS):
-        rows = slice(start, start + MOST_ROWS)
-        part = x[rows]
-        shape = four_bits_shape(len(weight), weight.k, padded(len(part)), weight.group, weight.has_zeros, *limits)
-        four_bits(part, weight, shape, followed_by, out[rows], norm, eps)
-    return out
+    shape = four_bits_shape(len(weight), weight.k, padded(len(x)), weight.group, weight.has_zeros, *limits)
+    return four_bits(x, weight, shape, followed_by, out, norm, eps)
