@@ -11,10 +11,10 @@ from cluster.measurement import What
 from cluster.models_file import ModelEntry
 from cluster.nodes import Node
 from cluster.throughput import Rate, measured_here, speed_of, tokens_per_s
-from engine.devices import compute_dtype
+from engine.devices import compute_dtype, is_8_bits
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
-from engine.model.footprint import body_parameters
+from engine.model.footprint import body_parameters, bytes_saved
 from engine.run.kv_cache import bytes_per_token, whole_pages
 
 # The defaults are what a card must have at least. The memory that is left becomes more cache, so a low number costs nothing.
@@ -134,11 +134,13 @@ def _host_s(streams: int) -> float:
 def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
     """The device's time for a decode step of a model, or of a part of it."""
     speed = speed_of(node)
-    head = config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize if config.has_end else 0
-    weights = body_parameters(config) * dtype.itemsize + head
-    read = weights + streams * _cached_bytes(config, dtype, length)
-    # A weight of 2 bytes is 2 FLOPs at the rate for bf16. Half the bytes take half the time, and twice the bytes twice.
-    multiplied_s = streams * weights / speed.gemm
+    wide = compute_dtype(dtype).itemsize
+    head = config.vocab_size * config.hidden_size * wide if config.has_end else 0
+    layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
+    read = layers + head + streams * _cached_bytes(config, dtype, length)
+    # A weight of 2 bytes is 2 FLOPs at the rate for bf16. One in 8 bits takes half the time, one of 4 bytes twice the time.
+    # One in 4 bits is multiplied in bf16.
+    multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
     if not node.cards:
         return read / (_CPU_READ_SHARE * speed.copy) + multiplied_s
     return len(config.layers) * _LAYER_S + read / speed.copy + multiplied_s

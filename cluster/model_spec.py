@@ -41,7 +41,7 @@ class ModelOptions(BaseModel):
     dtype: Dtype = Field(
         "auto",
         description="auto, float32, bfloat16 or float16; auto is bfloat16 where the chip has it; "
-        "float8 or int8 for layers in 8 bits",
+        "float8 or int8 for layers in 8 bits, int4 in 4 bits",
     )
     pooling: Annotated[Pooling | None, BeforeValidator(_pooling)] = Field(
         None, description=f"{', '.join(get_args(Pooling))} [default: what the model's folder says]"

@@ -28,7 +28,7 @@ class Cards:
 
     @cached_property
     def _sizes(self) -> cut.Model:
-        return sizes_of(self.config, self.dtype)
+        return sizes_of(self.config, self.dtype, on_gpu=True)
 
     def _pass_bytes(self, num_cards: int) -> int:
         """What each card takes beside weights and cache."""

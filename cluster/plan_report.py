@@ -14,7 +14,10 @@ from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.nodes import GIB
 from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, PlannedPool, Unplaced
 from cluster.throughput import Basis, speed_of
-from engine.model.footprint import HOST_BYTES
+from engine.devices import DTYPES, DtypeName
+from engine.model.config import ModelConfig
+from engine.model.footprint import HOST_BYTES, keeps_four_bits
+from engine.model.quantized.four_bits import kept_groups
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
@@ -196,12 +199,18 @@ def notes(plan: Plan) -> tuple[str, ...]:
         if node.is_mixed and any(each.node == node.name and not each.more_cards for each in plan.assigned)
     ]
     found += [
-        f"{name}: the checkpoint is quantised ({shape.quantization}); it is dequantised at load, so it takes what its values "
-        f"take in {plan.dtypes[name]}"
+        f"{name}: the checkpoint is quantised ({shape.quantization}); {_of_quantised(shape, plan.dtypes[name])}"
         for name, shape in plan.shapes.items()
         if shape.quantization is not None
     ]
     return (*_warnings(plan), *found, *_gateways_note(plan), _placement_note(plan))
+
+
+def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
+    dequantised = f"dequantised at load, so it takes what its values take in {dtype}"
+    if not keeps_four_bits(shape, DTYPES[dtype]) or kept_groups(shape.quantization) is None:
+        return f"it is {dequantised}"
+    return f"GPUs keep it in 4 bits, on a CPU it is {dequantised}"
 
 
 def failure(plan: Plan) -> str:

@@ -15,7 +15,7 @@ import torch
 from cluster.catalogue import CATALOGUE
 from cluster.measurement import ModelRate, What
 from cluster.nodes import Card, Node
-from engine.devices import DTYPES, DtypeName, compute_dtype
+from engine.devices import DTYPES, DtypeName, compute_dtype, is_8_bits
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.footprint import body_parameters
@@ -178,7 +178,7 @@ def estimated_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) 
     """
     speed = speed_of(node)
     # float32 has half the bf16 rate, on tensor cores (TF32) and on CPUs. 8-bit dtypes have twice the bf16 rate.
-    flops = _GEMM_SHARE * speed.gemm * 2 / dtype.itemsize
+    flops = _GEMM_SHARE * speed.gemm * 2 / (1 if is_8_bits(dtype) else compute_dtype(dtype).itemsize)
     c, wide = config.hidden_size, config.intermediate_size
     heads = (config.n_heads + config.n_kv_heads) * config.head_dim
     moved = compute_dtype(dtype).itemsize * config.n_layers * (6 * c + 4 * heads + 3 * wide)

@@ -10,12 +10,15 @@ import torch
 from engine.errors import ModelError
 from engine.model.config import DtypeName as DtypeName
 
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # the stubs lack it
+
 DTYPES: dict[DtypeName, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int4": INT4,
 }
 
 
@@ -33,13 +36,18 @@ CLOSENESS: dict[DtypeName, Closeness] = {
     "int8": Closeness(0.9995, 0.9752),
 }
 
-# The least compute capability of a GPU that multiplies in a dtype.
-LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0)}
+# The least compute capability of a GPU for layers in a dtype of 4 or 8 bits.
+LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0), INT4: (8, 0)}
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of everything but the layers' products, which alone are computed in 8 bits."""
+    """The dtype of everything but the layers' matrices, which alone are in 4 or 8 bits."""
     return torch.bfloat16 if dtype.itemsize == 1 else dtype
+
+
+def is_8_bits(dtype: torch.dtype) -> bool:
+    """Whether the layers' products are computed in this dtype of 8 bits."""
+    return dtype.itemsize == 1 and dtype != INT4
 
 
 def choose_device(name: str) -> torch.device:
@@ -80,6 +88,11 @@ def has_native_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())  # ARM calls it bf16
+
+
+def has_four_bits(device: torch.device) -> bool:
+    """Whether the device is a GPU that multiplies with matrices in 4 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[INT4]
 
 
 def is_integrated(device: torch.device) -> bool:

@@ -135,7 +135,7 @@ class Engine:
 
         Args:
             dtype: "auto" takes bfloat16 where the device computes it natively, else float32. "float8" and "int8" are of the
-                layers' matrices and what is multiplied with them; the rest is in bfloat16.
+                layers' matrices and what is multiplied with them, "int4" of the matrices; the rest is in bfloat16.
             device: "auto" takes the first GPU if there is one.
             devices: several devices of this machine, which get the model's layers in this order; instead of `device`. Only for a
                 model that generates.

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.devices import choose_device, choose_dtype, compute_dtype
+from engine.devices import choose_device, choose_dtype, compute_dtype, has_four_bits
 from engine.errors import ModelError
 from engine.heads.base import Outputs, VectorHead
 from engine.heads.chunks import ChunkHead
@@ -126,9 +126,10 @@ def load(
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype, on_progress, config.quantization) as checkpoint:
         checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
+        checkpoint.keeps_four_bits = memory.keeps_four_bits(config, dtype) and has_four_bits(device)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         if not earlier:  # the cut has compared each stage with its device
-            reserve.check_fits(num_bytes - memory.bytes_saved_in_8_bits(config, dtype), device, str(folder))
+            reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, device.type == "cuda"), device, str(folder))
         models = [_load_stage(stage, checkpoint) for stage in earlier]
         model = family(config, checkpoint)
         head = [] if config.head is None else [_load_head(config, config.head, model, checkpoint)]

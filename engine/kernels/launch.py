@@ -83,6 +83,15 @@ def num_sms(device: torch.device) -> int:
 
 
 @cache
+def shared_bytes_of(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a block may have on this chip."""
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    status, most = driver.cuDeviceGetAttribute(attribute, device.index or 0)
+    assert status == driver.CUresult.CUDA_SUCCESS, status
+    return int(most)
+
+
+@cache
 def is_hopper(device: torch.device) -> bool:
     """Returns whether the device has the instructions of sm_90a. No later chip has them."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

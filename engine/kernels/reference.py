@@ -144,6 +144,29 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix
 
 
+def unpack4(records: Tensor, group: int, has_zeros: bool, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix [N, K] that records in 4 bits hold (csrc/four_bits.cu describes them). fp32 values are rounded once.
+
+    Args:
+        records: [N / 16, K / chunk, record / 4] int32.
+    """
+    strips, chunks, _ = records.shape
+    width = max(64, group)  # of a chunk
+    row = torch.arange(16 * strips, device=records.device)[:, None]
+    column = torch.arange(width * chunks, device=records.device)
+    record, inside = records.view(strips * chunks, -1), column % width
+    of = row // 16 * chunks + column // width  # [N, K]
+    lane, register = row % 8 * 4 + column % 8 // 2, row % 16 // 8 + column % 16 // 8 * 2
+    words = record[of, inside // 64 * 128 + lane * 4 + column % 64 // 16]
+    codes = words >> 4 * (register + 4 * (column % 2)) & 15
+    places = (row % 8 * (width // group) + inside // group) * (2 + 2 * has_zeros) + row % 16 // 8
+    places = places + width * 4  # a chunk's codes are 16 * width / 2 bytes, width * 4 numbers of 16 bits
+    numbers = record.view(torch.int16)
+    scales = numbers.view(torch.float16)[of, places].float()
+    zeros = numbers[of, places + 2] if has_zeros else 8
+    return ((codes - zeros).float() * scales).to(dtype)
+
+
 def linear8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     return (F.linear(x.float(), weight.float()) * x_scale[:, None] * weight_scale).to(torch.bfloat16)
 

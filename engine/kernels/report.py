@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -16,6 +17,8 @@ from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows_defines, few_rows_shape
+from engine.kernels.four_bits import ROWS as FOUR_BITS_ROWS
+from engine.kernels.four_bits import four_bits_defines, four_bits_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
@@ -46,6 +49,7 @@ _PRODUCTS: dict[tuple[int, int], tuple[FollowedBy, bool]] = {
     (4096, 12288): ("residual", False),
 }
 _H200_SMS = 132
+_MOST_SHARED_BYTES_OF_A100 = 163 << 10  # no later data centre chip has less
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                     yield _attention_hopper(head_dim, 1, torch.float16, hopper, **flags)
                     yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, **flags, e4m3=True)
         yield from _attentions_decode(capability)
+        yield from _four_bits(capability)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -249,6 +254,18 @@ def _quantize(
 ) -> Variant:
     label = f"C {width} in {str(kind).removeprefix('torch.')}{', sum' * pending}{', norm' * norm}{', SwiGLU' * gated}"
     return Variant("quantize", label, quantize_defines(width, dtype, kind, norm, gated, pending))
+
+
+def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
+    """The cuts for the 8B's largest matrix: those of many rows, and of many groups with zeros, take the most registers."""
+    most = MAX_SHARED_BYTES if capability in ((8, 6), (8, 9)) or capability[0] == 12 else _MOST_SHARED_BYTES_OF_A100
+    n, k = 24576, 4096
+    followed_by, norm = _PRODUCTS[n, k]
+    for rows, (group, has_zeros) in product(FOUR_BITS_ROWS, ((128, False), (32, True))):
+        shape = four_bits_shape(n, k, rows, group, has_zeros, _H200_SMS, most)
+        defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, torch.bfloat16)
+        label = f"W {n} x {k}, {rows} rows, groups of {group}{', zeros' * has_zeros}"
+        yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
 
 
 def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape, operands: int = 0) -> Variant:

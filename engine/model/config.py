@@ -12,7 +12,7 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
-DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 # The implementation of the network: ours, or transformers' for architectures that we do not have.
 Backend = Literal["emberforge", "transformers"]
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"]
@@ -103,7 +103,8 @@ class ModelConfig:
     * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be in parts.
     * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
       of ColBERT vectors.
-    * `quantization` says how the checkpoint stores matrices in 4 or 8 bits. The engine dequantises them at load.
+    * `quantization` says how the checkpoint stores matrices in 4 or 8 bits. A GPU may keep 4 bits; else the engine
+      dequantises them at load.
     """
 
     architecture: str

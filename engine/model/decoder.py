@@ -170,7 +170,7 @@ class _Layer:
         gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.attend: SelfAttention = DecoderAttention(config, checkpoint, index, norm, angles)
         self.mlp_norm = norm(f"{name}post_attention_layernorm", c)
-        self.swiglu = SwiGLU(checkpoint, checkpoint.take_rows(gate_up, [wide] * 2, c))
+        self.swiglu = SwiGLU(checkpoint, checkpoint.take_matrix(gate_up, [wide] * 2, c))
         self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
 
     def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:

@@ -6,12 +6,13 @@ from typing import Literal
 
 import torch
 
-from engine.devices import compute_dtype
+from engine.devices import INT4, compute_dtype, is_8_bits
 from engine.heads.classifier import Head
 from engine.heads.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
+from engine.model.quantized.four_bits import GROUP, kept_groups
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
 
@@ -88,7 +89,7 @@ def footprint(
     """The bytes that a replica of this model will take: an upper bound, with few exceptions (docs/decisions/009).
 
     Args:
-        dtype: a dtype of 8 bits applies to the layers' matrices.
+        dtype: a dtype of 4 or 8 bits applies to the layers' matrices.
         max_batch_tokens: None for a budget that warm-up finds; it is at most MOST_BATCH_TOKENS, or MOST_STREAM_TOKENS of a model
             that generates.
         weight_bytes: the size by the checkpoint's headers, in the dtype that the model computes in; None computes it.
@@ -103,8 +104,9 @@ def footprint(
     vectors = _splade_bytes(config, wide, longest)
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
-    weights -= bytes_saved_in_8_bits(config, dtype)
-    workspace = longest * per_token + vectors
+    weights -= bytes_saved(config, dtype, kind != "cpu")
+    unpacked = 0 if _four_bits(config, dtype, kind != "cpu") is None else _shapes(config).most_quantized * wide.itemsize
+    workspace = longest * per_token + vectors + unpacked
     cache = 0
     if generates:
         rows = min(longest, MOST_STREAMS)
@@ -118,10 +120,10 @@ def footprint(
         workspace = int(workspace * _FRAGMENTED)
     overhead = _CUBLAS_BYTES + _ROUNDING_BYTES
     if generates:
-        graphs = rows * (per_token + config.vocab_size * (wide.itemsize + 4)) + _decode_attention_bytes(config)
+        graphs = rows * (per_token + config.vocab_size * (wide.itemsize + 4)) + _decode_attention_bytes(config) + unpacked
         return Footprint(weights, workspace, graphs, overhead, _CONTEXT_BYTES, per_token, cache)
     graph_tokens = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype))
-    graphs = graph_tokens * per_token + 4 * MOST_GRAPH_VALUES
+    graphs = graph_tokens * per_token + 4 * MOST_GRAPH_VALUES + unpacked
     # SPLADE's vectors count as other values, so there are few. The pool holds logits, and the vectors in both dtypes.
     graphs += _SPLADE_GRAPH_BYTES if vectors else 4 * min(graph_tokens, MOST_GRAPH_SEQS) * config.embedding_size
     return Footprint(weights, workspace, graphs, overhead, _CONTEXT_BYTES, per_token)
@@ -137,15 +139,34 @@ def _bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that a pass holds for each of its tokens at its peak."""
     wide = compute_dtype(dtype)
     per_token = wide.itemsize * max(family_of(config).peak_values(config), _pooling_values(config)) + _INDEX_BYTES
-    return per_token if dtype == wide else int(per_token * _GAPS_IN_8_BITS)
+    return int(per_token * _GAPS_IN_8_BITS) if is_8_bits(dtype) else per_token
 
 
-def bytes_saved_in_8_bits(config: ModelConfig, dtype: torch.dtype) -> int:
-    """How much smaller the layers' matrices are in a dtype of 8 bits than in `compute_dtype`; 0 for other dtypes."""
-    if dtype.itemsize > 1:
+def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
+    """How much smaller the layers' matrices are in 4 or 8 bits than in `compute_dtype`; 0 if they are not in 4 or 8 bits."""
+    shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
+    if is_8_bits(dtype):
+        return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
+    if (groups := _four_bits(config, dtype, on_gpu)) is None:
         return 0
-    shapes = _shapes(config)
-    return shapes.num_quantized * (compute_dtype(dtype).itemsize - 1) - 4 * shapes.num_scales
+    columns, has_zeros = groups
+    return shapes.num_quantized * wide - shapes.num_quantized // 2 - shapes.num_quantized // columns * (4 if has_zeros else 2)
+
+
+def _four_bits(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, bool] | None:
+    """As `kept_groups`, of a model whose layers are all in 4 bits; None for others."""
+    if not on_gpu:
+        return None
+    kept = kept_groups(config.quantization) if keeps_four_bits(config, dtype) else None
+    return kept or ((GROUP, False) if dtype == INT4 else None)
+
+
+def keeps_four_bits(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether a GPU keeps matrices in 4 bits that the checkpoint has so: of a model that generates, whose passes have a few rows.
+
+    Not in float16, the dtype of GPUs that lack the kernel's instructions.
+    """
+    return config.generation is not None and dtype in (torch.bfloat16, INT4)
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
-from engine.devices import compute_dtype, is_integrated
+from engine.devices import INT4, compute_dtype, is_integrated
 from engine.errors import ModelError
-from engine.kernels import MaybeQuantized, quantize_weight
+from engine.kernels import Weight, quantize_weight
 from engine.model.quantized.files import QuantizedFiles
+from engine.model.quantized.four_bits import joined, packed, to_four_bits
+from engine.model.quantized.layout import FourBits
 from engine.model.quantized.scheme import Scheme
 from engine.model.upload import Uploader
 from engine.model.weight_files import WeightFile, open_weights
@@ -48,7 +50,9 @@ class WeightSource(Protocol):
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
-    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized: ...
+    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | FourBits: ...
+
+    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight: ...
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor: ...
 
@@ -60,7 +64,8 @@ class ShapeCounter:
         self.device, self.dtype, self.decodes = torch.device("meta"), torch.float32, False
         self.num_parameters = 0
         self.num_multiplied = 0  # parameters of the matrices: each token is multiplied with all of them
-        self.num_quantized, self.num_scales = 0, 0  # values and scales of the layers' matrices in 8 bits
+        # Values and rows of the layers' matrices, and the values of the largest one.
+        self.num_quantized, self.num_scales, self.most_quantized = 0, 0, 0
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
@@ -79,9 +84,14 @@ class ShapeCounter:
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
 
-    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized:
+    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
+        return self.take(names[0], sum(rows), columns)
+
+    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
+        assert isinstance(weight, Tensor), "it gives no others"
         self.num_quantized += weight.numel()
         self.num_scales += len(weight)
+        self.most_quantized = max(self.most_quantized, weight.numel())
         return weight
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
@@ -104,11 +114,13 @@ class Checkpoint:
         Args:
             dtype: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`.
             on_progress: hears after each tensor which share of the tensors is read.
-            scheme: how a quantised checkpoint stores its matrices. They are dequantised one by one as they are taken.
+            scheme: how a quantised checkpoint stores its matrices. They are dequantised one by one as they are taken, but for
+                those that `take_matrix` leaves in 4 bits.
         Raises: ModelError when there is no file of weights, or one that cannot be read.
         """
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
         self.decodes = False
+        self.keeps_four_bits = False  # layers' matrices that the checkpoint has in 4 bits stay so where the kernels take them
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)
@@ -185,8 +197,27 @@ class Checkpoint:
             start += count
         return stacked
 
-    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized:
-        """A layer's matrix in the dtype of the layers, perhaps of 8 bits. Raises: ModelError for a shape that 8 bits refuse."""
+    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | FourBits:
+        """A layer's matrix, of one tensor or of several stacked along their rows. It is in 4 bits if all of them stay so."""
+        if not self.keeps_four_bits:
+            return self.take_rows(names, rows, columns) if len(names) > 1 else self.take(names[0], rows[0], columns)
+        parts = [self._read(name, (count, columns), keeps=True) for name, count in zip(names, rows, strict=True)]
+        kept = [part for part in parts if isinstance(part, FourBits)]
+        if len(kept) == len(parts) and (whole := joined(kept)) is not None:
+            return whole.with_rows(lambda part: part.to(self.device))
+        plain = [part if isinstance(part, Tensor) else part.dequantized(self.dtype) for part in parts]
+        return torch.cat([self._on_device(part, self.dtype) for part in plain])
+
+    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
+        """A layer's matrix in the dtype of the layers, perhaps of 4 or 8 bits. A CPU dequantises 4 bits.
+
+        Raises: ModelError for a shape that 4 or 8 bits refuse.
+        """
+        if isinstance(weight, FourBits):
+            return packed(weight)
+        if self._quantized == INT4:
+            rounded = to_four_bits(weight)
+            return packed(rounded) if weight.is_cuda else rounded.dequantized(weight.dtype)
         return weight if self._quantized is None else quantize_weight(weight, self._quantized)
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
@@ -224,6 +255,10 @@ class Checkpoint:
                 f"{self.folder}: {len(unknown)} tensors are not part of this architecture, so its vectors would be "
                 f"wrong without them: {', '.join(unknown[:8])}"
             )
+        if self.keeps_four_bits and self._dequantizes is not None:
+            reasons = ", ".join(f"{count} with {why}" for why, count in self._dequantizes.dequantized.items())
+            told = f"{reasons} are dequantised" if reasons else "none is dequantised"
+            log.info("%s: %d matrices stay in 4 bits, %s", self.folder, self._dequantizes.kept, told)
         if left:
             log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
         return left
@@ -232,15 +267,21 @@ class Checkpoint:
         """The prefixed name, else the bare one (heads have no prefix). If both exist, `finish` reports the unused one."""
         return next((each for each in (self._prefix + name, name) if each in self._file_of), None)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    @overload
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    @overload
+    def _read(self, name: str, shape: tuple[int, ...], keeps: bool) -> Tensor | FourBits: ...
+    def _read(self, name: str, shape: tuple[int, ...], keeps: bool = False) -> Tensor | FourBits:
+        """One tensor of a file. With `keeps`, a matrix in 4 bits may stay so."""
         full = self._full(name)
         if full is None:
             raise ModelError(f"{self.folder}: tensor {' or '.join(dict.fromkeys((self._prefix + name, name)))} is missing")
         file, stored = self._file_of[full]
-        tensor = file.tensor(stored)
+        kept = self._dequantizes if keeps else None
+        tensor = file.tensor(stored) if kept is None else kept.matrix(stored)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
-        if tensor.dtype not in _FLOATS:
+        if isinstance(tensor, Tensor) and tensor.dtype not in _FLOATS:
             raise ModelError(
                 f"{self.folder}: tensor {full} is stored as {tensor.dtype}, and nothing says how it is quantised: "
                 "its scales are missing, or the quantization_config of config.json"

@@ -12,7 +12,7 @@ from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import Transformers, family_of
-from engine.model.footprint import MOST_STREAM_TOKENS, bytes_saved_in_8_bits, num_parameters
+from engine.model.footprint import MOST_STREAM_TOKENS, bytes_saved, num_parameters
 from engine.run import reserve
 from engine.run.fits import pass_bytes
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
@@ -46,7 +46,7 @@ def plan_stages(
         raise ModelError("--backend transformers runs on one device; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
-    sizes = sizes_of(config, dtype)
+    sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda")
     cards = _cards(config, dtype, devices, max_batch_tokens)
     page = whole_pages(1)
     if cache_tokens is not None or devices[0].type == "cpu":
@@ -57,13 +57,13 @@ def plan_stages(
     return stages, cache_tokens
 
 
-def sizes_of(config: ModelConfig, dtype: torch.dtype) -> cut.Model:
+def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model:
     """The bytes of the parts of a model that generates, in the dtype of each. A plan asks for them, too."""
     wide = compute_dtype(dtype)
 
     def weights(index: int) -> int:
         part = replace(config, part=range(index, index + 1))
-        return num_parameters(part) * wide.itemsize - bytes_saved_in_8_bits(part, dtype)
+        return num_parameters(part) * wide.itemsize - bytes_saved(part, dtype, on_gpu)
 
     layers = [weights(index) for index in range(config.n_layers)]
     table = config.vocab_size * config.hidden_size * wide.itemsize

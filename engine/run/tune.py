@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from engine.devices import compute_dtype
+from engine.devices import compute_dtype, is_8_bits
 from engine.draws import Row
 from engine.errors import OutOfMemory
 from engine.model.config import ModelConfig
@@ -48,7 +48,7 @@ def tune(
 
 def first_budget(config: ModelConfig, dtype: torch.dtype) -> int:
     """The token budget to try first. It follows from the model alone, so that two starts on one card choose the same."""
-    is_light = dtype.itemsize == 1 or body_parameters(config) <= _SMALL_BODY
+    is_light = is_8_bits(dtype) or body_parameters(config) <= _SMALL_BODY
     return MOST_BATCH_TOKENS if is_light else MOST_BATCH_TOKENS // 2
 
 

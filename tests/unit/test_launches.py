@@ -22,6 +22,7 @@ from engine.kernels.attention_decode import DecodeWorkspace, decode_items
 from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import few_rows, few_rows_shape
+from engine.kernels.four_bits import FourBitsShape, four_bits, pack4, unpack4
 from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
@@ -38,6 +39,7 @@ LAUNCHERS = (
     "attention_hopper",
     "embed",
     "few_rows",
+    "four_bits",
     "gemm_hopper",
     "norm",
     "pool",
@@ -49,7 +51,7 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 17
+    assert len(seen) == 19
     for variant in report.variants((9, 0)):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -222,6 +224,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
         few_rows(x.to(kind), w.to(kind), shape, "swiglu", **scales)  # type: ignore[arg-type]
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
+    four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
+    four_bits(x, four, FourBitsShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
+    four_bits(x.half(), four, FourBitsShape(1, 8, 1, 1, 3), "swiglu")
+    unpack4(four, BF16)
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
     assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"
 

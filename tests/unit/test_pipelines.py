@@ -66,7 +66,7 @@ def test_each_stage_needs_what_the_engine_counts_for_it() -> None:
     assert pipeline is not None
     config, least, given = replace(plan.shapes["m0"], max_input_length=8192), 4 * 8192, pool.cache_tokens
     assert given is not None
-    whole, sizes = footprint(config, BF16, "gpu", cache_tokens=0), sizes_of(config, BF16)
+    whole, sizes = footprint(config, BF16, "gpu", cache_tokens=0), sizes_of(config, BF16, on_gpu=True)
     beside = bytes_beside_passes(config, BF16, 2, None)
     first, last = pipeline.layers
     assert (first.start, first.stop, last.stop) == (0, last.start, config.n_layers)

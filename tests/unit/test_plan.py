@@ -452,7 +452,7 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),
     ("models: [{name: a, model: x, default_prompt: q, default_prompt_name: q}]", ["models.0", "both set", "leave one out"]),
-    ("models: [{name: a, model: x, dtype: int4}]", ["models.0.dtype", "'int4'", "auto", "float32", "bfloat16"]),
+    ("models: [{name: a, model: x, dtype: int2}]", ["models.0.dtype", "'int2'", "auto", "float32", "bfloat16"]),
     ("models: [{name: a, model: x, pooling: attention}]", ["models.0.pooling", "'attention'", "mean"]),
     (
         "models: [{name: a, model: x, min_replicas: 3, max_replicas: 2}]",
@@ -552,6 +552,12 @@ def test_what_a_quantised_checkpoint_takes_is_said(tiny: Callable[..., Path], tm
         "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes what its values take in bfloat16"
     )
     assert [each.needs_bytes for each in quantised.assigned] == [each.needs_bytes for each in plain.assigned]
+    for folder in folders:  # a model that generates
+        shutil.rmtree(folder / "1_Pooling")
+    quantised, plain = (planned([rtx_5080()], entry("q", str(folder))) for folder in folders)
+    (note,) = set(plan_report.notes(quantised)) - set(plan_report.notes(plain))
+    assert "(AWQ of 4 bits); GPUs keep it in 4 bits, on a CPU it is dequantised at load" in note
+    assert quantised.footprint("q", PC_CLASS).weights < plain.footprint("q", PC_CLASS).weights
 
 
 def small(name: str, cpus: int, cards: int = 1) -> Node:

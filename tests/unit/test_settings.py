@@ -34,7 +34,7 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({"port": "x"}, {}, ["--port = 'x'", "valid integer"]),
         ({}, {"EMBERFORGE_MAX_BATCH_TOKENS": "-5"}, ["EMBERFORGE_MAX_BATCH_TOKENS = '-5'", "greater than or equal to 1"]),
         ({}, {"EMBERFORGE_PRT": "5"}, ["EMBERFORGE_PRT is not a setting", "port"]),
-        ({"dtype": "int4"}, {}, ["--dtype = 'int4'", "float32"]),
+        ({"dtype": "int2"}, {}, ["--dtype = 'int2'", "float32"]),
         ({"pooling": "attention"}, {}, ["--pooling = 'attention'", "mean"]),
         ({"backend": "vllm"}, {}, ["--backend = 'vllm'", "transformers"]),
         ({"trust_remote_code": "true"}, {}, ["no effect without backend transformers"]),

@@ -12,7 +12,7 @@ from tiny_generators import folder_without_pooling
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
-from engine.model.footprint import bytes_saved_in_8_bits, num_parameters
+from engine.model.footprint import bytes_saved, num_parameters
 from engine.run import stages
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
 from engine.run.stages import plan_stages
@@ -50,11 +50,11 @@ def test_the_parts_are_as_large_as_the_stages_that_the_engine_loads(
     config_of: Callable[..., ModelConfig], kind: str, tied: bool, dtype: torch.dtype
 ) -> None:
     config = config_of(kind, tie_word_embeddings=tied)
-    sizes, itemsize = stages.sizes_of(config, dtype), 2 if dtype.itemsize == 1 else dtype.itemsize
+    sizes, itemsize = stages.sizes_of(config, dtype, on_gpu=True), 2 if dtype.itemsize == 1 else dtype.itemsize
 
     def loaded(layers: range) -> int:
         part = replace(config, part=layers)
-        return num_parameters(part) * itemsize - bytes_saved_in_8_bits(part, dtype)
+        return num_parameters(part) * itemsize - bytes_saved(part, dtype, on_gpu=True)
 
     for cut in (1, 3, 5):
         assert sum(sizes.layer_bytes[:cut]) + sizes.words_bytes == loaded(range(cut))
@@ -89,7 +89,7 @@ def test_equal_gpus_share_equally_and_a_faster_one_gets_more(
 
 def test_the_cache_takes_what_the_fuller_gpu_has_left(config_of: Callable[..., ModelConfig], gpus: Callable[..., None]) -> None:
     config = config_of("qwen2_lm", tie_word_embeddings=False)
-    sizes = stages.sizes_of(config, torch.bfloat16)
+    sizes = stages.sizes_of(config, torch.bfloat16, on_gpu=True)
     weights = sum(sizes.layer_bytes) + sizes.words_bytes + sizes.head_bytes
     gpus([weights + 6 * PAGE_SIZE * sizes.cache_bytes, 1 << 30, 0], [1e12] * 3)
     planned, tokens = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels import MaybeQuantized, Quantized
+from engine.kernels import MaybeQuantized, Packed, Quantized
 from engine.kernels.launch import runs_on
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
+from engine.model.quantized.layout import FourBits
 from engine.model.weights import WeightSource
 
 
@@ -30,11 +31,15 @@ class SwiGLU:
     place, and writes neither.
     """
 
-    def __init__(self, checkpoint: WeightSource, gate_up: Tensor) -> None:
+    def __init__(self, checkpoint: WeightSource, gate_up: Tensor | FourBits) -> None:
         """`gate_up`: [2 I, K], all rows of G and then all of U; 8 divides I."""
-        self.in_turn = runs_on(gate_up)
-        weight = checkpoint.to_layer_dtype(kernels.interleaved(gate_up) if self.in_turn else gate_up)
-        self.gate_up = Linear.of(weight, decodes=checkpoint.decodes)
+        if isinstance(gate_up, FourBits):
+            self.in_turn = True
+            gate_up = gate_up.with_rows(kernels.interleaved)
+        else:
+            self.in_turn = runs_on(gate_up)
+            gate_up = kernels.interleaved(gate_up) if self.in_turn else gate_up
+        self.gate_up = Linear.of(checkpoint.to_layer_dtype(gate_up), decodes=checkpoint.decodes)
 
     def __call__(self, x: Residual, norm: RMSNorm) -> MaybeQuantized:
         """[T, K] -> [T, I]. `x.value` holds the whole sum afterwards."""
@@ -43,4 +48,7 @@ class SwiGLU:
         weight = self.gate_up.weight
         if isinstance(weight, Quantized):
             return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending)
+        assert x.pending is None, "a product in 16 bits leaves nothing pending"
+        if isinstance(weight, Packed):
+            return kernels.linear4_swiglu(x.value, weight, norm.weight, norm.eps)
         return kernels.linear_swiglu(x.value, weight, norm.weight, norm.eps)

@@ -11,6 +11,7 @@
   and the next norm reads one tensor less. In bf16 cuBLASLt adds bias and GeLU. Its GeLU is the tanh form, which differs from the
   exact one by less than bf16 rounds (docs/decisions/006).
 * `Linear8`: a weight in 8 bits (docs/decisions/023).
+* `Linear4`: a weight in 4 bits on a GPU (docs/decisions/046).
 * `PlainLinear`: everywhere else, plain torch. It is the specification of the others.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
-from engine.kernels import MaybeQuantized, Quantized
+from engine.kernels import MaybeQuantized, Packed, Quantized, Weight
 from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.weights import WeightSource
 
@@ -35,16 +36,18 @@ _FEW_ROWS = 4
 class Linear(ABC):
     """[T, K] -> [T, N]. A layer has GeLU or adds to a residual stream, never both."""
 
-    weight: Tensor | Quantized
+    weight: Weight
 
     def __init__(self, bias: Tensor | None = None, gelu: bool = False) -> None:
         self.bias, self.gelu = bias, gelu
 
     @staticmethod
-    def of(weight: MaybeQuantized, bias: Tensor | None = None, gelu: bool = False, decodes: bool = False) -> "Linear":
+    def of(weight: Weight, bias: Tensor | None = None, gelu: bool = False, decodes: bool = False) -> "Linear":
         """The implementation for this weight. `decodes`: many passes have a few rows only."""
         if isinstance(weight, Quantized):
             return Linear8(weight, bias, gelu)
+        if isinstance(weight, Packed):
+            return Linear4(weight, bias, gelu)
         if weight.is_cuda:
             return CudaLinear(weight, bias, gelu)
         if weight.device.type == "cpu" and _has_onednn(weight.dtype):
@@ -65,8 +68,10 @@ class Linear(ABC):
         scale: Tensor | None = None,
     ) -> "Linear":
         """`name`.weight [rows, columns] and, where `biased`, `name`.bias. The columns are multiplied with `scale` [columns]."""
-        weight = checkpoint.take(f"{name}.weight", rows, columns)
-        weight = weight if scale is None else weight * scale.to(weight.dtype)
+        weight = checkpoint.take_matrix([f"{name}.weight"], [rows], columns)
+        if scale is not None:
+            assert isinstance(weight, Tensor), "only values in e4m3 have a scale"
+            weight = weight * scale.to(weight.dtype)
         bias = checkpoint.take(f"{name}.bias", rows) if biased else None
         return cls.of(checkpoint.to_layer_dtype(weight), bias, gelu, checkpoint.decodes)
 
@@ -75,7 +80,7 @@ class Linear(ABC):
         cls, checkpoint: WeightSource, names: list[str], rows: list[int], columns: int, biased: bool = True
     ) -> "Linear":
         """Several layers that read the same input, such as Q, K and V, as one: the rows of each follow one another."""
-        weight = checkpoint.to_layer_dtype(checkpoint.take_rows([f"{name}.weight" for name in names], rows, columns))
+        weight = checkpoint.to_layer_dtype(checkpoint.take_matrix([f"{name}.weight" for name in names], rows, columns))
         bias = checkpoint.take_rows([f"{name}.bias" for name in names], rows) if biased else None
         return cls.of(weight, bias, decodes=checkpoint.decodes)
 
@@ -86,6 +91,12 @@ class Linear(ABC):
     def normed(self, x: Residual, norm: RMSNorm) -> Tensor:
         """The layer's result for the normalised stream. [T, K] -> [T, N]. `x.value` holds the whole sum afterwards."""
         return self(norm.of_sum(x))
+
+    def _finished(self, y: Tensor) -> Tensor:
+        """Bias and GeLU of x W^T, in place."""
+        if not self.gelu:
+            return y if self.bias is None else y.add_(self.bias)
+        return cast(Tensor, torch.ops.aten.gelu_(y)) if self.bias is None else kernels.gelu(y, self.bias)
 
     @abstractmethod
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
@@ -194,11 +205,26 @@ class Linear8(Linear):
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
         return Residual(residual, kernels.linear8_add(x, self.weight, residual), self.bias)
 
-    def _finished(self, y: Tensor) -> Tensor:
-        """Bias and GeLU, in place."""
-        if not self.gelu:
-            return y if self.bias is None else y.add_(self.bias)
-        return cast(Tensor, torch.ops.aten.gelu_(y)) if self.bias is None else kernels.gelu(y, self.bias)
+
+class Linear4(Linear):
+    """A weight in 4 bits, on a GPU. x is in 16 bits."""
+
+    def __init__(self, weight: Packed, bias: Tensor | None = None, gelu: bool = False) -> None:
+        self.weight: Packed = weight
+        super().__init__(bias, gelu)
+
+    def __call__(self, x: MaybeQuantized) -> Tensor:
+        assert isinstance(x, Tensor)
+        return self._finished(kernels.linear4(x, self.weight))
+
+    def normed(self, x: Residual, norm: RMSNorm) -> Tensor:
+        assert x.pending is None, "a product in 16 bits leaves nothing pending"
+        assert x.bias is None, "no decoder has a bias before a norm"
+        return self._finished(kernels.linear4(x.value, self.weight, norm.weight, norm.eps))
+
+    def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
+        assert isinstance(x, Tensor)
+        return Residual(kernels.linear4_add(x, self.weight, residual), bias=self.bias)
 
 
 # oneDNN compiles a primitive for each weight's shape and number of tokens. By default oneDNN and torch keep 1,024 of them each:

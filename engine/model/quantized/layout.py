@@ -30,6 +30,15 @@ class FourBits:
     zeros: Tensor | None = None  # [N, G] uint8; None stands for 8
     order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None where they are the same
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), 2 * self.codes.shape[1]
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> "FourBits":
+        """The same change of rows, or of the device, for codes, scales and zeros."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        return FourBits(change(self.codes), change(self.scales), zeros, self.order)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         def values(rows: slice) -> Tensor:
             grouped = _halves(self.codes[rows]).float().view(*self.scales[rows].shape, -1)  # [rows, G, K / G]
@@ -37,8 +46,7 @@ class FourBits:
             grouped *= self.scales[rows].float()[:, :, None]
             return grouped.flatten(1)
 
-        n, half = self.codes.shape
-        return _in_slices(values, (n, 2 * half), dtype, self.codes.device, self.order)
+        return _in_slices(values, self.shape, dtype, self.codes.device, self.order)
 
 
 @dataclass(frozen=True, slots=True)

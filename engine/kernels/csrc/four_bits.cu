@@ -1,0 +1,371 @@
+// y = x W^T for at most 64 rows of x and W in 4 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
+// later. The kernel reads W once, at the rate of the memory. Sums in fp32.
+//   x [M, K] and y [M, N] in 16 bits, strided rows. norm [K] in 16 bits.
+//   packed: W [N, K] in records, int [N / 16, K / CHUNK, RECORD / 4]. The records of 16 rows follow one another along K. A record is
+//   16 rows x CHUNK columns: codes, then scales. A value is (code - zero) * scale.
+//     codes [CHUNK / 64][32 lanes][4 words]: the words of a lane are its A operands of four successive m16n8k16. Nibble
+//     i + 4 e of a word is register i (row lane / 4 + i % 2 * 8, columns lane % 4 * 2 + i / 2 * 8), element e.
+//     scales [8][CHUNK / GROUP][1 + ZEROS][2]: of rows r and r + 8, the scales in fp16, then the zeros as 16-bit whole numbers.
+//   GROUP: columns that share a scale, 32, 64 or 128.  ZEROS: 0 if every zero is 8.
+//   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
+//   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
+//   with eight rows of up in W.
+//   partial float [SPLIT, N / 16, ROWS / 8, 32, 4], squares float [grid x, SPLIT, ROWS], counters int [tiles of 16 * TALL * ACROSS
+//   rows of W]: the workspace if SPLIT > 1. The counters are 0 before and after.
+//
+// Grid: x shares the tiles of W's rows, y is one of SPLIT slices of K. A block keeps its slice of x in shared memory and computes
+// one tile after another. A warp takes TALL * 16 rows of a tile and one of DEEP parts of the slice. It copies records by cp.async
+// into a ring of STAGES steps. Each lane reads back only what it has copied, so the ring needs no barrier. W does not depend on the
+// kernel before, so the ring is full when that kernel ends.
+// The 16-row operand of an mma holds rows of W, the 8-column operand rows of x. A code becomes 128 + code (bf16) or 1024 + code
+// (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32 sums of a group.
+// The warps that share rows add up their sums in shared memory, in their order. With SPLIT > 1 each block leaves its sums in
+// `partial`, and the last block of a tile adds them up in the order of the slices: the result does not depend on which is last.
+//
+// Floor: N * K / 2 bytes of codes, and the scales.
+constexpr int CHUNK = GROUP > 64 ? GROUP : 64, HALVES = CHUNK / 64, GROUPS = CHUNK / GROUP;
+constexpr int LANE_SCALES = 4 * GROUPS * (1 + ZEROS);  // bytes
+constexpr int CODES = 512 * HALVES, RECORD = CODES + 8 * LANE_SCALES, SLOT = CODES + 32 * LANE_SCALES;
+constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
+constexpr int TILES = ROWS / 8;      // 8-row tiles of x
+constexpr int ITEMS = TALL * TILES;  // results of an mma that a warp holds
+constexpr u32 RING = STAGES * TALL * SLOT;
+static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
+static_assert(WARPS == 8, "up to eight warps share a row of x");
+static_assert(TILES == 1 || TILES % 2 == 0, "ldmatrix takes two tiles of x");
+
+// Lies in shared memory after the rings. The sums and then the slice of x follow.
+struct alignas(16) Shared {
+    float part_squares[ROWS][WARPS];  // of this slice, of the warps that share a row
+    float squares[ROWS];              // 1 / root mean square of the row
+    bool is_last;
+};
+
+__device__ __forceinline__ u32 address_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+template <int BYTES>
+__device__ __forceinline__ void copy_async(u32 shared, const unsigned char* global) {
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ u32 load_word(u32 shared) {
+    u32 x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared));
+    return x;
+}
+__device__ __forceinline__ void load_words(u32 (&x)[4], u32 shared) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared));
+}
+__device__ __forceinline__ float float_of_half(u32 bits) {  // the low 16 bits
+    float x;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(bits));
+    return x;
+}
+// Past the L1 cache, which does not see what other multiprocessors write.
+__device__ __forceinline__ float4 load_of_blocks(const float* x) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_of_blocks_1(const float* x) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(x) : "memory");
+    return v;
+}
+__device__ __forceinline__ void add(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
+constexpr u32 ABOVE = HALF ? 0x64006400u : 0x43004300u;     // a pair of 1024 or 128: the lowest bit of the mantissa is worth 1
+constexpr u32 ONES = HALF ? 0x3c003c00u : 0x3f803f80u;
+constexpr u32 SIGNS = 0x80008000u;
+// The pair of -(ABOVE + zero) for one zero in both halves of `zeros`.
+__device__ __forceinline__ u32 minus_of(u32 zeros) { return zeros | ABOVE | SIGNS; }
+// A pair of codes - zeros, exact: bits 0 to 3 and 16 to 19 of `codes`.
+__device__ __forceinline__ u32 widen(u32 codes, u32 minus) {
+    u32 above, pair;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(above) : "r"(codes), "r"(0x000f000fu), "r"(ABOVE));
+#if HALF
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(above), "r"(ONES), "r"(minus));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(above), "r"(ONES), "r"(minus));
+#endif
+    return pair;
+}
+// The scales and the zeros of rows r and r + 8 of one group: their first word, and where ZEROS the next one.
+struct Scales {
+    float of[2];
+    u32 minus[2];
+    __device__ __forceinline__ Scales() {}
+    __device__ __forceinline__ Scales(u32 scales, u32 zeros) {
+        of[0] = float_of_half(scales), of[1] = float_of_half(scales >> 16);
+        minus[0] = minus_of(__byte_perm(zeros, 0, 0x1010)), minus[1] = minus_of(__byte_perm(zeros, 0, 0x3232));
+    }
+};
+constexpr u32 EIGHTS = 0x00080008u;
+
+// What a warp sums up for its rows of a tile, through one part of K.
+struct Sums {
+    float4 of[TALL][TILES];
+};
+
+__device__ __forceinline__ float& element(float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Adds the product of one step: TALL records at `slot` and the columns of x at `x_row`, this lane's address for ldmatrix.
+__device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_pitch) {
+    const u32 lane = threadIdx.x % 32;
+    float group[TALL][TILES][4];
+    Scales scales[TALL];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+        u32 words[TALL][4], rows[(TILES + 1) / 2][4];
+#pragma unroll
+        for (int r = 0; r < TALL; ++r) load_words(words[r], slot + r * SLOT + h * 512 + lane * 16);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // 16 columns each
+            const int column = h * 64 + j * 16;
+            if (column % GROUP == 0) {
+                const int at = column / GROUP * (1 + ZEROS) * 4;
+#pragma unroll
+                for (int r = 0; r < TALL; ++r) {
+                    const u32 its = slot + r * SLOT + CODES + lane * LANE_SCALES + at;
+                    scales[r] = Scales(load_word(its), ZEROS ? load_word(its + 4) : EIGHTS);
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) group[r][t][e] = 0.f;
+                }
+            }
+            // Four 8 x 8 matrices of x: 16 columns of two tiles, or 32 columns of the only tile.
+            if (TILES > 1 || j % 2 == 0) {
+#pragma unroll
+                for (int t = 0; t < TILES; t += 2) ldmatrix(rows[t / 2], x_row + t * 8 * x_pitch + column * 2);
+            }
+#pragma unroll
+            for (int r = 0; r < TALL; ++r) {
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = widen(words[r][j] >> 4 * i, scales[r].minus[i % 2]);
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    const int at = (TILES > 1 ? t % 2 : j % 2) * 2;
+                    mma(group[r][t], a, rows[t / 2][at], rows[t / 2][at + 1]);
+                }
+            }
+            if ((column + 16) % GROUP == 0) {
+#pragma unroll
+                for (int r = 0; r < TALL; ++r)
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            float& sum = element(sums.of[r][t], e);
+                            sum = fmaf(scales[r].of[e / 2], group[r][t][e], sum);
+                        }
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float one(u16 x) { return low(x); }
+__device__ __forceinline__ u16 rounded(float x) { return static_cast<u16>(pack(x, x)); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
+four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* __restrict__ norm, u16* __restrict__ y,
+          float* __restrict__ partial, float* __restrict__ all_squares, int* __restrict__ counters, i64 m_, i64 n_, i64 k_,
+          i64 x_stride, i64 y_stride, float eps) {
+    extern __shared__ __align__(16) unsigned char rings[];
+    Shared& shared = *reinterpret_cast<Shared*>(rings + WARPS * RING);
+    float4* const to_add = reinterpret_cast<float4*>(&shared + 1);
+    unsigned char* const slice = reinterpret_cast<unsigned char*>(to_add + (DEEP > 1 ? WARPS * ITEMS * 32 : 0));
+    const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int across = warp / DEEP, deep = warp % DEEP, rank = blockIdx.y;
+    const int strips = static_cast<int>(n_) / 16, chunks = static_cast<int>(k_) / CHUNK;  // a strip is 16 rows of W
+    const int tiles = (strips + TALL * ACROSS - 1) / (TALL * ACROSS);
+    const int first_tile = blockIdx.x * tiles / gridDim.x, end_tile = (blockIdx.x + 1) * tiles / gridDim.x;
+    auto chunk_of = [&](int part) { return part * chunks / PARTS; };
+    const int begin = chunk_of(rank * DEEP), width = (chunk_of(rank * DEEP + DEEP) - begin) * CHUNK;
+    const int first = chunk_of(rank * DEEP + deep), steps = chunk_of(rank * DEEP + deep + 1) - first;
+    const u32 ring = address_of(rings) + warp * RING;
+
+    let_next_begin();
+    int left = (end_tile - first_tile) * steps, next_step = 0, next_tile = first_tile, next_stage = 0;
+    const unsigned char* from[TALL];
+    auto strip_of = [&](int tile, int r) { return (tile * ACROSS + across) * TALL + r; };
+    auto fetch = [&] {
+        if (left > 0) {
+            --left;
+#pragma unroll
+            for (int r = 0; r < TALL; ++r) {
+                if (next_step == 0) {
+                    const int strip = min(strip_of(next_tile, r), strips - 1);  // past the end: copied, and not used
+                    from[r] = reinterpret_cast<const unsigned char*>(packed) + (static_cast<i64>(strip) * chunks + first) * RECORD;
+                }
+                const u32 slot = ring + (next_stage * TALL + r) * SLOT;
+#pragma unroll
+                for (int h = 0; h < HALVES; ++h) copy_async<16>(slot + h * 512 + lane * 16, from[r] + h * 512 + lane * 16);
+                copy_async<LANE_SCALES>(slot + CODES + lane * LANE_SCALES, from[r] + CODES + lane / 4 * LANE_SCALES);
+                from[r] += RECORD;
+            }
+            if (++next_step == steps) next_step = 0, ++next_tile;
+            if (++next_stage == STAGES) next_stage = 0;
+        }
+        copy_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) fetch();
+
+    wait_for_previous();
+    const u32 pitch = width * 2 + 16;  // eight rows that ldmatrix reads together are in different banks
+    const int sharing = m > 4 ? 1 : m > 2 ? 2 : m > 1 ? 4 : 8;  // warps that share a row
+    for (int row = warp / sharing; row < m; row += WARPS / sharing) {
+        float squares = 0.f;
+#pragma unroll 8
+        for (int i = warp % sharing * 32 + lane; i < width / 8; i += sharing * 32) {
+            Vec8 v = load8(x + row * x_stride + begin * CHUNK, i);
+            if (NORM) {
+                float its[8], weights[8];
+                unpack(v, its);
+                unpack(load8(norm + begin * CHUNK, i), weights);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    squares = fmaf(its[e], its[e], squares);
+                    its[e] *= weights[e];
+                }
+                v = pack(its);
+            }
+            *reinterpret_cast<Vec8*>(slice + row * pitch + i * 16) = v;
+        }
+        if (NORM) {
+            squares = lanes_sum<32>(squares);
+            if (lane == 0) shared.part_squares[row][warp % sharing] = squares;
+        }
+    }
+    __syncthreads();
+    if (NORM) {
+        if (threadIdx.x < m) {
+            float squares = 0.f;
+            for (int part = 0; part < sharing; ++part) squares += shared.part_squares[threadIdx.x][part];
+            shared.squares[threadIdx.x] = rsqrtf(squares / k_ + eps);  // of the whole row if SPLIT is 1
+            if (SPLIT > 1) all_squares[(blockIdx.x * SPLIT + rank) * ROWS + threadIdx.x] = squares;
+        }
+        if (SPLIT == 1) __syncthreads();  // else a barrier comes before they are read
+    }
+
+    const u32 x_row = address_of(slice) + (first - begin) * CHUNK * 2 +
+                      (TILES > 1 ? (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16 : min(lane % 8, m - 1) * pitch + lane / 8 * 16);
+    int stage = 0;
+    for (int tile = first_tile; tile < end_tile; ++tile) {
+        Sums sums = {};
+        for (int step = 0; step < steps; ++step) {
+            copy_wait<STAGES - 2>();
+            fetch();
+            multiply(sums, ring + stage * TALL * SLOT, x_row + step * CHUNK * 2, pitch);
+            if (++stage == STAGES) stage = 0;
+        }
+
+        if (DEEP > 1) {
+            if (tile > first_tile) __syncthreads();  // all warps have read the sums of the tile before
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) to_add[(warp * ITEMS + i) * 32 + lane] = sums.of[i / TILES][i % TILES];
+            __syncthreads();
+        }
+        // Each of the warps that share rows finishes some of the items.
+        auto for_my_items = [&](auto&& work) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                const int strip = strip_of(tile, i / TILES);
+                if (i % DEEP == deep && strip < strips) work(i, strip, (static_cast<i64>(strip) * TILES + i % TILES) * 128 + lane * 4);
+            }
+        };
+        auto sum_of = [&](int i) {
+            if (DEEP == 1) return sums.of[i / TILES][i % TILES];
+            float4 sum = to_add[(across * DEEP * ITEMS + i) * 32 + lane];
+#pragma unroll
+            for (int d = 1; d < DEEP; ++d) add(sum, to_add[((across * DEEP + d) * ITEMS + i) * 32 + lane]);
+            return sum;
+        };
+        auto finish = [&](int i, int strip, float4 sum) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int row = i % TILES * 8 + lane % 4 * 2 + e;
+                if (row >= m) break;
+                float near = e == 0 ? sum.x : sum.y, far = e == 0 ? sum.z : sum.w;
+                if (NORM) near *= shared.squares[row], far *= shared.squares[row];
+                if (FOLLOWED_BY == 2) {
+                    y[row * y_stride + strip * 8 + lane / 4] = rounded(silu_of(near) * far);
+                } else {
+                    u16* const to = y + row * y_stride + strip * 16 + lane / 4;
+                    if (FOLLOWED_BY == 1) near += one(to[0]), far += one(to[8]);
+                    to[0] = rounded(near), to[8] = rounded(far);
+                }
+            }
+        };
+        if (SPLIT == 1) {
+            for_my_items([&](int i, int strip, i64) { finish(i, strip, sum_of(i)); });
+            continue;
+        }
+        const i64 slice_sums = static_cast<i64>(strips) * TILES * 128;  // floats
+        for_my_items([&](int i, int, i64 at) { *reinterpret_cast<float4*>(partial + rank * slice_sums + at) = sum_of(i); });
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0)
+            shared.is_last = atomicInc(reinterpret_cast<u32*>(counters) + tile, SPLIT - 1) == SPLIT - 1;  // back to 0 at the last
+        __syncthreads();
+        if (!shared.is_last) continue;
+        __threadfence();
+        if (NORM) {
+            if (threadIdx.x < m) {
+                float squares = 0.f;
+                for (int s = 0; s < SPLIT; ++s) squares += load_of_blocks_1(all_squares + (blockIdx.x * SPLIT + s) * ROWS + threadIdx.x);
+                shared.squares[threadIdx.x] = rsqrtf(squares / k_ + eps);
+            }
+            __syncthreads();
+        }
+        for_my_items([&](int i, int strip, i64 at) {
+            float4 sum = load_of_blocks(partial + at);
+#pragma unroll
+            for (int s = 1; s < SPLIT; ++s) add(sum, load_of_blocks(partial + s * slice_sums + at));
+            finish(i, strip, sum);
+        });
+    }
+}
+
+// Writes W [N, K] in 16 bits, as `packed` has it. A warp writes a record.
+extern "C" __global__ void __launch_bounds__(256)
+four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 records, i64 chunks, i64 k) {
+    overlap();
+    const i64 record = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
+    if (record >= records) return;
+    const int lane = threadIdx.x % 32;
+    const unsigned char* const from = reinterpret_cast<const unsigned char*>(packed) + record * RECORD;
+    u16* const to = w + (record / chunks * 16 + lane / 4) * k + record % chunks * CHUNK + lane % 4 * 8;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+        const Vec8 words = reinterpret_cast<const Vec8*>(from + h * 512)[lane];
+        u32 values[4][4];  // of word j, of register i
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32* const its = reinterpret_cast<const u32*>(from + CODES + lane / 4 * LANE_SCALES) + (h * 64 + j * 16) / GROUP * (1 + ZEROS);
+            const Scales scales(its[0], ZEROS ? its[1] : EIGHTS);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 pair = widen(words.word[j] >> 4 * i, scales.minus[i % 2]);
+                values[j][i] = pack(low(pair) * scales.of[i % 2], high(pair) * scales.of[i % 2]);
+            }
+        }
+        // Of each row, four neighbouring lanes hold pairs of 32 columns. Each gets eight columns side by side.
+#pragma unroll
+        for (int part = 0; part < 2; ++part)
+#pragma unroll
+            for (int far = 0; far < 2; ++far) {
+                u32 eight[4] = {values[2 * part][far], values[2 * part][far + 2], values[2 * part + 1][far], values[2 * part + 1][far + 2]};
+                transpose(eight, lane);
+                *reinterpret_cast<Vec8*>(to + far * 8 * k + h * 64 + part * 32) = {eight[0], eight[1], eight[2], eight[3]};
+            }
+    }
+}

@@ -1,0 +1,242 @@
+"""Matrices in 4 bits in the order in which the kernels read them, and x W^T of up to 64 rows of x."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
+from engine.kernels.launch import Kernel, half, num_sms
+
+GROUPS = (32, 64, 128)  # columns that may share a scale
+STRIP = 16  # rows of W whose records follow one another
+MOST_ROWS = 64
+ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
+_HELD = (1, 2, 4, *ROWS)  # of x, that a block has shared memory for
+_WARPS = 8
+# A model of the time that a shape takes, fitted to an H100: bytes a nanosecond from memory, from memory to a multiprocessor, and
+# from the L2 cache to a multiprocessor; nanoseconds of a tile, alone and with other slices; nanoseconds of a warp for 16 x 16
+# values of W, and for each 8 rows of x in addition.
+_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 2900, 24, 45
+_TURN_NS = (100, 2000)
+_PRODUCT_NS, _PRODUCT_NS_OF_ROWS = 6, 3
+_SHORT_RING_BYTES = 1 << 10  # a ring of n bytes is slower by 1 KiB / n
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix W [N, K] in 4 bits. A value is (code - zero) * scale.
+
+    `records` [N / 16, K / chunk, ...] int32, as csrc/four_bits.cu describes them; a chunk is 64 columns, or a group if that is
+    larger. `counters` [N / 16] int32: the kernel's, 0 between launches.
+    """
+
+    records: Tensor
+    counters: Tensor
+    k: int
+    group: int
+    has_zeros: bool
+
+    def __len__(self) -> int:
+        return len(self.records) * STRIP
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + self.counters.nbytes
+
+
+def packs(n: int, k: int, group: int) -> bool:
+    """Returns whether a matrix [n, k] with a scale for each `group` columns can be packed."""
+    return group in GROUPS and n % STRIP == 0 and k % _chunk(group) == 0
+
+
+def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Packed:
+    """Brings a matrix into the kernels' order.
+
+    Args:
+        codes: [N, K / 2] uint8, two codes of 0 to 15 a byte; the low half is the column before.
+        scales: [N, G] fp16.
+        zeros: [N, G] uint8 of 0 to 15; None stands for 8.
+    """
+    n, k = len(codes), 2 * codes.shape[1]
+    group = k // scales.shape[1]
+    assert packs(n, k, group), f"[{n}, {k}] in groups of {group}"
+    chunk = _chunk(group)
+    strips, chunks = n // STRIP, k // chunk
+    # Rows are (half of the strip, lane / 4), columns (64 columns, word, half of 16, lane % 4, element).
+    pairs = codes.view(strips, 2, 8, k // 64, 4, 2, 4)  # a byte is both elements
+    pairs = pairs.permute(0, 3, 2, 6, 4, 5, 1)  # [strips, K / 64, 8, 4 lanes, 4 words, half of 16, half of the strip]
+    low, high = pairs & 15, pairs >> 4  # elements 0 and 1
+    words = torch.stack(
+        (low[..., 0] | low[..., 1] << 4, high[..., 0] | high[..., 1] << 4), dim=-2
+    )  # [..., 4 words, e, half of 16]
+    parts = [scales.to(torch.float16).contiguous().view(torch.int16)]
+    if zeros is not None:
+        parts.append(zeros.to(torch.int16))
+    grouped = torch.stack(parts, dim=-1).view(strips, 2, 8, chunks, chunk // group, len(parts))
+    grouped = grouped.permute(0, 3, 2, 4, 5, 1).contiguous().view(torch.uint8)  # [strips, chunks, 8, groups, parts, 2 halves]
+    records = torch.cat((words.reshape(strips, chunks, -1), grouped.view(strips, chunks, -1)), dim=2).view(torch.int32)
+    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, group, zeros is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitsShape:
+    """How blocks and warps divide the work."""
+
+    split: int  # slices of K, one a block
+    across: int  # warps side by side along W's rows
+    deep: int  # warps that share the rows and divide the slice
+    tall: int  # 16-row strips of a warp
+    stages: int  # steps of a warp in flight, less one
+
+    @property
+    def tile(self) -> int:
+        """Strips of a block's tile."""
+        return self.across * self.tall
+
+    def shared_bytes(self, k: int, rows: int, group: int, has_zeros: bool) -> int:
+        chunk = _chunk(group)
+        rings = self.across * self.deep * self.stages * self.tall * _slot_bytes(group, has_zeros)
+        sums = self.across * self.deep * self.tall * (_compiled(rows) // 8) * 512 if self.deep > 1 else 0
+        width = -(-(k // chunk) // self.split) * chunk
+        return rings + 4 * _compiled(rows) * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
+
+
+_ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # `unpack4` reads no part of it
+
+
+def padded(m: int) -> int:
+    """Returns the number of rows to have shared memory for."""
+    return next(rows for rows in _HELD if rows >= m)
+
+
+def _compiled(rows: int) -> int:
+    return max(rows, ROWS[0])
+
+
+def four_bits_shapes(
+    n: int, k: int, rows: int, group: int, has_zeros: bool, sms: int, most_bytes: int
+) -> Iterator[tuple[float, FourBitsShape]]:
+    """Yields the possible shapes for W [n, k], each with the nanoseconds it should take.
+
+    Args:
+        rows: of x, `padded`.
+        most_bytes: of shared memory that a block may have.
+    """
+    chunk = _chunk(group)
+    chunks, strips, record = k // chunk, n // STRIP, _record_bytes(group, has_zeros)
+    for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5)):
+        shape = FourBitsShape(split, _WARPS // deep, deep, tall, stages)
+        if tall * rows > 64 and group == 32:  # the sums of the many groups do not fit into registers
+            continue
+        if (split > 1 and split * deep > chunks) or shape.shared_bytes(k, rows, group, has_zeros) > most_bytes:
+            continue
+        beside = min(-(-strips // shape.tile), max(1, sms // split))
+        turns, steps = -(-strips // (shape.tile * beside)), -(-chunks // split)
+        own = turns * shape.tile * steps * record  # bytes of W that the busiest block reads
+        flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
+        flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * record)
+        values = turns * tall * steps / deep * (chunk / STRIP)  # 16 x 16 of them, that the busiest warp multiplies
+        products = values * (_PRODUCT_NS + _PRODUCT_NS_OF_ROWS * _compiled(rows) / 8)
+        partial = turns * shape.tile * STRIP * _compiled(rows) * 16 if split > 1 else 0  # written and read, and waited for
+        others = (2 * rows * steps * chunk + partial) / _L2_BYTES_PER_NS_SM
+        yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
+
+
+@lru_cache
+def four_bits_shape(n: int, k: int, rows: int, group: int, has_zeros: bool, sms: int, most_bytes: int) -> FourBitsShape:
+    """Returns the fastest of the possible shapes."""
+    return min(four_bits_shapes(n, k, rows, group, has_zeros, sms, most_bytes), key=itemgetter(0))[1]
+
+
+def four_bits(
+    x: Tensor,
+    weight: Packed,
+    shape: FourBitsShape,
+    followed_by: FollowedBy = "nothing",
+    out: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Returns x W^T in x's dtype. With `norm` [K], the weight of an RMSNorm, x is normalised first.
+
+    Args:
+        x: [M, K] bf16 or fp16, M up to MOST_ROWS, rows any multiple of 8 apart.
+        shape: from `four_bits_shape`.
+        followed_by: as in `gemm_hopper`.
+        out: the result's place, or what it is added to. None makes a place. Rows any number of values apart.
+    """
+    m, n = len(x), len(weight)
+    width = n // 2 if followed_by == "swiglu" else n
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
+    rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
+    defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
+    shared = shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros)
+    kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
+    beside = min(tiles, max(1, num_sms(x.device) // shape.split))
+    partial = squares = None
+    compiled = _compiled(rows)
+    if shape.split > 1:
+        partial = torch.empty(shape.split * n * compiled, dtype=torch.float32, device=x.device)
+        squares = torch.empty(beside * shape.split * compiled, dtype=torch.float32, device=x.device)
+    arguments = m, n, weight.k, x.stride(0), y.stride(0), np.float32(eps)
+    kernel((beside, shape.split), x, weight.records, norm, y, partial, squares, weight.counters, *arguments)
+    return y
+
+
+def unpack4(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """Returns W [N, K] in bf16 or fp16, rounded once. On a GPU."""
+    w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
+    chunks = weight.records.shape[1]
+    num = len(weight.records) * chunks
+    defines = four_bits_defines(8, weight.group, weight.has_zeros, _ANY_SHAPE, False, "nothing", dtype)
+    kernel = _kernel("four_bits_unpack", tuple(defines.items()), weight.records.device, 256)
+    kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
+    return w
+
+
+@cache
+def _kernel(
+    entry: str, defines: tuple[tuple[str, int], ...], device: torch.device, threads: int, shared_bytes: int = 0
+) -> Kernel:
+    return Kernel("four_bits", entry, dict(defines), device, threads, shared_bytes)
+
+
+def four_bits_defines(
+    rows: int, group: int, has_zeros: bool, shape: FourBitsShape, norm: bool, followed_by: FollowedBy, dtype: torch.dtype
+) -> dict[str, int]:
+    return {
+        "ROWS": _compiled(rows),
+        "GROUP": group,
+        "ZEROS": int(has_zeros),
+        "SPLIT": shape.split,
+        "ACROSS": shape.across,
+        "DEEP": shape.deep,
+        "TALL": shape.tall,
+        "STAGES": shape.stages,
+        "LEAST_BLOCKS": 2 if shape.tall * _compiled(rows) <= 32 and shape.across * shape.deep == _WARPS else 1,
+        "NORM": int(norm),
+        "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "HALF": half(dtype),
+    }
+
+
+def _chunk(group: int) -> int:
+    """Columns of a record."""
+    return max(64, group)
+
+
+def _record_bytes(group: int, has_zeros: bool) -> int:
+    chunk = _chunk(group)
+    return 8 * chunk + 32 * (chunk // group) * (1 + has_zeros)
+
+
+def _slot_bytes(group: int, has_zeros: bool) -> int:
+    """A record in shared memory, where each lane has its own copy of its scales."""
+    chunk = _chunk(group)
+    return 8 * chunk + 32 * 4 * (chunk // group) * (1 + has_zeros)

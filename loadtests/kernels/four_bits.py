@@ -1,0 +1,104 @@
+"""x W^T for W in 4 bits at the models' shapes, alone and as a chain of layers, beside cuBLAS in bf16 and the time to read W.
+
+python -m loadtests.kernels.four_bits
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import kernels
+from engine.kernels.four_bits import Packed, pack4
+from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.linear4 import unpacked
+from loadtests.kernels.few_rows import NUM_LAYERS, ROTATE_BYTES, random
+from loadtests.kernels.gemm import LAYERS
+from loadtests.kernels.timing import copy_bandwidth, seconds_of
+from loadtests.report import write
+
+ROWS = (1, 8, 16, 32, 64, 128)
+GROUP = 128
+
+
+def packed(n: int, k: int) -> Packed:
+    """Random codes, with scales as of a matrix whose products stay as large as x."""
+    codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
+    scales = (torch.rand(n, k // GROUP, device="cuda") + 0.5) / (5 * k**0.5)
+    return pack4(codes, scales.half())
+
+
+def product(x: Tensor, weight: Packed, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
+    """As a layer has it: x is normalised, or what comes out is added to."""
+    if follows == "residual":
+        return kernels.linear4_add(x, weight, y)
+    return (kernels.linear4_swiglu if follows == "swiglu" else kernels.linear4)(x, weight, norm, 1e-6)
+
+
+def products(bandwidth: float) -> Iterator[dict[str, Any]]:
+    for model, layer in LAYERS.items():
+        for name, n, k, follows in layer:
+            first = packed(n, k)
+            count = -(-ROTATE_BYTES // first.nbytes)
+            weights = [first, *(packed(n, k) for _ in range(count - 1))]
+            wide = [random(n, k) for _ in range(-(-ROTATE_BYTES // (2 * n * k)))]
+            floor = first.records.nbytes / bandwidth
+            for m in ROWS:
+                x, norm, y = random(m, k), random(k), random(m, n)
+                ours = seconds_of(lambda i: product(x, weights[i % count], follows, y, norm))  # noqa: B023
+                theirs = seconds_of(lambda i: torch.mm(x, wide[i % len(wide)].t()))  # noqa: B023
+                yield {
+                    "model": model,
+                    "rows": m,
+                    "product": name,
+                    "cuBLAS in bf16, the product alone us": 1e6 * theirs,
+                    "ours, with what lies around it us": 1e6 * ours,
+                    "floor us": 1e6 * floor,
+                    "floor / ours": floor / ours,
+                }
+            written = seconds_of(lambda i: unpacked(weights[i % count], torch.bfloat16))  # noqa: B023
+            moved = first.records.nbytes + 2 * n * k
+            yield {
+                "model": model,
+                "product": f"{name}, written out in bf16",
+                "ours, with what lies around it us": 1e6 * written,
+                "floor us": 1e6 * moved / bandwidth,
+                "floor / ours": moved / bandwidth / written,
+            }
+
+
+def chains(bandwidth: float) -> Iterator[dict[str, Any]]:
+    """All the products of a forward pass, each waiting for the one before it."""
+    for model, layer in LAYERS.items():
+        weights = [[packed(n, k) for _, n, k, _ in layer] for _ in range(NUM_LAYERS[model])]
+        width, mixed = layer[0][2], layer[1][2]
+        floor = sum(w.records.nbytes for its in weights for w in its) / bandwidth
+        for m in ROWS:
+            hidden, norm = random(m, width), torch.ones(width, device="cuda", dtype=torch.bfloat16)
+
+            def run(_: int) -> None:
+                for qkv, out, gate_up, down in weights:  # noqa: B023
+                    x = product(hidden, qkv, "nothing", hidden, norm)  # noqa: B023
+                    product(x[:, :mixed], out, "residual", hidden, norm)  # noqa: B023
+                    x = product(hidden, gate_up, "swiglu", hidden, norm)  # noqa: B023
+                    product(x, down, "residual", hidden, norm)  # noqa: B023
+
+            seconds = seconds_of(run)
+            yield {"model": model, "rows": m, "ours ms": 1e3 * seconds, "floor ms": 1e3 * floor, "floor / ours": floor / seconds}
+
+
+@torch.inference_mode()
+def main() -> None:
+    bandwidth = copy_bandwidth()
+    tables = {"x W^T": list(products(bandwidth)), "Four products a layer, all layers": list(chains(bandwidth))}
+    notes = [
+        f"groups of {GROUP}; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
+        f"floor: W's codes and scales at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
+        "20 calls to a CUDA graph, over weights that take turns; a chain is one call",
+    ]
+    write("kernels_four_bits", "python -m loadtests.kernels.four_bits", tables, notes)
+
+
+if __name__ == "__main__":
+    main()

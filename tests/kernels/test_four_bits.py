@@ -1,0 +1,155 @@
+"""x W^T for W in 4 bits, with what lies around it, against fp64 of the values that the 4 bits stand for."""
+
+import pytest
+import torch
+from closeness import assert_as_close_as_torch
+from helpers import DEVICE, DTYPES, EPS, poisoned, rms_norm_exact
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels import reference
+from engine.kernels.four_bits import FourBitsShape, Packed, four_bits, four_bits_shape, pack4, padded, unpack4
+from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.launch import num_sms, shared_bytes_of
+from engine.kernels.linear import interleaved
+from engine.model.quantized.layout import FourBits
+from engine.model.quantized.layout import four_bits as in_bytes
+
+pytestmark = pytest.mark.gpu
+
+MANY = FourBitsShape(1, 8, 1, 1, 2), FourBitsShape(1, 1, 8, 2, 3), FourBitsShape(3, 4, 2, 1, 4), FourBitsShape(5, 2, 4, 2, 2)
+# Of W: one strip, no multiple of a tile, many turns; and models'.
+SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 4096)]
+groups = pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (64, False), (32, False), (32, True)])
+
+
+def matrix(n: int, k: int, group: int, has_zeros: bool) -> tuple[Packed, Tensor]:
+    """W in 4 bits, and its values in fp64."""
+    torch.manual_seed(n + k + group)
+    codes = torch.randint(0, 16, (n, k), device=DEVICE, dtype=torch.uint8)
+    scales = ((torch.rand(n, k // group, device=DEVICE) + 0.1) / k**0.5).half()
+    zeros = torch.randint(4, 12, scales.shape, device=DEVICE, dtype=torch.uint8) if has_zeros else None
+    found = in_bytes(codes, scales, zeros)
+    return pack4(found.codes, found.scales, found.zeros), FourBits(found.codes, scales, zeros).dequantized(torch.float64)
+
+
+def shape_of(weight: Packed, m: int) -> FourBitsShape:
+    limits = num_sms(DEVICE), shared_bytes_of(DEVICE)
+    return four_bits_shape(len(weight), weight.k, padded(m), weight.group, weight.has_zeros, *limits)
+
+
+def check(m: int, weight: Packed, w: Tensor, shape: FourBitsShape, dtype: torch.dtype, follows: FollowedBy, normed: bool) -> None:
+    (n, k) = w.shape
+    torch.manual_seed(m)
+    x, residual = (3 * torch.randn(m, k, device=DEVICE)).to(dtype), torch.randn(m, n, device=DEVICE).to(dtype)
+    norm = (1 + torch.randn(k, device=DEVICE) / 4).to(dtype)
+
+    def expected(x: Tensor, w: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+        if normed:
+            x = reference.rms_norm(x, norm, EPS) if x.dtype == dtype else rms_norm_exact(x, norm)
+        y = F.linear(x, w)
+        return y + residual if follows == "residual" else reference.swiglu(y, interleaved=True) if follows == "swiglu" else y
+
+    low, exact = expected(x, w.to(dtype), residual, norm), expected(*(each.double() for each in (x, w, residual, norm)))
+    with poisoned():
+        y = four_bits(x, weight, shape, follows, residual if follows == "residual" else None, norm if normed else None, EPS)
+    assert_as_close_as_torch(y, low, exact)
+    assert not weight.counters.any(), "the next launch needs zeros"
+
+
+@groups
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unpacked(n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype) -> None:
+    weight, w = matrix(n, k, group, has_zeros)
+    with poisoned():
+        found = unpack4(weight, dtype)
+    assert torch.equal(found, w.float().to(dtype))
+
+
+@groups
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups(group: int, has_zeros: bool, dtype: torch.dtype) -> None:
+    weight, w = matrix(112, 384, group, has_zeros)
+    for m in (1, 16, 64):
+        check(m, weight, w, shape_of(weight, m), dtype, "nothing", False)
+
+
+@pytest.mark.parametrize(("n", "k"), SIZES)
+def test_rows(n: int, k: int) -> None:
+    weight, w = matrix(n, k, 128, False)
+    for m in (1, 7, 8, 9, 16, 17, 32, 33, 63, 64):
+        check(m, weight, w, shape_of(weight, m), torch.bfloat16, "nothing", False)
+
+
+@pytest.mark.parametrize("shape", MANY)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("follows", ["nothing", "residual", "swiglu"])
+def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShape) -> None:
+    for n, k in SIZES:
+        weight, w = matrix(n, k, 128, False)
+        for m in (1, 13):
+            check(m, weight, w, shape, torch.bfloat16, follows, normed)
+
+
+def test_slices_are_added_in_their_order() -> None:
+    """Whichever block is last: the same rows give the same bits."""
+    weight, _ = matrix(4096, 4096, 128, False)
+    x = torch.randn(16, 4096, device=DEVICE).bfloat16()
+    shape = FourBitsShape(8, 8, 1, 2, 3)
+    first = four_bits(x, weight, shape)
+    assert all(torch.equal(four_bits(x, weight, shape), first) for _ in range(50))
+
+
+def test_one_after_the_other_in_a_graph() -> None:
+    """Each begins while the one before it runs, and still reads what that one wrote."""
+    width, layers = 1024, 24
+    x, norm = torch.randn(16, width, device=DEVICE).bfloat16(), torch.ones(width, device=DEVICE).bfloat16()
+    weights = [matrix(width, width, 64, False)[0] for _ in range(layers)]
+    shape = FourBitsShape(2, 2, 4, 2, 4)
+
+    def run(x: Tensor) -> Tensor:
+        for weight in weights:
+            x = four_bits(x, weight, shape, norm=norm)
+        return x
+
+    exact = x
+    for weight in weights:  # one at a time
+        exact = four_bits(exact, weight, shape, norm=norm)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(x)
+    for _ in range(20):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, exact)
+
+
+def test_wide_rows_of_x() -> None:
+    """x may be a part of wider rows, the residual too."""
+    m, n, k = 16, 256, 512
+    weight, _ = matrix(n, k, 64, False)
+    x, residual = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(m, n, device=DEVICE).bfloat16()
+    wide = torch.full((m, 2 * k), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    wide[:, :k] = x
+    sums = torch.zeros(m, 2 * n, device=DEVICE, dtype=torch.bfloat16)
+    sums[:, :n] = residual
+    shape = FourBitsShape(2, 4, 2, 1, 3)
+    four_bits(wide[:, :k], weight, shape, "residual", sums[:, :n])
+    assert torch.equal(sums[:, :n], four_bits(x, weight, shape, "residual", residual))
+    assert not sums[:, n:].any()
+
+
+@pytest.mark.parametrize("follows", ["nothing", "swiglu"])
+def test_rows_of_gate_and_up(follows: FollowedBy) -> None:
+    """Rows are interleaved before they are packed."""
+    codes = torch.randint(0, 16, (512, 256), device=DEVICE, dtype=torch.uint8)
+    scales = torch.rand(512, 2, device=DEVICE).half() / 16
+    plain, turned = in_bytes(codes, scales), in_bytes(interleaved(codes), interleaved(scales))
+    x = torch.randn(4, 256, device=DEVICE).bfloat16()
+    shape = FourBitsShape(1, 8, 1, 1, 2)
+    gate_up = four_bits(x, pack4(plain.codes, plain.scales), shape)
+    found = four_bits(x, pack4(turned.codes, turned.scales), shape, follows)
+    expected = reference.swiglu(gate_up) if follows == "swiglu" else interleaved(gate_up.t()).t()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,203 @@
+"""Matrices that stay in 4 bits: the same model as dequantised, and how close `--dtype int4` comes."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tiny_generators import prompts
+from tiny_quantized import FORMS, change_config, quantize
+
+from engine import Engine, ModelError, devices, load
+from engine.hub import EMBEDDED_GENERATOR, EMBEDDED_MODEL
+from engine.kernels.four_bits import Packed
+from engine.model import footprint
+from engine.model.folder import load_model_config
+from engine.model.layers.linear import Linear4
+from engine.model.quantized.four_bits import GROUP, joined, kept_groups, packed, to_four_bits, why_not
+from engine.options import SamplingOptions
+
+Tiny = Callable[..., Path]
+IDS = prompts((3, 40, 17, 90, 200))
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "max_position_embeddings": 512}
+SCORED = SamplingOptions(max_tokens=8, temperature=0.0, logprobs=0, prompt_logprobs=0)
+STAYS = ("awq 64", "gptq v1", "gptq v2", "ct int4 64", "ct int4 64 asymmetric", "ct int4 32 asymmetric")
+
+
+def generator(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm") -> Path:
+    folder, _ = quantize(tiny(kind, **SHAPE), FORMS[name], at)
+    (folder / "1_Pooling" / "config.json").unlink()
+    (folder / "1_Pooling").rmdir()
+    change_config(folder, {"eos_token_id": None})
+    return Path(folder)
+
+
+def log_probs(engine: Engine) -> NDArray[np.float64]:
+    """Of the tokens of all prompts and answers."""
+    answers = engine.generate(IDS, SCORED)
+    tokens = [token for answer in answers for token in (*(answer.prompt_tokens or ())[1:], *answer.tokens)]
+    return np.array([token.logprob for token in tokens], dtype=np.float64)
+
+
+def matrices(engine: Engine) -> list[Any]:
+    """The linear layers of a decoder."""
+    model: Any = engine.network.model
+    gated = [getattr(layer, "swiglu", None) or layer.up for layer in model.layers]
+    found = [each for layer in model.layers for each in (layer.attend.qkv, layer.attend.out, layer.down)]
+    return [*found, *(each.gate_up for each in gated)]
+
+
+def keep_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps matrices in 4 bits in this test. Plain torch computes with them, in fp32."""
+    monkeypatch.setattr(load, "has_four_bits", lambda device: True)
+    monkeypatch.setattr(footprint, "keeps_four_bits", lambda config, dtype: True)
+
+
+def four_bit_layers(engine: Engine) -> int:
+    return sum(isinstance(each, Linear4) for each in matrices(engine))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm"])
+@pytest.mark.parametrize("name", STAYS)
+def test_the_same_model_as_dequantised(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, kind: str
+) -> None:
+    folder = generator(tiny, name, tmp_path, kind)
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert four_bit_layers(engine) == 8
+    assert f"{folder}: 14 matrices stay in 4 bits, none is dequantised" in caplog.text
+    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-3)  # scales in float16
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gptq desc_act", "columns in another order"), ("ct int8", "another layout")])
+def test_what_cannot_stay_is_dequantised_and_said(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, reason: str
+) -> None:
+    folder = generator(tiny, name, tmp_path)
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert four_bit_layers(engine) == 0
+    assert f"0 matrices stay in 4 bits, 14 with {reason}" in caplog.text
+    np.testing.assert_allclose(log_probs(engine), expected, atol=1e-5)
+
+
+def test_an_embedding_model_and_a_cpu_dequantise(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = quantize(tiny("qwen3_lm", **SHAPE), FORMS["awq 64"], tmp_path)
+    config = load_model_config(folder)
+    assert not footprint.keeps_four_bits(config, torch.bfloat16)
+    assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=True) == 0
+    config = load_model_config(generator(tiny, "awq 64", tmp_path / "generator"))
+    assert footprint.keeps_four_bits(config, torch.bfloat16)
+    assert not footprint.keeps_four_bits(config, torch.float8_e4m3fn)
+    assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("awq 64", 4.5), ("ct int4 64", 4.25), ("ct int4 32 asymmetric", 5), ("gptq v1", 4.25)]
+)
+def test_the_footprint_counts_what_is_there(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: float
+) -> None:
+    """At most the estimate, which counts zeros that a checkpoint may not need."""
+    folder = generator(tiny, name, tmp_path)
+    config = load_model_config(folder)
+    values = footprint._shapes(config).num_quantized
+    saved = footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
+    counted = 2 * values - saved
+    keep_on_a_cpu(monkeypatch)
+    weights = [each.weight for each in matrices(Engine.load(folder, dtype="float32", device="cpu"))]
+    assert all(isinstance(weight, Packed) for weight in weights)
+    there = sum(weight.records.nbytes for weight in weights)
+    assert 0.85 * counted <= there <= counted
+    assert kept_groups(config.quantization) is not None
+    assert there * 8 <= bits * values * 1.07
+
+
+def test_rounding_takes_the_best_scale_of_a_few() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 256, generator=generator)
+    weight[0, :64] = 0
+    weight[1, 0] = -9
+    found = to_four_bits(weight)
+    assert why_not(found) is None
+    values = found.dequantized(torch.float32)
+    assert not values[0, :64].any()
+    error = (values - weight).square().view(32, -1, GROUP).mean(2)
+    plain_scale = weight.view(32, -1, GROUP).abs().amax(2, keepdim=True) / 7
+    plain = (weight.view(32, -1, GROUP) / plain_scale.clamp(min=1e-9)).round() * plain_scale
+    theirs = (plain - weight.view(32, -1, GROUP)).square().mean(2)
+    assert error.mean() < 0.9 * theirs.mean()
+    assert (error <= theirs * 1.3 + 1e-6).all()
+    with pytest.raises(ModelError, match=r"a matrix of 24 x 96 cannot be in 4 bits"):
+        to_four_bits(torch.randn(24, 96))
+
+
+def test_parts_with_and_without_zeros_are_joined() -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [to_four_bits(torch.randn(16, 128, generator=generator)) for _ in range(2)]
+    parts[1] = type(parts[1])(parts[1].codes, parts[1].scales, torch.full_like(parts[1].scales, 7, dtype=torch.uint8))
+    whole = joined(parts)
+    assert whole is not None
+    assert torch.equal(whole.dequantized(torch.float32), torch.cat([each.dequantized(torch.float32) for each in parts]))
+    assert packed(whole).has_zeros
+    assert not packed(parts[0]).has_zeros
+    coarse = type(whole)(whole.codes, whole.scales[:, :1])
+    assert joined([whole, coarse]) is None
+
+
+TEXT = """The giant panda lives on bamboo, twenty kilograms of it a day. Bears sleep in winter; pandas do not, because bamboo
+has too little fat for it. In spring they climb to higher valleys, where the new shoots are, and in autumn they come down
+again. A cub weighs a hundred grams when it is born, and is blind for six weeks. Its mother carries it in her paws, and does
+not eat for days."""
+
+
+def test_a_real_models_text_costs_little_more_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M, rounded from values that were in 4.5 bits before: nats a token of a text."""
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # on a CPU too, for this test
+
+    def nats(dtype: Any) -> float:
+        engine = Engine.load(EMBEDDED_GENERATOR, dtype=dtype, device="cpu")
+        assert engine.prompts is not None
+        scored = SamplingOptions(max_tokens=0, prompt_logprobs=0)
+        (answer,) = engine.generate([engine.prompts.encode(TEXT)], scored)
+        return -float(np.mean([token.logprob or 0.0 for token in (answer.prompt_tokens or ())[1:]]))
+
+    exact, rounded = nats("float32"), nats("int4")
+    assert exact < rounded < exact + 0.25
+
+
+def test_a_real_models_vectors_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    texts = TEXT.split(". ")
+    exact, found = (Engine.load(EMBEDDED_MODEL, dtype=dtype, device="cpu").embed(texts) for dtype in ("float32", "int4"))
+    assert 0.97 < (exact * found).sum(axis=1).mean() < 0.9999
+
+
+def test_a_cpu_refuses_int4() -> None:
+    with pytest.raises(ModelError, match=r"int4 needs a GPU of compute capability 8\.0 or more, this is a CPU"):
+        Engine.load(EMBEDDED_MODEL, dtype="int4", device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*STAYS, "int4"])
+def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Steps of a few streams and prompts of many rows: as close to fp32 as the dequantised model in bf16."""
+    folder = generator(tiny, "awq 64" if name == "int4" else name, tmp_path)
+    dtype: Any = "int4" if name == "int4" else "bfloat16"
+    exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    kept = Engine.load(folder, dtype=dtype, device="cuda")
+    assert four_bit_layers(kept) == 8
+    monkeypatch.setattr(load, "has_four_bits", lambda device: False)
+    plain = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert four_bit_layers(plain) == 0
+    error, theirs = (np.abs(log_probs(each) - exact).mean() for each in (kept, plain))
+    assert error <= 1.5 * theirs + 1e-3

@@ -1,0 +1,75 @@
+"""Matrices in 4 bits in the kernels' order: read back by index arithmetic, they are what they were."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from engine.kernels import reference
+from engine.kernels.four_bits import GROUPS, Packed, four_bits_shape, four_bits_shapes, pack4, packs
+from engine.model.quantized.layout import FourBits, four_bits
+
+CASES = [*product(GROUPS, (False, True))]
+
+
+def random_matrix(n: int, k: int, group: int, has_zeros: bool) -> FourBits:
+    """Any code, scale and zero in each place."""
+    generator = torch.Generator().manual_seed(n + k + group)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(n, k // group, generator=generator) + 0.01).to(torch.float16)
+    zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8) if has_zeros else None
+    return four_bits(codes, scales, zeros)
+
+
+def packed(matrix: FourBits) -> Packed:
+    return pack4(matrix.codes, matrix.scales, matrix.zeros)
+
+
+@pytest.mark.parametrize(("group", "has_zeros"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 256)])
+def test_every_value_comes_back(n: int, k: int, group: int, has_zeros: bool) -> None:
+    matrix = random_matrix(n, k, group, has_zeros)
+    weight = packed(matrix)
+    assert (len(weight), weight.k, weight.group, weight.has_zeros) == (n, k, group, has_zeros)
+    found = reference.unpack4(weight.records, group, has_zeros, torch.float32)
+    assert torch.equal(found, matrix.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize(("group", "has_zeros"), CASES)
+def test_no_bit_is_without_a_meaning(group: int, has_zeros: bool) -> None:
+    """Records hold codes, scales and zeros, and nothing else: each byte that changes changes the matrix."""
+    matrix = random_matrix(16, 128, group, has_zeros)
+    weight = packed(matrix)
+    before = matrix.dequantized(torch.float32)
+    whole = weight.records.view(torch.uint8).flatten()
+    expected = 16 * 128 // 2 + 16 * (128 // group) * (4 if has_zeros else 2)
+    assert len(whole) == expected
+    for place in range(len(whole)):
+        whole[place] ^= 0x11
+        assert not torch.equal(reference.unpack4(weight.records, group, has_zeros, torch.float32), before)
+        whole[place] ^= 0x11
+
+
+def test_what_cannot_be_packed() -> None:
+    assert packs(16, 128, 128)
+    assert packs(16, 192, 64)
+    assert not packs(24, 128, 128), "rows are taken sixteen at a time"
+    assert not packs(16, 192, 128)
+    assert not packs(16, 96, 32), "columns are taken 64 at a time"
+    assert not packs(16, 128, 16)
+    assert not packs(16, 4096, 4096)
+
+
+SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048), (1024, 3072), (576, 576), (960, 576), (16, 64)]
+
+
+@pytest.mark.parametrize("least", [99 << 10, 227 << 10])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("rows", [8, 16, 32, 64])
+def test_every_matrix_has_a_shape(n: int, k: int, rows: int, least: int) -> None:
+    """It fits into the shared memory, and the fastest of the possible shapes is taken."""
+    for group, has_zeros in ((64, True), (32, False)):
+        shape = four_bits_shape(n, k, rows, group, has_zeros, 132, least)
+        assert shape.shared_bytes(k, rows, group, has_zeros) <= least
+        times = {each: seconds for seconds, each in four_bits_shapes(n, k, rows, group, has_zeros, 132, least)}
+        assert times[shape] == min(times.values())
