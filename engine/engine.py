@@ -145,7 +145,7 @@ class Engine:
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
-            speculate: verify several tokens of an answer in one pass, where the text before foretells them (docs/decisions/046).
+            speculate: verify several tokens of an answer in one pass, where the text before foretells them (docs/decisions/049).
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.

@@ -1,7 +1,7 @@
 """Proposes the next tokens of an answer: those that followed where the sequence had the same last tokens before.
 
 Answers that edit or quote their prompt, or repeat themselves, are predicted without a second model. A pass then verifies
-several tokens (docs/decisions/046).
+several tokens (docs/decisions/049).
 """
 
 import numpy as np
