@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from engine.devices import LEAST_CAPABILITY
+from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
@@ -133,7 +133,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for bias, residual in ((False, 0), (True, 0), (False, 1), (True, 1)):
             label = f"C {width}, Layer{', bias' * bias}{', residual' * residual}"
             yield Variant("norm", label, norm_defines(width, dtype, layer=True, bias=bias, residual=residual))
-    for kind in (each for each, least in LEAST_CAPABILITY.items() if capability >= least):
+    for kind in (each for each, least in LEAST_CAPABILITY.items() if is_8_bits(each) and capability >= least):
         for width in (384, 1024, 4096):
             yield _quantize(width, dtype, kind, norm=True)
             yield _quantize(width, dtype, kind, norm=True, pending=True)

@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
-from engine.devices import LEAST_CAPABILITY
+from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.draws import Row, uniform
 from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
+from engine.kernels.linear4 import unpacked
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
+from engine.model.quantized.four_bits import packed, to_four_bits
 from engine.options import SamplingOptions
 
 _EPS = 1e-6  # of norms
@@ -96,7 +98,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from product_cases(make)
     for dtype, least in LEAST_CAPABILITY.items():
         if capability >= least:
-            yield from cases_in_8_bits(make, dtype)
+            yield from cases_in_8_bits(make, dtype) if is_8_bits(dtype) else cases_in_4_bits(make)
     if capability >= (8, 0):
         yield from attention_cases(make, capability)
         yield from paged_cases(make, capability)
@@ -234,6 +236,17 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
         yield Case("linear8_swiglu", f"{name} {rows} x 1024 x 6144", partial(_linear8_swiglu, make, dtype, rows, 3072, 1024))
 
 
+def cases_in_4_bits(make: Maker) -> Iterator[Case]:
+    """Up to 64 rows read the 4 bits. For more of them W is written out first."""
+    for rows in (1, 16, 64, 300):
+        for name, ours, plain, operands, n, k in (
+            ("linear4", kernels.linear4, reference.linear, _normed_operands, 4096, 1024),
+            ("linear4_add", kernels.linear4_add, _linear_add, _operands, 1024, 3072),
+            ("linear4_swiglu", kernels.linear4_swiglu, _linear_swiglu, _normed_operands, 6144, 1024),
+        ):
+            yield Case(name, f"{rows} x {k} x {n}", partial(_linear4, make, ours, plain, partial(operands, rows=rows, n=n, k=k)))
+
+
 def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
     for head_dim in HEAD_DIMS:
         for label, shape in _shapes(head_dim, capability):
@@ -332,6 +345,17 @@ def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) 
         exact = (exact.view(rows, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
     allowed = float(exact.abs().max()) * (1 / 127 if dtype == torch.int8 else 1 / 32)
     return Results(_wide(kernels.linear8_swiglu(x, weight)), exact + allowed, exact)
+
+
+def _linear4(make: Maker, ours: Callable[..., Any], plain: Callable[..., Any], operands: Callable[[Maker], Any]) -> Results:
+    """Plain torch multiplies with the values that the 4 bits stand for."""
+    make.reset()
+    x, weight, *others = operands(make)
+    kept = packed(to_four_bits(weight))
+    values = unpacked(kept, torch.float32)
+    low = plain(x, values.to(make.dtype), *others)
+    exact = plain(x.float(), values, *(_copy(each, wide=True) for each in others))
+    return Results(ours(x, kept, *others), low, exact)
 
 
 def _operands_in_8_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> tuple[Quantized, Quantized]:

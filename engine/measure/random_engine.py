@@ -11,10 +11,11 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.heads.language import LanguageHead
 from engine.heads.pool import Pool
-from engine.kernels import MaybeQuantized
+from engine.kernels import Weight
 from engine.load import assemble, choose
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
+from engine.model.quantized.layout import FourBits
 from engine.run import reserve
 from engine.run.fits import check_generator_fits
 from engine.text.prompts import Prompts
@@ -48,7 +49,11 @@ class RandomWeights:
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
 
-    def to_layer_dtype(self, weight: Tensor) -> MaybeQuantized:
+    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
+        return self.take(names[0], sum(rows), columns)
+
+    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
+        assert isinstance(weight, Tensor), "it gives no others"
         return weight
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.devices import LEAST_CAPABILITY
+from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.kernels.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
@@ -20,7 +20,8 @@ DTYPES = [torch.bfloat16, torch.float16]
 EIGHT_BITS = [
     dtype
     for dtype, needed in LEAST_CAPABILITY.items()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed
+    if is_8_bits(dtype)
+    if is_8_bits(dtype) and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed)
 ]
 EPS = 1e-6  # of norms
 _HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -143,7 +143,7 @@ def test_an_answer_ends_at_a_stop_token_from_the_least_number_of_tokens_on(gener
 
 
 def test_a_stream_that_is_not_finite_fails_alone(generator: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(generator("llama_lm"))
+    engine = load(generator("llama_lm"), speculate=False)  # one row of a pass for each stream
     expected = [ids(answer.tokens) for answer in engine.generate(prompts([3, 4]), GREEDY)]
     head = engine.network.language_head
     assert head is not None

@@ -19,6 +19,7 @@ def cases() -> list[Case]:
     found = [*kernel_checks.elementwise_cases(make), *kernel_checks.product_cases(make)]
     for dtype in (torch.float8_e4m3fn, torch.int8):
         found += kernel_checks.cases_in_8_bits(make, dtype)
+    found += kernel_checks.cases_in_4_bits(make)
     found += kernel_checks.paged_cases(make, (9, 0))
     return [case for case in found if not case.shape.startswith("4096 x")]
 
@@ -34,7 +35,7 @@ def test_plain_torch_passes(case: Case) -> None:
 def test_every_operation_has_a_case() -> None:
     make = Maker(CPU, torch.bfloat16)
     found = {case.kernel for case in (*cases(), *kernel_checks.attention_cases(make, (9, 0)))} | {"sample"}
-    helpers = {"MaybeQuantized", "Quantized", "choices_of", "interleaved", "quantize_weight"}
+    helpers = {"MaybeQuantized", "Quantized", "choices_of", "interleaved", "quantize_weight", "Packed", "Weight"}
     assert set(kernels.__all__) - helpers <= found
 
 
