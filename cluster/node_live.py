@@ -21,7 +21,7 @@ from cluster.node_token import client_environment
 from cluster.nodes import Node
 
 # The first question to a node starts a Python process there and imports torch. Two nodes that share two cores need 6 s.
-ANSWER_TIMEOUT_S = 15.0
+ANSWER_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from serve_app.gateway.models import PooledModel
 
 # The fields of a spec whose change gives other vectors, which do not belong into one index with the vectors before.
-_VECTORS = ("model", "revision", "pooling", "default_prompt", "default_prompt_name")
+_VECTORS = ("model", "revision", "dtype", "pooling", "default_prompt", "default_prompt_name")
 
 
 class Versions:

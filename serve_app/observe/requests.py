@@ -34,9 +34,8 @@ _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}
 class Record:
     """The figures of one request. `begin` makes it if somebody wants them."""
 
-    def __init__(self) -> None:
-        self.start = perf_counter()
-        self.span: Span | None = None
+    def __init__(self, start: float, span: "Span | None") -> None:
+        self.start, self.span = start, span
         self.route = self.model = self.key = ""
         self.tokens_in = self.tokens_out = 0
         self.queue_s = 0.0
@@ -80,12 +79,13 @@ def begin(method: str, headers: Iterable[tuple[bytes, bytes]], is_logged: bool) 
         is_logged: whether the access log is on.
     Returns: a record for `end`. None if neither the access log nor a trace wants the figures.
     """
-    found = Record() if is_logged or traces.are_on() else None
-    if found is not None:
+    start, span = perf_counter(), None
+    if traces.are_on():
         headers = list(headers)
-        found.span = traces.begin(method, headers, found.start)
+        span = traces.begin(method, headers, start)
+    found = Record(start, span) if is_logged or span is not None else None
     record.set(found)
-    request_tags.set((RequestTag(_id_of(headers), "" if found is None else traces.traceparent(found.span)),))
+    request_tags.set((RequestTag(_id_of(headers), traces.traceparent(span)),))
     return found
 
 

@@ -190,19 +190,23 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _said(*arguments: str) -> Any:
-    """The JSON that `emberforge ...` prints. On a busy machine a node's first process starts later than the command waits for."""
-    for _ in range(4):
-        done = _typed(*arguments)
-        if "no answer within" not in done.stderr:
-            break
+    """The JSON that `emberforge ...` prints."""
+    done = _typed(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def _typed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`emberforge ...` in a process of its own: Ray reads its token once in each."""
+    """`emberforge ...` in a process of its own: Ray reads its token once in each.
+
+    On a busy machine a node's first process starts later than the command waits for. Then the command is typed again.
+    """
     code = "from serve_app.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        if "no answer within" not in done.stderr:
+            break
+    return done
 
 
 def _command(process: psutil.Process) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -103,25 +104,27 @@ def ready(made: PooledModels) -> None:
 
 def chosen(made: PooledModels, units: int = 500) -> Counter[str]:
     """The pools that requests with ids of their own get."""
-    found = Counter[str]()
-    for number in range(units):
+
+    def pool_of(number: int) -> str:
         request_tags.set((RequestTag(f"request-{number}"),))
         first = made.get("m")
         assert made.get(None) is first  # a request asks several times
-        found[first.pools[0].ref.name] += 1
-    return found
+        return first.pools[0].ref.name
+
+    return Counter(copy_context().run(pool_of, number) for number in range(units))
 
 
 def test_a_tenth_of_the_requests_get_the_new_version_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = models(monkeypatch, dtype="bfloat16")
+    made = models(monkeypatch, max_batch_tokens=512)
     assert chosen(made) == {"old": 500}
     ready(made)
     assert 25 < chosen(made)["new"] < 75
     assert [pool["name"] for pool in made.overview()[0]["pools"]] == ["old", "new"]
 
 
-def test_vectors_of_two_versions_never_mix_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = models(monkeypatch, default_prompt="query: ")
+@pytest.mark.parametrize("new", [{"default_prompt": "query: "}, {"dtype": "bfloat16"}])
+def test_vectors_of_two_versions_never_mix_for_a_key(new: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = models(monkeypatch, **new)
     ready(made)
     assert chosen(made) == {"old": 500}  # without a key
     found = Counter[str]()
@@ -138,7 +141,7 @@ def test_vectors_of_two_versions_never_mix_for_a_key(monkeypatch: pytest.MonkeyP
 
 
 def test_a_gateway_counts_and_tells_how_requests_to_both_versions_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = models(monkeypatch, dtype="bfloat16")
+    made = models(monkeypatch, max_batch_tokens=512)
     old, new = made._all
     errors: list[Exception | None] = [None, BackendError("broken"), InvalidInput("too long"), OSError("unforeseen")]
 
