@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
-.PHONY: serve chat test test-clients test-lm-eval test-redis lint check test-gpu bench bench-gpu docs docs-pages proto clean
+.PHONY: serve chat test test-clients test-lm-eval test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -26,9 +26,9 @@ test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_lm_eval.py $(ARGS)
 
-# A head that dies and comes back with a real Redis. It needs the program redis-server.
-test-redis: $(VENV)/.installed-test
-	EMBERFORGE_TEST_REDIS=1 $(BIN)/python -m pytest tests/cluster/test_node_command.py -k redis $(ARGS)
+# What takes minutes: a head that dies and comes back with a real Redis (program redis-server), a pipeline that is planned and applied.
+test-nodes: $(VENV)/.installed-test
+	EMBERFORGE_TEST_NODES=1 $(BIN)/python -m pytest tests/cluster/test_node_command.py tests/cluster/test_pipeline_deploy.py -k "redis or stages" $(ARGS)
 
 # What CI runs besides the tests.
 lint: $(VENV)/.installed-test

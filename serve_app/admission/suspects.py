@@ -135,7 +135,10 @@ class Suspects:
         Raises: Quarantined.
         """
         if mark not in self._deaths:
-            return await work()
+            result = await work()
+            if mark in self._deaths and (is_proven is None or is_proven()):  # an equal request was lost meanwhile
+                self.clear(mark)
+            return result
         self.check(mark)
         async with self._alone:
             self.check(mark)  # it may have died in another request meanwhile

@@ -47,6 +47,7 @@ class InFlight:
         self._journal = Journal(journal_file(folder, replica))
         self._others = OtherJournals(folder, replica)
         self._left: deque[tuple[float, Sequence[int]]] = deque()  # until when, and the slots of requests whose clients have left
+        self._answered = deque[int]()  # suspects with an answer, to be cleared on the event loop
         self._looked_at = -_LOOK_EVERY_S
 
     @classmethod
@@ -68,6 +69,8 @@ class InFlight:
         if now - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = now
             self._others.look()
+        while self._answered:
+            self.suspects.clear(self._answered.popleft())
         while self._left and self._left[0][0] < now:
             self._journal.leave(self._left.popleft()[1])
         if deaths := self._others.deaths():
@@ -82,11 +85,17 @@ class InFlight:
     def enter(self, mark: int) -> Callable[[BaseException | None], None]:
         """Writes a request down. Returns a callback for its end, which takes the request's error."""
         slots = self._journal.enter([mark])
-        return lambda error: self._leave(slots, error)
+
+        def leave(error: BaseException | None) -> None:
+            self._leave(slots, error)
+            if error is None and mark in self.suspects:
+                self._answered.append(mark)
+
+        return leave
 
     @contextmanager
     def written(self, marks: Sequence[int]) -> Iterator["Entry"]:
-        """The requests are in the journal for as long as the context lasts."""
+        """The requests are in the journal while the context lasts. An answer clears those that became suspects meanwhile."""
         slots, entry = self._journal.enter(marks), Entry()
         try:
             yield entry
@@ -95,6 +104,9 @@ class InFlight:
             raise
         finally:
             self._leave(slots, entry.error)
+        if entry.error is None:
+            for mark in marks:
+                self.suspects.clear(mark)
 
     def _leave(self, slots: Sequence[int], error: BaseException | None) -> None:
         """A lost device ends the replica a little later, and a request whose client has left may still be in a pass."""

@@ -104,7 +104,7 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
     assert not (folder / "ray" / "ray_current_cluster").exists()
 
 
-@pytest.mark.skipif("EMBERFORGE_TEST_REDIS" not in os.environ, reason="takes more than a minute: make test-redis")
+@pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes more than a minute: make test-nodes")
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs the program redis-server")
 def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at once, as by a crash. An actor on the other node keeps what it has in memory."""

@@ -32,6 +32,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(short)
 
 
+@pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes more than a minute: make test-nodes")
 def test_two_stages_are_planned_applied_and_streamed(folder: Path) -> None:
     port = free_port()
     chat = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": 512, "streams": 2, "pipeline": 2}

@@ -138,6 +138,37 @@ def test_an_answer_clears_a_suspect_for_good() -> None:
     assert suspects.deaths == [Death(7, "b", 1000.0)]
 
 
+def test_an_answer_clears_a_request_that_became_a_suspect_while_it_ran() -> None:
+    """Equal requests were at two replicas. One of the replicas dies, and the other one answers."""
+
+    async def scenario() -> None:
+        suspects, in_flight = Suspects(), InFlight(None, "b")
+        go = asyncio.Event()
+
+        async def work() -> None:
+            await go.wait()
+
+        async def alone() -> None:
+            with in_flight.written([7, 8]):
+                await go.wait()
+
+        leave = in_flight.enter(9)
+        running = [asyncio.ensure_future(each) for each in (suspects.run(7, work), in_flight.run(7, work), alone())]
+        await asyncio.sleep(0)
+        for each in (suspects, in_flight.suspects):
+            each.learn([Death(mark, "a", each.now()) for mark in (7, 8, 9)])
+        go.set()
+        await asyncio.gather(*running)
+        await asyncio.to_thread(leave, None)
+        assert not in_flight.knows([7, 8, 9])
+        assert [death.fingerprint for death in suspects.deaths] == [8, 9]
+        assert in_flight.suspects.deaths == []
+        in_flight.suspects.learn([Death(9, "a", in_flight.suspects.now())])  # another process tells of it again
+        assert in_flight.suspects.deaths == []
+
+    asyncio.run(scenario())
+
+
 def test_suspects_run_one_at_a_time_and_others_beside_them() -> None:
     suspects, running, most = Suspects(), set[int](), list[set[int]]()
     suspects.learn(Death(mark, "a", module.time()) for mark in (1, 2, 3))
