@@ -14,7 +14,7 @@ SECRET_BYTES = 32
 # No frame is longer. A longer one means that the two sides do not speak the same language.
 MOST_BYTES = 1 << 31
 
-_HEAD = Struct("<IIB")  # bytes of the payload, the number of the call, the kind
+_HEAD = Struct("<IQB")  # bytes of the payload, the number of the call, the kind
 
 
 class Kind(IntEnum):

@@ -71,8 +71,8 @@ class Wire(FrameProtocol):
         """
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
-        self.send(number, Kind.CALL, pickle.dumps(parcels, protocol=5))
         try:
+            self.send(number, Kind.CALL, pickle.dumps(parcels, protocol=5))
             if self.is_over:
                 raise Lost("the connection to the replica has ended")
             answered: list[Answered] = await answer

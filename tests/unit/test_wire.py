@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,12 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
         wires = Wires(replica.answer, "127.0.0.1")
         wire = Wire("it", wires.address)
         await wire.connect()
-        await scenario(replica, wires, wire)
-        replica.go.set()
-        wire.close()
-        await asyncio.wait_for(wires.close(), 5)
+        try:
+            await scenario(replica, wires, wire)
+        finally:  # else a test that fails would wait for ever
+            replica.go.set()
+            wire.close()
+            await asyncio.wait_for(wires.close(), 5)
 
     def run_it(scenario: Scenario) -> None:
         with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
@@ -99,6 +102,15 @@ def test_many_calls_share_a_connection_and_each_hears_its_own_answer(run: Run) -
         assert number_of((await slow)[0]) == 0
         assert wires.calls_since_last() == 201
         assert wires.calls_since_last() == 0
+
+    run(scenario)
+
+
+def test_a_connection_outlives_four_thousand_million_calls(run: Run) -> None:
+    async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
+        wire._numbers = count((1 << 32) - 1)
+        for number in (5, 6):
+            assert number_of((await wire.call([parcel(number)]))[0]) == number
 
     run(scenario)
 
