@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import median
 from time import monotonic
 from typing import Any
 
@@ -31,6 +32,7 @@ from serve_app.grpc import tei_pb2 as tei
 
 _WHOLE_MINUTES = 60
 _SETTLED_MINUTES = 10  # memory may grow until then: caches fill, allocators learn the sizes
+_WINDOW_MINUTES = 10  # memory goes up and down with what runs: its growth is that of the median of so many minutes
 _FLAT = 1.03
 _WARM_S = 20.0  # load before the first count of what an idle server holds
 _JSON = (("content-type", b"application/json"),)
@@ -235,7 +237,7 @@ def main() -> int:
         notes = [
             f"seed {given.seed}, {given.rate:g} clients/s, {given.minutes} minutes",
             f"{outcome.num_faults} wrong answers, {len(left)} things left over, {len(logged)} tracebacks",
-            f"{len(grown)} processes grown. Memory: anonymous, in swap too. Growth: from minute 10 to the last one",
+            f"{len(grown)} processes grown. Memory: anonymous, in swap too. Growth: median of the last 10 over minutes 11 to 20",
             *wrong[:40],
         ]
         write("soak", "python -m loadtests.soak", {"Processes": rows, "Clients": answers}, notes)
@@ -243,7 +245,7 @@ def main() -> int:
 
 
 def _row(key: Key, samples: Sequence[dict[Key, Usage]]) -> dict[str, Any]:
-    """A process: memory every ten minutes, and the first and last counts of descriptors and threads."""
+    """A process: memory every ten minutes, its growth, and the first and last counts of descriptors and threads."""
     found = [each[key] for each in samples if key in each]
     row: dict[str, Any] = {"process": key[0]}
     row |= {
@@ -251,8 +253,9 @@ def _row(key: Key, samples: Sequence[dict[Key, Usage]]) -> dict[str, Any]:
         for minute in range(len(found))
         if minute in (0, len(found) - 1) or minute % 10 == 9
     }
-    if len(found) > _SETTLED_MINUTES:
-        row["growth %"] = 100 * (found[-1].mib / found[_SETTLED_MINUTES - 1].mib - 1)
+    if len(found) >= _SETTLED_MINUTES + 2 * _WINDOW_MINUTES:
+        mib = [each.mib for each in found[_SETTLED_MINUTES:]]
+        row["growth %"] = 100 * (median(mib[-_WINDOW_MINUTES:]) / median(mib[:_WINDOW_MINUTES]) - 1)
     return row | {
         "descriptors": f"{found[0].descriptors} to {found[-1].descriptors}",
         "threads": f"{found[0].threads} to {found[-1].threads}",
