@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
+from cluster.autoscale import embedding_load, generation_load
 from cluster.inventory import free_host_bytes
 from cluster.model_spec import ModelSpec
 from cluster.ray_router import routing_options
@@ -162,7 +163,15 @@ class PoolServer(EngineServer):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         calls = 0 if self._wires is None else self._wires.calls_since_last()
-        return {"busy": self._busy_for_scaling.read(), "backlog_s": self._loop.backlog_s, "calls": float(calls)}
+        return {"load": self._load(), "calls": float(calls)}
+
+    def _load(self) -> float:
+        loop, pages = self._loop, self._engine.pages
+        if self._channels is None or pages is None:
+            return embedding_load(self._busy_for_scaling.read(), loop.backlog_s)
+        num_streams = self._channels.num_answering
+        kv_held = 1 - pages.num_free / pages.num_pages
+        return generation_load(kv_held, loop.backlog_s, num_streams, loop.step_s(num_streams), loop.token_s)
 
     async def __del__(self) -> None:
         if self._wires is not None:
