@@ -62,10 +62,10 @@ class PoolServer(EngineServer):
         self._busy_for_scaling = BusyShare(self._loop)
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
-        self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host)
         self._channels: Channels | None = None
         if isinstance(self._model, LocalGenerator):
             self._channels = Channels(WatchedGenerator(self._model, self._in_flight))
+        self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host, self._channels)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """As `ServedModel.embed`."""
