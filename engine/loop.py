@@ -12,7 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -64,6 +66,9 @@ class EngineLoop:
         self._num_threads = num_threads
         self._stopping = False
         self._launching = threading.Lock()  # held by the thread that launches
+        # Passes of streams are launched and delivered in turn. A launch releases the interpreter at each of its operations. Next
+        # to a thread that delivers 256 tokens it would wait for the interpreter each time (docs/decisions/050).
+        self._turn: AbstractContextManager[Any] = threading.Lock() if engine.pages is not None else nullcontext()
         self._delivering = threading.Lock()  # held by the thread that delivers: two passes may have parts of one request
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._polled: Launched | None = None  # a caller polls for the end of this pass; no other thread has the pass
@@ -235,7 +240,7 @@ class EngineLoop:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             while (slices := self._schedule()) is not None:
-                with self._launching:
+                with self._launching, self._turn:
                     self._hand_over()  # results are delivered in the order of the passes
                     for launched in self._passes.launch(slices):
                         # A pass on the CPU has ended: delivering it here saves a change of threads. A pass on a GPU never
@@ -275,7 +280,8 @@ class EngineLoop:
             while (launched := self._launched.get()) is not None:
                 launched.flight.synchronize()
                 if launched.take():
-                    self._deliver(launched)
+                    with self._turn:
+                        self._deliver(launched)
                 del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
         except BaseException:
             log.exception("the thread that delivers results ended")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.kernels.few_rows import few_rows_shape, few_rows_shapes
+from engine.kernels.few_rows import MOST_SENT, few_rows_shape, few_rows_shapes
 from engine.kernels.gemm_hopper import fills
 
 SMS = 132
@@ -19,12 +19,13 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize(("n", "k", "norm"), PRODUCTS)
-@pytest.mark.parametrize("rows", [8, 16, 24, 32])
+@pytest.mark.parametrize("rows", [8, 16, 24, 32, 48, 64])
 def test_every_cut_comes_out_even_and_fits(n: int, k: int, norm: bool, rows: int) -> None:
     shapes = [shape for _, shape in few_rows_shapes(n, k, rows, norm, SMS)]
     assert shapes
     for shape in shapes:
         assert (k % (64 * shape.split), n % shape.block_n, rows % shape.split) == (0, 0, 0)
+        assert shape.split * rows <= MOST_SENT
         assert shape.shared_bytes(k, rows, norm) <= SHARED_BYTES
         assert shape.stages >= 3
 
