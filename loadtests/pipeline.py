@@ -4,8 +4,8 @@ python -m loadtests.pipeline [MODEL] [--rounds N] [--second-gib N] [--passes FOL
 
 With two GPUs the model is Qwen3-14B unless another is named, in bf16. Otherwise a tiny model runs on the CPU, which shows that
 everything works, and no speed. Each engine has a process of its own, one after the other, with a cache that it chooses itself.
-`--second-gib` adds an engine that finds so much of the second GPU free: its cut is uneven. `--passes` keeps the passes of the
-whole runs.
+`--second-gib` adds the decode of an engine that finds so much of the second GPU free: its cut is uneven. `--passes` keeps the
+passes of the whole runs.
 """
 
 import argparse
@@ -152,11 +152,11 @@ def measure(config: ModelConfig, size: Size, devices: Sequence[str], second_gib:
             if number:
                 found.decode.setdefault(str(count), []).append(rate)
                 say(f"{count} streams: {rate:,.0f} tokens/s")
-    for number in range(rounds):
+    for number in range(rounds if second_gib is None else 0):
         found.whole_run.append(subject.whole_run(size, number))
         say(f"whole run: {found.whole_run[-1]:,.0f} tokens/s in {len(subject.passes)} passes")
     subject.loop.stop()
-    print(json.dumps({"measured": asdict(found), "passes": subject.passes}))
+    print(json.dumps({"measured": asdict(found), "passes": subject.passes if found.whole_run else []}))
 
 
 def leave(device: str, gib: float) -> torch.Tensor:
@@ -179,7 +179,7 @@ def measured_alone(given: argparse.Namespace, devices: Sequence[str], second_gib
         command += ["--second-gib", str(second_gib)]
     print(f"{perf_counter() - _BEGAN:6.0f} s: {', '.join(devices)}", file=sys.stderr, flush=True)
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    if given.passes is not None:
+    if given.passes is not None and found["passes"]:
         name = f"{'-'.join(map(str, found['measured']['layers']))}.json"
         (given.passes / name).write_text(json.dumps(found["passes"]), encoding="utf-8")
     return Measured(**found["measured"])
@@ -222,10 +222,16 @@ def rows_of(config: ModelConfig, size: Size, one: Measured, several: Sequence[Me
                     "one, % of its floor": 100 * alone / floor(one, config, count, most),
                 }
             )  # fmt: skip
-        rate, alone = median(found.whole_run), median(one.whole_run)
-        rows.append(
-            {"layers": layers, "what": "whole run", "one, tokens/s": alone, "two, tokens/s": rate, "two / one": rate / alone}
-        )
+        if found.whole_run:
+            rate, alone = median(found.whole_run), median(one.whole_run)
+            row = {
+                "layers": layers,
+                "what": "whole run",
+                "one, tokens/s": alone,
+                "two, tokens/s": rate,
+                "two / one": rate / alone,
+            }
+            rows.append(row)
     return rows
 
 
