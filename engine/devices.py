@@ -1,5 +1,6 @@
 """Which device, dtype and token budget a model gets by default."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -58,6 +59,11 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {name} was asked for, but torch {torch.__version__} sees no GPU")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one. Does nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> torch.dtype:

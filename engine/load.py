@@ -1,14 +1,13 @@
 """A model folder -> what an `Engine` is made of: configuration, tokenizer, weights, heads."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
-from engine.devices import choose_device, choose_dtype, compute_dtype, has_four_bits
+from engine.devices import choose_device, choose_dtype, compute_dtype, current, has_four_bits
 from engine.errors import ModelError
 from engine.heads.base import Outputs, VectorHead
 from engine.heads.chunks import ChunkHead
@@ -176,9 +175,7 @@ def assemble(
 
 
 def _load_stage(stage: Stage, checkpoint: Checkpoint) -> Model:
-    device = stage.device
-    current: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with current, checkpoint.on(device) as source:
+    with current(stage.device), checkpoint.on(stage.device) as source:
         return family_of(stage.config)(stage.config, source)
 
 

@@ -1,44 +1,46 @@
-"""One model on one device and the same model cut over two, turn by turn in one process: decode and a whole run, with floors.
+"""One model on one device and the same model cut over two: decode and a whole run, with floors.
 
-python -m loadtests.pipeline [MODEL] [--rounds N] [--cache-tokens N] [--second-gib N]
+python -m loadtests.pipeline [MODEL] [--rounds N] [--second-gib N] [--passes FOLDER]
 
 With two GPUs the model is Qwen3-14B unless another is named, in bf16. Otherwise a tiny model runs on the CPU, which shows that
-everything works, and no speed. `--second-gib` takes memory of the second GPU until so much is left: the cut becomes uneven.
+everything works, and no speed. Each engine has a process of its own, one after the other, with a cache that it chooses itself.
+`--second-gib` adds the decode of an engine that finds so much of the second GPU free: its cut is uneven. `--passes` keeps the
+passes of the whole runs.
 """
 
 import argparse
+import json
 import random
-import tempfile
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import nan
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 
-from engine import Engine
+from cluster.catalogue import CATALOGUE
+from engine.engine import Engine
 from engine.loop import EngineLoop
-from engine.options import SamplingOptions
-from loadtests.checkpoints import Published, save
-from loadtests.generate import MODELS, _qwen3, prompts
+from engine.measure.engine_rates import sequences
+from engine.measure.random_engine import random_engine
+from engine.measure.timing import copy_bandwidth
+from engine.model.config import ModelConfig
+from engine.options import SamplingOptions, TokenIds
+from engine.passes import BatchReport
+from engine.run.kv_cache import PAGE_SIZE, bytes_per_token
+from engine.run.stages import sizes_of
 from loadtests.report import write
 from serve_app.garbage import collect_seldom
 
-BIG = MODELS | {"Qwen3-14B": _qwen3(5120, 40, 40, 17408, False)}
-TINY = Published(
-    transformers.Qwen3Config(
-        vocab_size=32_000, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=512, max_position_embeddings=4096, tie_word_embeddings=False,
-    ),
-    transformers.Qwen3ForCausalLM,
-    "last_token",
+TINY = replace(
+    CATALOGUE["Qwen/Qwen3-0.6B"], vocab_size=32_000, hidden_size=128, intermediate_size=512, n_layers=4, n_heads=4, n_kv_heads=2,
+    head_dim=32, max_position_embeddings=4096, max_input_length=4096,
 )  # fmt: skip
-# Pages for both engines beside their weights on the first of two cards of 80 GB.
-CACHE_TOKENS = 90_000
-BATCHES = (1, 256)
 CONTEXT = 128
 
 
@@ -50,98 +52,111 @@ class Size:
     num_prompts: int  # of the whole run
     lengths: tuple[int, int]  # of its prompts and answers
 
+    def whole_run(self, number: int) -> tuple[list[TokenIds], list[int]]:
+        """Prompts, and the tokens of each answer. `number` keeps the prompts out of the cache of earlier runs."""
+        rng = random.Random(0)
+        lengths = [rng.randint(*self.lengths) for _ in range(self.num_prompts)]
+        return sequences(lengths, number), [rng.randint(*self.lengths) for _ in range(self.num_prompts)]
 
-ON_GPUS = Size({1: 128, 256: 64}, 256, (100, 1024))
-ON_CPU = Size({1: 16, 256: 4}, 16, (10, 20))
+
+# Half of the many streams as well: a pass of two stages has so many.
+ON_GPUS = Size({1: 128, 128: 64, 256: 64}, 256, (100, 1024))
+ON_CPU = Size({1: 16, 8: 8, 16: 4}, 16, (10, 20))
 
 
 @dataclass
-class Counter:
-    """When the tokens came, of all streams together."""
+class Measured:
+    """What one engine gives, in tokens/s."""
 
-    times: list[float] = field(default_factory=list)
+    layers: list[int]  # of each stage
+    cache_tokens: int
+    start_s: float  # from the first import to an engine that is warm
+    copy_bytes_per_s: float  # of the first device, read and written; NaN of a CPU
+    stage_bytes: list[int]  # that a decode step reads of each stage's weights
+    decode: dict[str, list[float]] = field(default_factory=dict)  # by the number of streams
+    whole_run: list[float] = field(default_factory=list)
 
-    def token(self, _: object) -> None:
-        self.times.append(perf_counter())
-
-    def rate(self, count: int) -> float:
-        """Tokens/s from the moment at which all of `count` streams have begun, as a rule, until the first may have ended."""
-        first, last = count - 1, len(self.times) - count
-        return (last - first) / (self.times[last] - self.times[first])
+    def of_decode(self, count: int) -> float:
+        return median(self.decode[str(count)])
 
 
 class Subject:
     """An engine with its loop, as a replica has them."""
 
-    def __init__(self, folder: Path, dtype: Any, devices: Sequence[str], cache_tokens: int) -> None:
-        self.engine = Engine.load(folder, dtype=dtype, devices=devices, cache_tokens=cache_tokens, num_threads=1)
-        self.loop = EngineLoop(self.engine, self.engine.max_batch_tokens, 1, max_batch_seqs=self.engine.max_batch_seqs)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.passes: list[tuple[float, int, int, float]] = []  # ended at, tokens, sequences, seconds
+        threads = 1 if engine.device.type == "cuda" else None
+        self.loop = EngineLoop(engine, engine.max_batch_tokens, threads, self._on_batch, max_batch_seqs=engine.max_batch_seqs)
 
-    @property
-    def layers(self) -> str:
-        return " + ".join(str(len(stage.config.layers)) for stage in self.engine.stages)
+    def _on_batch(self, report: BatchReport) -> None:
+        self.passes.append((perf_counter(), report.num_tokens, report.num_seqs, report.seconds))
 
-    def run(self, given: Sequence[list[int]], wanted: Sequence[int]) -> Counter:
-        """Submits all prompts at once. Returns when the last answer, of the wanted number of tokens, has ended."""
-        counter = Counter()
+    def run(self, given: Sequence[TokenIds], wanted: Sequence[int]) -> list[float]:
+        """Submits all prompts at once. Returns when each token came, once the last answer, of the wanted length, has ended."""
+        times: list[float] = []
         streams = []
         for prompt, most in zip(given, wanted, strict=True):
             stream = self.engine.new_stream(prompt, SamplingOptions(max_tokens=most, temperature=0.0))
-            stream.on_token = counter.token
+            stream.on_token = lambda _: times.append(perf_counter())
             streams.append(stream)
         self.loop.submit(streams)
         for stream in streams:
             stream.future.result()
-        return counter
+        return times
 
     def decode(self, count: int, most: int) -> float:
-        """Tokens/s of `count` streams. The prompts are in the cache after the first run."""
-        return self.run(prompts(count, CONTEXT, CONTEXT), [most] * count).rate(count)
+        """Tokens/s from the moment at which all streams have begun, as a rule, until the first may have ended.
+
+        The prompts are in the cache after the first run.
+        """
+        given = sequences([CONTEXT] * count, CONTEXT, min(30_000, self.engine.config.vocab_size))
+        times = self.run(given, [most] * count)
+        first, last = count - 1, len(times) - count
+        return (last - first) / (times[last] - times[first])
 
     def whole_run(self, size: Size, number: int) -> float:
-        """Tokens/s of a whole run. `number` keeps its prompts out of the cache of earlier runs."""
-        rng = random.Random(0)
-        given = [
-            [20_000 + number, *(rng.randint(0, 10_000) for _ in range(rng.randint(*size.lengths)))]
-            for _ in range(size.num_prompts)
-        ]
-        wanted = [rng.randint(*size.lengths) for _ in range(size.num_prompts)]
+        """Tokens/s of a whole run."""
+        given, wanted = size.whole_run(number)
+        self.passes.clear()
         start = perf_counter()
         self.run(given, wanted)
         return sum(wanted) / (perf_counter() - start)
 
 
-def floor(subject: Subject, published: Published, count: int, most: int, bandwidth: float) -> float:
-    """Tokens/s if reading weights, keys and values took all the time, and the slowest stage never waited.
-
-    `count` streams form as many groups as there are stages, and each group's pass reads the weights.
-    """
-    c, itemsize = published.config, subject.engine.dtype.itemsize
-    stages = subject.engine.stages
-    groups = min(count, len(stages))
-    of_stages = []
-    for stage in stages:
-        share = len(stage.config.layers) / c.num_hidden_layers
-        weights = published.body_parameters * share + c.vocab_size * c.hidden_size * stage.config.has_end
-        cache = 2 * len(stage.config.layers) * c.num_key_value_heads * c.head_dim * (CONTEXT + most / 2) * count / groups
-        of_stages.append((weights + cache) * itemsize / bandwidth)
-    return count / (sum(of_stages) if count == 1 else groups * max(of_stages))
-
-
-def copy_rate(device: str) -> float:
-    """Bytes/s of a copy on the device, read and written."""
-    source = torch.empty(1 << (30 if device != "cpu" else 27), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(10):
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        start = perf_counter()
-        target.copy_(source)
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        seconds.append(perf_counter() - start)
-    return float(2 * source.nbytes / median(seconds))
+def measure(config: ModelConfig, size: Size, devices: Sequence[str], second_gib: float | None, rounds: int) -> None:
+    """Measures one engine in this process. Prints JSON: `Measured`, and the passes of the last whole run."""
+    start = perf_counter()
+    collect_seldom()
+    bandwidth = nan if devices[0] == "cpu" else copy_bandwidth()
+    held = None if second_gib is None else leave(devices[1], second_gib)
+    torch.cuda.empty_cache()
+    engine = random_engine(config, devices=devices)
+    del held
+    engine.speculate = False
+    assert engine.pages is not None, "the model generates"
+    subject = Subject(engine)
+    sizes = sizes_of(config, engine.dtype, on_gpu=engine.device.type == "cuda")
+    stage_bytes = [
+        sum(sizes.layer_bytes[index] for index in stage.config.layers) + sizes.head_bytes * stage.config.has_end
+        for stage in engine.stages
+    ]
+    layers = [len(stage.config.layers) for stage in engine.stages]
+    cache_tokens = engine.pages.num_pages * PAGE_SIZE
+    found = Measured(layers, cache_tokens, perf_counter() - start, bandwidth, stage_bytes)
+    say(f"{layers} layers, {cache_tokens:,} tokens of cache, passes of {engine.max_batch_tokens}, graphs of up to "
+        f"{engine.max_graph_tokens}; ready after {found.start_s:.0f} s")  # fmt: skip
+    for number in range(rounds + 1):  # the first round captures graphs and fills the cache
+        for count, most in size.tokens.items():
+            rate = subject.decode(count, most)
+            if number:
+                found.decode.setdefault(str(count), []).append(rate)
+                say(f"{count} streams: {rate:,.0f} tokens/s")
+    for number in range(rounds if second_gib is None else 0):
+        found.whole_run.append(subject.whole_run(size, number))
+        say(f"whole run: {found.whole_run[-1]:,.0f} tokens/s in {len(subject.passes)} passes")
+    subject.loop.stop()
+    print(json.dumps({"measured": asdict(found), "passes": subject.passes if found.whole_run else []}))
 
 
 def leave(device: str, gib: float) -> torch.Tensor:
@@ -150,57 +165,109 @@ def leave(device: str, gib: float) -> torch.Tensor:
     return torch.empty(max(0, free - int(gib * 2**30)), dtype=torch.uint8, device=device)
 
 
+def say(text: str) -> None:
+    print(f"  {perf_counter() - _BEGAN:4.0f} s: {text}", file=sys.stderr, flush=True)
+
+
+_BEGAN = perf_counter()
+
+
+def measured_alone(given: argparse.Namespace, devices: Sequence[str], second_gib: float | None = None) -> Measured:
+    """As `measure`, in a process of its own."""
+    command = [sys.executable, "-m", "loadtests.pipeline", given.model, "--rounds", str(given.rounds), "--devices", *devices]
+    if second_gib is not None:
+        command += ["--second-gib", str(second_gib)]
+    print(f"{perf_counter() - _BEGAN:6.0f} s: {', '.join(devices)}", file=sys.stderr, flush=True)
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    if given.passes is not None and found["passes"]:
+        name = f"{'-'.join(map(str, found['measured']['layers']))}.json"
+        (given.passes / name).write_text(json.dumps(found["passes"]), encoding="utf-8")
+    return Measured(**found["measured"])
+
+
+def floor(found: Measured, config: ModelConfig, count: int, most: int) -> float:
+    """Tokens/s if reading weights, keys and values took all the time, and the slowest stage never waited.
+
+    `count` streams form as many groups as there are stages, and each group's pass reads the weights.
+    """
+    groups = min(count, len(found.layers))
+    of_token = bytes_per_token(replace(config, part=range(1)), torch.bfloat16)
+    of_stages = [
+        (weights + layers * of_token * (CONTEXT + most / 2) * count / groups) / found.copy_bytes_per_s
+        for weights, layers in zip(found.stage_bytes, found.layers, strict=True)
+    ]
+    return count / (sum(of_stages) if count == 1 else groups * max(of_stages))
+
+
+def allowed(found: Measured, one: Measured, count: int) -> float:
+    """Tokens/s that the cut allows: the slowest stage takes its share, by bytes, of what one device takes for a group's pass."""
+    groups = min(count, len(found.layers))
+    share = 1.0 if count == 1 else max(found.stage_bytes) / sum(found.stage_bytes)
+    return one.of_decode(count // groups) / share
+
+
+def rows_of(config: ModelConfig, size: Size, one: Measured, several: Sequence[Measured]) -> list[dict[str, Any]]:
+    rows = []
+    for found in several:
+        layers = " + ".join(map(str, found.layers))
+        for count, most in size.tokens.items():
+            if str(count) not in found.decode or 1 < count < max(size.tokens):
+                continue
+            rate, alone, lowest = found.of_decode(count), one.of_decode(count), floor(found, config, count, most)
+            rows.append(
+                {
+                    "layers": layers, "what": f"{count} streams", "one, tokens/s": alone, "two, tokens/s": rate,
+                    "two / one": rate / alone, "% of what the cut allows": 100 * rate / allowed(found, one, count),
+                    "% of the floor": 100 * rate / lowest,
+                    "one, % of its floor": 100 * alone / floor(one, config, count, most),
+                }
+            )  # fmt: skip
+        if found.whole_run:
+            rate, alone = median(found.whole_run), median(one.whole_run)
+            row = {
+                "layers": layers,
+                "what": "whole run",
+                "one, tokens/s": alone,
+                "two, tokens/s": rate,
+                "two / one": rate / alone,
+            }
+            rows.append(row)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", choices=BIG, default="Qwen3-14B")
+    parser.add_argument(
+        "model", nargs="?", choices=[name for name in CATALOGUE if CATALOGUE[name].generation], default="Qwen/Qwen3-14B"
+    )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS)
     parser.add_argument("--second-gib", type=float)
+    parser.add_argument("--passes", type=Path)
+    parser.add_argument("--devices", nargs="+", help=argparse.SUPPRESS)  # of a child
     given = parser.parse_args()
     on_gpus = torch.cuda.device_count() > 1
-    published, size, dtype = (BIG[given.model], ON_GPUS, "bfloat16") if on_gpus else (TINY, ON_CPU, "float32")
+    config, size = (CATALOGUE[given.model], ON_GPUS) if on_gpus else (TINY, ON_CPU)
+    if given.devices:
+        return measure(config, size, given.devices, given.second_gib, given.rounds)
     devices = ("cuda:0", "cuda:1") if on_gpus else ("cpu", "cpu")
-    collect_seldom()
-    bandwidth = copy_rate(devices[0])
-    rates: dict[tuple[int, str], list[float]] = {}  # by (index of the subject, what was measured)
-    with tempfile.TemporaryDirectory() as path:
-        folder = Path(path) / "model"
-        save(published, folder, devices[0])
-        held = leave(devices[1], given.second_gib) if on_gpus and given.second_gib else None
-        torch.cuda.empty_cache()
-        # The one on two devices first: it is refused where the other has left too little.
-        two, one = (Subject(folder, dtype, each, given.cache_tokens) for each in (devices, devices[:1]))
-    del held
-    for number in range(given.rounds + 1):
-        for index, subject in enumerate((one, two)):
-            for count, most in size.tokens.items():
-                rate = subject.decode(count, most)
-                if number:  # the first round captures graphs and fills the cache
-                    rates.setdefault((index, f"{count} streams"), []).append(rate)
-            if number:
-                rates.setdefault((index, "whole run"), []).append(subject.whole_run(size, number))
-            print(number, subject.layers, {what: values[-1] for (its, what), values in rates.items() if its == index}, flush=True)
-    rows = []
-    for what in dict.fromkeys(what for _, what in rates):
-        of_one, of_two = (median(rates[index, what]) for index in (0, 1))
-        row = {"what": what, "one, tokens/s": of_one, "two, tokens/s": of_two, "two / one": of_two / of_one}
-        if what != "whole run":
-            count = int(what.split()[0])
-            floors = [floor(each, published, count, size.tokens[count], bandwidth) for each in (one, two)]
-            row |= {"floor of one": floors[0], "floor of two": floors[1], "% of the floor of two": 100 * of_two / floors[1]}
-        rows.append(row)
-    for subject in (one, two):
-        subject.loop.stop()
+    one, two = measured_alone(given, devices[:1]), measured_alone(given, devices)
+    several = [two]
+    if given.second_gib is not None:
+        several.append(measured_alone(given, devices, given.second_gib))
+    rows = rows_of(config, size, one, several)
     name = given.model if on_gpus else "a tiny model"
     notes = [
-        f"{name}, {dtype}, layers {two.layers} on {', '.join(devices)}; random weights; token ids in and out through the "
-        f"engine's own loop; both engines in one process, turn by turn; medians of {given.rounds} rounds",
+        f"{name} on {', '.join(devices)}; random weights; token ids in and out through the engine's own loop; each engine in a "
+        f"process of its own; medians of {given.rounds} rounds",
+        f"caches, in tokens: {one.cache_tokens:,} on one device, "
+        + ", ".join(f"{each.cache_tokens:,} with {' + '.join(map(str, each.layers))} layers" for each in several),
         f"streams: behind prompts of {CONTEXT} tokens; "
         + ", ".join(f"{most} tokens for each of {n}" for n, most in size.tokens.items()),
         f"whole run: {size.num_prompts} prompts of {size.lengths[0]} to {size.lengths[1]} random tokens, answers of as many, all "
-        f"submitted at once; a cache of {given.cache_tokens:,} tokens in both",
-        f"floor: weights, keys and values over {bandwidth / 1e9:,.0f} GB/s, a copy's rate in this run; on two devices the "
+        "submitted at once",
+        f"floor: weights, keys and values over {one.copy_bytes_per_s / 1e9:,.0f} GB/s, a copy's rate in this run; the "
         "slowest stage computes one group of streams after the other",
+        "what the cut allows: the slowest stage takes its share of the time that one device took for a pass of one group",
     ]
     uneven = "" if given.second_gib is None else f" --second-gib {given.second_gib:g}"
     command = f"python -m loadtests.pipeline {given.model}{uneven}"

@@ -1,23 +1,28 @@
 """An engine of any shape with random weights, made on its device: measuring needs no download and no file."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models
+from tokenizers import models as word_models
 from torch import Tensor
 
+from engine.devices import current
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.heads.language import LanguageHead
 from engine.heads.pool import Pool
 from engine.kernels import Weight
-from engine.load import assemble, choose
+from engine.load import Loaded, assemble, choose_all
+from engine.model.base import Model
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.quantized.layout import FourBits
 from engine.run import reserve
 from engine.run.fits import check_generator_fits
+from engine.run.stages import Stage, plan_stages
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
@@ -60,30 +65,47 @@ class RandomWeights:
         return compute()
 
 
-def random_engine(config: ModelConfig, device: str = "auto", cache_tokens: int | None = None) -> Engine:
+def random_engine(
+    config: ModelConfig, device: str = "auto", cache_tokens: int | None = None, devices: Sequence[str] = ()
+) -> Engine:
     """An engine that is warm and ready, in the dtype that it would choose for a checkpoint.
 
     Args:
         config: of a model that gives vectors, or generates; without dense layers, a classifier's head or a masked-LM head.
         cache_tokens: of a model that generates.
-    Raises: ModelError where the device has too little memory.
+        devices: several devices, which get the layers in this order; instead of `device`.
+    Raises: ModelError where the devices have too little memory.
     """
     if config.head is not None or config.dense or config.splade is not None:
         raise ModelError(f"{config.architecture} with a head of its own cannot have random weights here")
-    dtype, where = choose(config, "auto", device)
-    with reserve.reservation(where), torch.inference_mode():
-        if config.generation is not None:
-            check_generator_fits(config, dtype, where, config.architecture, None, cache_tokens)
-        weights = RandomWeights(where, dtype, decodes=config.generation is not None)
-        model = family_of(config)(config, weights)
-        language_head, prompts = None, None
-        tokenizer = HFTokenizer(models.WordLevel(_WORDS, unk_token="[UNK]"))  # noqa: S106 - a token of text
-        if config.generation is not None:
-            words = model.words if config.generation.tied else weights.take("lm_head", config.vocab_size, config.hidden_size)
-            language_head = LanguageHead(words, weights.decodes)
-            prompts = Prompts(tokenizer, None)
-        pool = Pool(config.pooling)
-        parts = assemble(config, model, pool, {}, language_head, Tokenizer(tokenizer, config), prompts, dtype, where)
-        engine = Engine(config, parts, dtype, where, cache_tokens)
+    dtype, where = choose_all(config, "auto", devices or [device])
+    with ExitStack() as reserved, torch.inference_mode():
+        for each in dict.fromkeys(where):
+            reserved.enter_context(reserve.reservation(each))
+        stages: list[Stage] = []
+        if len(where) > 1:
+            stages, cache_tokens = plan_stages(config, dtype, where, None, cache_tokens)
+        elif config.generation is not None:
+            check_generator_fits(config, dtype, where[0], config.architecture, None, cache_tokens)
+        parts = _random_parts(config, stages or [Stage(config, where[0])], dtype)
+        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages)
         engine.warm_up(None)
     return engine
+
+
+def _random_parts(config: ModelConfig, stages: Sequence[Stage], dtype: torch.dtype) -> Loaded:
+    models = list[Model]()
+    for stage in stages:
+        weights = RandomWeights(stage.device, dtype, decodes=config.generation is not None)
+        with current(stage.device):
+            models.append(family_of(stage.config)(stage.config, weights))
+    last, language_head, prompts = stages[-1], None, None
+    tokenizer = HFTokenizer(word_models.WordLevel(_WORDS, unk_token="[UNK]"))  # noqa: S106 - a token of text
+    if config.generation is not None:
+        tied, shape = config.generation.tied, (config.vocab_size, config.hidden_size)
+        words = models[0].words.to(last.device) if tied else weights.take("lm_head", *shape)
+        language_head = LanguageHead(words, weights.decodes)
+        prompts = Prompts(tokenizer, None)
+    pool, texts = Pool(config.pooling), Tokenizer(tokenizer, config)
+    parts = assemble(last.config, models[-1], pool, {}, language_head, texts, prompts, dtype, last.device)
+    return replace(parts, earlier=tuple(models[:-1]))

@@ -6,12 +6,12 @@ Our kernels have a pipeline of their own (`engine/run/cuda_pipeline.py`), which 
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
 
+from engine.devices import current
 from engine.model.base import Model
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
@@ -91,7 +91,7 @@ class Pipeline:
         try:
             start = perf_counter()
             cache = self._caches[stage]
-            with torch.inference_mode(), _current(cache.device):
+            with torch.inference_mode(), current(cache.device):
                 batch = with_cache(_on(work.batch, cache.device), work.pieces, cache)
                 if work.hidden is not None:
                     batch = replace(batch, hidden=work.hidden.to(cache.device))
@@ -106,10 +106,6 @@ class Pipeline:
             work.flight.output.set_result(Output(array, device_s=device_s, tokens=tokens, scores=scores))
         except BaseException as error:
             work.flight.output.set_exception(error)
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:

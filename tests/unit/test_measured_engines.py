@@ -9,6 +9,7 @@ from cluster.catalogue import CATALOGUE
 from engine.errors import ModelError
 from engine.measure.engine_rates import Clock, Streaming, embed_tokens_per_s, mixed_lengths
 from engine.measure.random_engine import random_engine
+from engine.options import SamplingOptions
 
 BERT = replace(
     CATALOGUE["BAAI/bge-base-en-v1.5"], hidden_size=64, intermediate_size=96, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16
@@ -35,6 +36,12 @@ def test_a_random_model_decodes_and_gives_first_tokens() -> None:
         assert len(streaming.first_token(64, 2)) == 2
     finally:
         streaming.stop()
+
+
+def test_a_random_model_on_several_devices_generates() -> None:
+    engine = random_engine(QWEN3, cache_tokens=2048, devices=["cpu", "cpu"])
+    assert [list(stage.config.layers) for stage in engine.stages] == [[0], [1]]
+    assert len(engine.generate([[5, 6, 7]], SamplingOptions(max_tokens=4, temperature=0.0))[0].tokens) == 4
 
 
 def test_a_step_counts_if_all_streams_got_a_token_twice_in_a_row() -> None:
