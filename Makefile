@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
-.PHONY: serve chat test test-clients test-lm-eval test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
+.PHONY: serve chat test test-clients test-lm-eval test-mteb test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -25,6 +25,10 @@ test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 # lm-eval against the real server: its log-likelihoods are those of transformers.
 test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_lm_eval.py $(ARGS)
+
+# docs/mteb_endpoint.py against the real server: MTEB's scores are those of sentence-transformers.
+test-mteb: $(VENV)/.installed-test $(CLIENTS)/.installed-mteb
+	$(CLIENTS)/bin/python -m pytest tests/clients/test_mteb.py $(ARGS)
 
 # What takes minutes: a head that dies and comes back with a real Redis (program redis-server), a pipeline that is planned and applied.
 test-nodes: $(VENV)/.installed-test
@@ -114,6 +118,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.
 $(CLIENTS)/.installed-lm-eval: $(CLIENTS)/.installed tests/clients/requirements-lm-eval.txt
 	@echo "installing lm-eval into $(CLIENTS) (once; a minute or two)"
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-lm-eval.txt
+	@touch $@
+
+$(CLIENTS)/.installed-mteb: $(CLIENTS)/.installed tests/clients/requirements-mteb.txt
+	@echo "installing mteb into $(CLIENTS) (once). On Linux pip downloads 3 GB, most of it CUDA libraries of torch"
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-mteb.txt
 	@touch $@
 
 $(DOCS)/.installed: docs/requirements.txt
