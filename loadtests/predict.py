@@ -21,7 +21,7 @@ from loadtests.generate import BATCHES, PREFILL
 from loadtests.report import RESULTS, write
 
 BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the bodies of those that were measured
-GB10 = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
+GB10 = Node("spark", "arm64", 121 * GIB, 20, (Card("NVIDIA GB10", 121 * GIB, unified=True),))
 RTX_5080 = Node("pc", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)),))
 NODES = {"GB10 (DGX Spark)": GB10, "RTX 5080 16 GB": RTX_5080}
 SOURCES = {

@@ -36,7 +36,7 @@ REDIS_FIELDS = {"redisAddress", "redisUsername", "redisPassword", "externalStora
 # The machines the worker groups are for, and their compute capability.
 MACHINES = {
     "rtx-5080": (Node("a", "amd64", 64 * GIB, 16, (Card("NVIDIA GeForce RTX 5080", 16 * GIB),)), (12, 0)),
-    "gb10": (Node("b", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),)), (12, 1)),
+    "gb10": (Node("b", "arm64", 121 * GIB, 20, (Card("NVIDIA GB10", 121 * GIB, unified=True),)), (12, 1)),
 }
 
 

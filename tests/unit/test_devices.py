@@ -10,9 +10,26 @@ from cluster import doctor
 from engine import devices
 
 CPU = torch.device("cpu")
-# Shortened: of a Neoverse N2, of a Cortex-A72, and of a Zen 4.
-N2 = "processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: fp asimd sve sve2 i8mm bf16\nCPU implementer\t: 0x41\n"
-A72 = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes\n"
+# One processor of each, as its Linux reports it: of a DGX Spark's GB10, of Grace, of an Ampere Altra, of a Raspberry Pi 5.
+_SINCE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"
+_V9 = (
+    f"{_SINCE_N1} jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm sb paca pacg dcpodp "
+    "sve2 sveaes svepmull svebitperm svesha3 svesm4 flagm2 frint svei8mm svebf16 i8mm bf16 dgh bti"
+)
+
+
+def arm(features: str, part: str) -> str:
+    return (
+        f"processor\t: 0\nBogoMIPS\t: 2000.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+        f"CPU variant\t: 0x0\nCPU part\t: {part}\nCPU revision\t: 1\n"
+    )
+
+
+GB10 = arm(f"{_V9} ecv afp wfxt", "0xd87")
+GRACE = arm(_V9, "0xd4f")
+ALTRA = arm(f"{_SINCE_N1} lrcpc dcpop asimddp ssbs", "0xd0c")
+RASPBERRY_PI_5 = arm(f"{_SINCE_N1} lrcpc dcpop asimddp", "0xd0b")
+# Shortened.
 ZEN_4 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nbugs\t\t: sysret_ss_attrs\n"
 
 
@@ -25,7 +42,14 @@ def forget_this_cpu() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("cpuinfo", "native_bf16", "shown"),
-    [(N2, True, "bf16, i8mm, sve2"), (A72, False, None), (ZEN_4, True, "avx512_bf16, avx512f, avx2"), ("", False, None)],
+    [
+        (GB10, True, "bf16, i8mm, sve2"),
+        (GRACE, True, "bf16, i8mm, sve2"),
+        (ALTRA, False, None),
+        (RASPBERRY_PI_5, False, None),
+        (ZEN_4, True, "avx512_bf16, avx512f, avx2"),
+        ("", False, None),
+    ],
 )
 def test_a_cpus_instructions_are_found_on_x86_and_arm(
     cpuinfo: str, native_bf16: bool, shown: str | None, monkeypatch: pytest.MonkeyPatch
