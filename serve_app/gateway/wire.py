@@ -1,4 +1,4 @@
-"""The gateway's side of a wire: calls to one replica over a connection of our own.
+"""The gateway's side of a wire, our own connection for calls to one replica.
 
 A call through Ray Serve costs each side about a millisecond, and an answer of more than 100 kB goes through Ray's object store
 (docs/decisions/048).
@@ -27,7 +27,7 @@ class Wire(FrameProtocol):
         """
         Args:
             replica: Serve's id of the replica.
-            address: `Report.wire` of its reports.
+            address: `Report.wire` of the replica's reports.
         """
         super().__init__()
         self.address = address
@@ -43,7 +43,7 @@ class Wire(FrameProtocol):
         return self._is_left or (self._transport is not None and self._transport.is_closing())
 
     async def connect(self) -> None:
-        """Returns when the connection is there. Raises: OSError if it cannot be made."""
+        """Waits for the connection. Raises: OSError if it cannot be made."""
         if self._transport is None:
             # One attempt for all callers. A caller that leaves ends only its own wait.
             self._connecting = self._connecting or asyncio.get_running_loop().create_task(self._connect())
@@ -64,7 +64,7 @@ class Wire(FrameProtocol):
         self._transport.write(bytes.fromhex(secret))
 
     async def call(self, parcels: Sequence[Parcel]) -> list[Answered]:
-        """The replica's answer to each parcel. A caller that leaves cancels the call there.
+        """The replica's answer to each parcel. If the caller leaves, the replica cancels the call.
 
         Raises: ReplicaDied if the replica's process ends first. Lost if the connection ends for another reason. An error of the
             replica that concerns all parcels.
@@ -88,7 +88,7 @@ class Wire(FrameProtocol):
             self._is_left = True
             return
         answer = self._open.get(number)
-        if answer is None or answer.done():  # its caller has left
+        if answer is None or answer.done():  # the caller has left
             return
         answered = pickle.loads(payload)  # noqa: S301 - it comes from the replica whose secret we have
         if isinstance(answered, Exception):
@@ -99,7 +99,7 @@ class Wire(FrameProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self._open:
             return
-        # The end of a process closes its connections. A node that is lost leaves them open, or lets them time out.
+        # When a process ends, its connections are closed. When a node is lost, they stay open or time out.
         has_died = not self._is_left and (error is None or isinstance(error, ConnectionError))
         log.warning("the connection to replica %s ended with %d calls: %r", self._replica, len(self._open), error)
         for answer in self._open.values():
