@@ -73,7 +73,7 @@ def start(
     Raises: ClusterError naming the obstacle. No process is left running then.
     """
     if head == (address is not None):
-        raise ClusterError("say either --head, on the first node, or --address HEAD, on every other")
+        raise ClusterError("give either --head, on the first node, or --address HEAD, on every other node")
     if redis is not None and not head:
         raise ClusterError("--redis is for the head alone: the other nodes ask the head")
     home = home_folder()

@@ -18,14 +18,14 @@ def _split(value: Any) -> Any:
 
 
 def _api_key(value: Any) -> Any:
-    """Hashes a key that is given in clear, because Serve keeps the settings in its configuration and shows them.
+    """Hashes a key that is given as plain text, because Serve keeps the settings in its configuration and shows them.
 
     The hash has the form of a line in a keys file.
     """
     if not isinstance(value, str) or _HASHED.fullmatch(value):
         return value
     if not value.strip():
-        raise ValueError("it is empty, which would lock everyone out; leave it away to serve everyone")
+        raise ValueError("the key is empty, and no request could match it; leave the setting out to serve everyone")
     return hash_key(value.strip())  # a key that comes from a file often ends with a newline
 
 
@@ -46,55 +46,61 @@ class ServerSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = Field(  # `emberforge serve` takes 127.0.0.1 where neither an address nor a key is given
+    host: str = Field(  # `emberforge serve` takes 127.0.0.1 if neither an address nor a key is given
         "0.0.0.0",  # noqa: S104
-        description="Address to listen on; `serve` without a key takes 127.0.0.1 unless told",
+        description="Address to listen on; without an API key `serve` listens on 127.0.0.1 by default",
     )
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
     grpc_port: int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
     max_concurrent_requests: int = Field(
         512,
         ge=1,
-        description="Requests in flight at a server, or at each gateway of a cluster; more get 429. `serve` with more than four "
-        "gateways takes 128 for each of them unless told",
+        description="The most requests in flight at a server, or at each gateway of a cluster; further requests get 429. "
+        "The default of `serve` with more than four gateways is 128 for each gateway",
     )
-    max_client_batch_size: int = Field(2048, ge=1, description="Inputs in one request; more get 422")
-    payload_limit: int = Field(8_000_000, ge=1, description="Bytes of a request body; more get 413")
-    auto_truncate: bool = Field(True, description="Cut inputs over the model's limit, where the request does not say")
+    max_client_batch_size: int = Field(2048, ge=1, description="The most inputs in a request; a request with more gets 422")
+    payload_limit: int = Field(8_000_000, ge=1, description="The most bytes of a request body; a larger body gets 413")
+    auto_truncate: bool = Field(True, description="Truncate inputs over the model's limit if the request has no `truncate`")
     request_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds a request may take, or generated text until its first token; then 504"
+        60.0,
+        gt=0,
+        description="Timeout of a request in seconds, for generated text until its first token; then the request gets 504",
     )
     send_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds that a client may leave a stream of events unread; then its connection is closed"
+        30.0, gt=0, description="Seconds that a client may stop reading a stream; then the server closes the connection"
     )
     api_key: Annotated[str | None, BeforeValidator(_api_key)] = Field(
-        None, description="A key that requests must then carry; kept as its SHA-256 [default: requests need none]"
+        None,
+        description="The API key that every request needs; the server keeps only its SHA-256 [default: requests need no key]",
     )
     api_keys_file: Annotated[str | None, BeforeValidator(_path)] = Field(
-        None, description="File of such keys, made by `emberforge keys`, read again when it changes [default: none]"
+        None, description="A file of API keys, made by `emberforge keys`; the server follows its changes [default: none]"
     )
-    cors_allow_origin: Names = Field(("*",), description="Origins whose pages a browser lets call this server; * is any")
+    cors_allow_origin: Names = Field(
+        ("*",), description="Origins of web pages that may call this server from a browser; * means all"
+    )
     access_log: bool = Field(False, description="Write a log line for each request")
     cache_bytes: int = Field(
-        0, ge=0, description="Bytes of vectors a replica keeps for inputs it has seen before; 0 for no cache"
+        0, ge=0, description="Size in bytes of a replica's cache, which keeps vectors of earlier inputs; 0 for no cache"
     )
     share_cache_between_keys: bool = Field(
-        False, description="Answer an API key from the cache with vectors of other keys' inputs; times then tell what others sent"
+        False,
+        description="All API keys share the cache. Times then show whether another key has sent the same input",
     )
     usage_log: Annotated[str | None, BeforeValidator(_path)] = Field(
-        None, description="File that gets a line a minute for each API key and model, for `emberforge keys usage` [default: none]"
+        None, description="A file of usage by API key and model, one line per minute, for `emberforge keys usage` [default: none]"
     )
 
     @model_validator(mode="after")
     def _ports_differ(self) -> "ServerSettings":
         if self.grpc_port == self.port:
-            raise ValueError(f"port and grpc_port are both {self.port}; HTTP and gRPC need one each")
+            raise ValueError(f"port and grpc_port are both {self.port}; HTTP and gRPC need different ports")
         return self
 
     @model_validator(mode="after")
     def _usage_has_keys(self) -> "ServerSettings":
         if self.usage_log is not None and not self.has_keys:
-            raise ValueError("usage_log counts by API key, and there is none; give api_keys_file or api_key, or no usage_log")
+            raise ValueError("usage_log counts by API key, and there is no key; give api_keys_file or api_key, or no usage_log")
         return self
 
     @property

@@ -1,1 +1,1 @@
-"""Serves embedding models: HTTP and gRPC in, vectors out."""
+"""The server: HTTP and gRPC in front of the engine, as Ray Serve applications."""

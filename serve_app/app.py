@@ -1,7 +1,7 @@
-"""The Serve applications of a server on one machine. Read this first.
+"""Builds the Serve applications of a server on one machine. Read this first.
 
-A model with a process to itself is one application, whose replica answers HTTP itself. With gateways, each model is a pool, and
-the gateways have the address: `model` in a request's body chooses (docs/decisions/032 and 039).
+Without gateways, the only model is one application, and its replicas answer HTTP themselves. With gateways, each model is a pool,
+and the gateways take the requests: `model` in a request's body chooses the pool (docs/decisions/032 and 039).
 
 `emberforge serve` runs the applications on this machine. `emberforge config` writes them as YAML for `serve deploy`.
 """
@@ -27,7 +27,7 @@ from serve_app.replica.model_server import ModelServer
 from serve_app.replica.pool import PoolArgs
 from serve_app.settings import GATEWAY, Settings
 
-# The rate of a pool until a replica has measured its own.
+# Tokens/s of a pool until a replica has measured its own rate.
 _TOKENS_PER_S = 1_000.0
 
 
@@ -46,7 +46,7 @@ def build(args: ModelArgs) -> serve.Application:
 
 
 def bind(args: ModelArgs, server: type[ModelServer] = ModelServer, **options: Any) -> serve.Application:
-    """As `build`, with deployment options. Benchmarks and tests give another server class."""
+    """Like `build`, with deployment options. Benchmarks and tests give another server class."""
     settings = args.settings
     if args.model not in settings.models:
         raise ValueError(f"args.model {args.model!r} is not one of settings.models {list(settings.models)}")
@@ -59,7 +59,7 @@ def bind(args: ModelArgs, server: type[ModelServer] = ModelServer, **options: An
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The resources that one replica gets on its machine."""
+    """The resources of one replica on its machine."""
 
     num_threads: int
     num_cpus: float
@@ -74,15 +74,15 @@ class Share:
 
 
 def machine_share(num_models: int, num_cpus: int, num_gpus: int, devices: Sequence[str] = ()) -> Share:
-    """The share of one machine that each replica gets. With `devices` the only model's replica books as many GPUs.
+    """The resources that each replica reserves. With `devices` the only model's replica reserves that number of GPUs.
 
-    On CPUs a replica books half of the cores it computes with. A redeploy then has room to start the new replica before the
-    old one stops. A GPU is booked whole and the old replica stops first, because two copies of a model may not fit.
+    On CPUs a replica reserves half of the cores that it computes with. So a redeploy can start the new replica before the old one
+    stops. On a GPU the old replica stops first, because two copies of a model may not fit.
     """
     if devices and devices[0] != "cpu":
         return Share(num_threads=1, num_cpus=1, num_gpus=len(devices), max_surge_percent=0)
     if num_gpus and not devices:
-        # Rounded down, because Ray counts four decimals. With three models on two GPUs, two thirds each would leave one nowhere.
+        # Rounded down to Ray's four decimals: with three models on two GPUs, shares rounded up would not fit a second time.
         share = int(1e4 / replicas_on_a_card(num_models, num_gpus)) / 1e4
         return Share(num_threads=1, num_cpus=1, num_gpus=share, max_surge_percent=0)
     return Share(max(1, num_cpus // num_models), num_cpus / num_models / 2, 0, max_surge_percent=100)
@@ -135,7 +135,7 @@ def _behind_gateways(settings: Settings, share: Share) -> list[dict[str, Any]]:
 
 def run(settings: Settings, share: Share) -> None:
     """Starts the applications on the Ray that this process is connected to. Returns when they answer."""
-    # HAProxy's wrapper, where it is there, gives HAProxy the host. The replicas' own ports are then for this machine alone.
+    # If our HAProxy wrapper runs, it gives HAProxy the host. The replicas' own ports are then open to this machine only.
     http = HTTPOptions(host="127.0.0.1" if ALONE_VARIABLE in os.environ else settings.host, port=settings.port)
     serve.start(proxy_location="HeadOnly", http_options=http, **settings.grpc_options)
     settings = settings.model_copy(update={"num_threads": settings.num_threads or share.num_threads})
@@ -153,7 +153,7 @@ def targets(settings: Settings, share: Share, route_prefix: str = "/") -> list[s
     return [*pools, serve.RunTarget(front, GATEWAY, route_prefix)]
 
 
-# The gateway books no core: a redeploy needs room for a second one.
+# A gateway reserves no core: a redeploy needs resources for a second gateway.
 _GATEWAY_OPTIONS: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0}}
 
 
@@ -182,7 +182,7 @@ def _gateway_model(spec: ModelSpec) -> GatewayModel:
 
 
 def _shared(settings: Settings) -> ServerSettings:
-    """The part of the settings that holds for all models."""
+    """The settings that hold for all models."""
     return ServerSettings.model_validate({name: getattr(settings, name) for name in ServerSettings.model_fields})
 
 

@@ -1,4 +1,4 @@
-"""The options that every deployment of ours has in Ray Serve."""
+"""The Ray Serve options that all our deployments have."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from cluster.settings import ServerSettings
 def deployment_options(settings: ServerSettings) -> dict[str, Any]:
     """The options of a deployment without the resources of a replica."""
     return {
-        # The API answers 429 itself, in its own form. Ray's limit must never be reached first.
+        # The API itself answers 429, in its own form. So Ray's limit must be higher than the API's.
         "max_ongoing_requests": 2 * settings.max_concurrent_requests + 1024,
         "graceful_shutdown_timeout_s": DRAIN_S,
         "graceful_shutdown_wait_loop_s": 0.2,

@@ -1,6 +1,6 @@
-"""The errors that the API answers, and the status, type and text of every error.
+"""The API's own errors, and the status, type and text of every error.
 
-`http/errors.py` writes them as HTTP responses, `grpc/status.py` as gRPC's status.
+`http/errors.py` turns errors into HTTP responses, `grpc/status.py` into gRPC statuses.
 """
 
 import math
@@ -11,16 +11,16 @@ _PREFIX = "Input validation error: "
 
 
 class ApiError(EmberError):
-    """An error that the API itself answers. `error_type` is the type in the response's body."""
+    """An error of the API itself. `error_type` is the type in the response's body."""
 
     status = 500
     error_type = "Backend"
     headers: dict[str, str] = {}
-    param: str | None = None  # the request's field at fault, where the form of the error has a place for it
+    param: str | None = None  # the wrong field of the request, for error forms that name it
 
 
 class BadRequest(ApiError):
-    """A request for text has a field that is wrong, or asks for what the server does not do. `param` names the field."""
+    """A request for text has a wrong or unsupported field. `param` names the field."""
 
     status, error_type = 400, "BadRequestError"
 
@@ -30,7 +30,7 @@ class BadRequest(ApiError):
 
 
 class WrongModel(BadRequest):
-    """The model generates text where the route wants vectors, or the other way round."""
+    """The route needs vectors and the model generates text, or the route needs text and the model gives vectors."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "model")
@@ -67,7 +67,7 @@ class BatchTooLarge(ApiError):
 
 
 class Unauthorized(ApiError):
-    """The request has no API key, or a key that the server does not know. TEI's routes answer it without a body, as TEI does."""
+    """The request has no API key, or an unknown one. TEI's routes answer without a body, as in TEI."""
 
     status, error_type = 401, "Unauthorized"
     headers = {"www-authenticate": "Bearer"}
@@ -77,13 +77,13 @@ class Unauthorized(ApiError):
 
 
 class NoPlan(ApiError):
-    """The console cannot plan a models.yaml. The text names the line and the key, the model or the node at fault."""
+    """The console cannot plan a models.yaml. The text names the line and the key, or the model or node that is wrong."""
 
     status, error_type = 422, "Validation"
 
 
 class BadHeader(ApiError):
-    """A request header (priority, deadline) has a value that the server cannot use."""
+    """A request header (priority, deadline) has a wrong value."""
 
     status, error_type = 422, "Validation"
 
@@ -113,12 +113,12 @@ class UnknownModel(ApiError):
 
 
 class UnknownRoute(ApiError):
-    """The path does not exist (404), or does not take this method (405)."""
+    """The path does not exist (404), or does not support this method (405)."""
 
     error_type = "NotFound"
 
     def __init__(self, message: str, status: int, allow: str = "") -> None:
-        """`allow` lists the methods that an existing path takes."""
+        """`allow` lists the methods of an existing path."""
         super().__init__(message)
         self.status = status
         self.headers = {"allow": allow} if allow else {}
@@ -137,7 +137,7 @@ class DeadlineExceeded(ApiError):
 
 
 class Overloaded(ApiError):
-    """Too many requests wait. `retry-after` tells the client when to try again."""
+    """Too many requests wait. The header `retry-after` tells the client when to try again."""
 
     status, error_type = 429, "Overloaded"
 
@@ -157,24 +157,24 @@ class Asleep(ApiError):
 
 
 class Quarantined(ApiError):
-    """The request was in flight when two replicas died. It is refused for a while."""
+    """The request was in flight when two replicas died. The server refuses it for some minutes."""
 
     status, error_type = 422, "Quarantined"
 
     def __init__(self, left_s: int) -> None:
         super().__init__(
             f"this request was running when two replicas of the model died, so it is refused for {left_s} s; "
-            "change the input, or tell the operator"
+            "change the input, or contact the operator"
         )
         self.left_s = left_s
 
     def __reduce__(self) -> tuple[type["Quarantined"], tuple[int]]:
-        """A replica sends this error to a gateway."""
+        """Makes the error pickle, because a replica sends it to a gateway."""
         return Quarantined, (self.left_s,)
 
 
 class BadBody(ApiError):
-    """The body is not the JSON that the route takes. TEI's routes answer it in plain text, as TEI does."""
+    """The body is not valid JSON for the route. TEI's routes answer in plain text, as in TEI."""
 
     error_type = "Validation"
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in the order of `work`. Unlike `asyncio.gather`, the first failure cancels the others and is raised."""
+    """The results in the order of `work`. Unlike `asyncio.gather`, the first failure cancels the other tasks and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

@@ -1,6 +1,6 @@
-"""The models behind an API, as the API sees them.
+"""The interface between the API and its models.
 
-A replica implements the two protocols with its own engine (`replica/local.py`), a gateway with pools (`gateway/models.py`).
+A replica implements the protocols with its own engine (`replica/local.py`), a gateway with pools (`gateway/models.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from serve_app.errors import WrongModel, WrongTask
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """What the replicas of one pool have loaded."""
+    """The revision and the dtype that the replicas of one pool have loaded."""
 
     name: str
     node_class: str
@@ -41,22 +41,22 @@ class ModelInfo:
     device: str
     pooling: str
     embedding_size: int
-    max_input_length: int  # of a model that generates: tokens of prompt and answer
+    max_input_length: int  # in tokens; for a generation model the tokens of prompt and answer
     max_batch_tokens: int
     created: int
     task: Task = "embedding"
-    labels: tuple[str, ...] = ()  # a classifier's or reranker's
-    multi_label: bool = False  # several labels may hold at once
+    labels: tuple[str, ...] = ()  # of a classifier or reranker
+    multi_label: bool = False  # whether several labels may be true at once
     outputs: tuple[OutputName, ...] = ("tokens",)  # an embedding model's results besides vectors
     vocab_size: int = 0
-    embeds_too: bool = False  # a model that generates gives vectors as well
+    embeds_too: bool = False  # whether a generation model also gives vectors
     int8_ranges: Ranges = field(default_factory=dict, compare=False)
-    revision: str | None = None  # of the model's files; several are joined by commas, as of a cluster that is just updated
-    pools: tuple[PoolInfo, ...] = ()  # of a cluster
+    revision: str | None = None  # of the model's files; several revisions, as during an update, are joined by commas
+    pools: tuple[PoolInfo, ...] = ()  # in a cluster
 
     @classmethod
     def of(cls, config: ModelConfig, folder: Path, **known: Any) -> "ModelInfo":
-        """Properties from the model's configuration, and `known` for the others.
+        """Properties from the model's configuration, and all other properties from `known`.
 
         Raises: ModelError for a bad file of int8 ranges.
         """
@@ -79,7 +79,7 @@ class ModelInfo:
         return self.task == "embedding" or self.embeds_too
 
     def overview(self) -> dict[str, Any]:
-        """The model for the console."""
+        """The model, as data for the console."""
         return {
             "id": self.served_model_name,
             "model": self.model_id,
@@ -98,7 +98,7 @@ class ModelInfo:
 
 
 def replica_overview(replica: str, report: Report) -> dict[str, Any]:
-    """A replica for the console. `replica` is Serve's id of it, empty for this process."""
+    """A replica, as data for the console. `replica` is Serve's id of the replica, empty for this process."""
     return {
         "id": replica,
         "node": report.node,
@@ -114,7 +114,7 @@ def replica_overview(replica: str, report: Report) -> dict[str, Any]:
 
 
 class ServedModel(Protocol):
-    """One model, wherever it runs."""
+    """One model, in this process or in a pool."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -123,7 +123,7 @@ class ServedModel(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """Raises: BackendError, EngineStopped; DeadlineOutOfReach, DeadlinePassed for `qos` that cannot be met.
+        """Raises: BackendError, EngineStopped; DeadlineOutOfReach or DeadlinePassed if `qos` has a deadline that cannot be met.
 
         Cancelling the call drops all sequences that are not yet in a batch.
         """
@@ -144,7 +144,7 @@ class GeneratingModel(ServedModel, Protocol):
         ...
 
     def submit(self, streams: Sequence[Stream]) -> None:
-        """Start to compute. `on_token`, `on_pass` and `future` of each stream hear of its progress, often in another thread.
+        """Starts to compute the streams. `on_token`, `on_pass` and `future` of a stream get progress, often in another thread.
 
         Cancelling `future` ends the stream and frees its pages. Raises: EngineStopped.
         """
@@ -155,7 +155,7 @@ Check = Callable[[ModelInfo], None]
 
 
 def passes(check: Check, info: ModelInfo) -> bool:
-    """Whether the model can do the task that `check` is for."""
+    """Whether `check` accepts the model."""
     try:
         check(info)
     except (WrongTask, WrongModel):
@@ -167,10 +167,10 @@ class ServedModels(Protocol):
     """The models behind one API."""
 
     def get(self, name: str | None, check: Check | None = None) -> ServedModel:
-        """The model that a request names in `model`. Without a name it is the first model that can do the task.
+        """The model that a request names in `model`. Without a name: the first model that can do the task.
 
         Args:
-            check: raises WrongTask or WrongModel for a model that cannot do the task. If no model can, the first is returned.
+            check: raises WrongTask or WrongModel for a model that cannot do the task. If no model can, the first one is returned.
         Raises: UnknownModel.
         """
         ...
@@ -184,9 +184,9 @@ class ServedModels(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Raises: Unhealthy, after about a second at most."""
+        """Checks the models. Raises: Unhealthy, after at most about a second."""
         ...
 
     def backlog_s(self, name: str | None = None) -> float:
-        """Seconds of queued work of a model, for Retry-After. Without a name it is the first model."""
+        """Seconds of queued work of a model, for Retry-After. Without a name: of the first model."""
         ...

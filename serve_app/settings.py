@@ -1,6 +1,6 @@
-"""The settings of `emberforge serve`: read once from file, environment and command line into one frozen model.
+"""Reads the settings of `emberforge serve` once, from file, environment and command line, into one frozen model.
 
-A later source wins over an earlier one.
+The command line overrides the environment. The environment overrides the file.
 """
 
 import os
@@ -16,10 +16,10 @@ from cluster.settings import Names, ServerSettings
 from engine.errors import EmberError
 from engine.model_id import EMBEDDED_MODEL, is_path, split_revision
 
-# The application in front of several models.
+# The name of the gateways' application.
 GATEWAY = "gateway"
 ENV_PREFIX = "EMBERFORGE_"
-# Variables with our prefix that are no settings. Other code reads them, for every command.
+# Variables with our prefix that are not settings. Other code reads them, for every command.
 _NOT_SETTINGS = (
     "EMBERFORGE_CONFIG",
     "EMBERFORGE_HOME",
@@ -30,7 +30,7 @@ _NOT_SETTINGS = (
 
 
 def _split_each(value: Any) -> Any:
-    """The command line gives a list of what each flag says, and one flag may say several."""
+    """Splits the values at commas. The command line gives a list with the value of each flag, and one value may hold several."""
     said = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(each, str) for each in said):
         return value
@@ -41,11 +41,11 @@ Devices = Annotated[tuple[str, ...], BeforeValidator(_split_each)]
 
 
 class SettingsError(EmberError):
-    """A setting is unknown or has a value that cannot be used. The text names the setting, the value and the way out."""
+    """A setting is unknown or has a wrong value. The text names the setting, the value and what to do."""
 
 
 class Settings(ServerSettings, ModelOptions):
-    """Everything the operator may choose for one server: its settings, its models, and the options that all of them share.
+    """All settings of one server: its own settings, its models, and the options that all models share.
 
     The field descriptions are the help texts of the command line and of docs/settings.md.
     """
@@ -53,16 +53,17 @@ class Settings(ServerSettings, ModelOptions):
     models: Names = Field(
         (EMBEDDED_MODEL,), description="Models to serve: local folders or Hub ids; the default needs no network", min_length=1
     )
-    served_model_name: Names = Field((), description="Names clients use, one per model [default: the model's own]")
+    served_model_name: Names = Field((), description="Names that clients use, one for each model [default: the model's own name]")
     gateways: int | None = Field(
         None,
         ge=0,
-        description="Processes that take requests; with 0 a single model's process takes them [default: by cores and model]",
+        description="Number of gateways, the processes that take requests; with 0 the replicas of a single model take them "
+        "[default: by cores and model]",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a replica [default: the cores that Ray gives it]")
     devices: Devices = Field(
         (),
-        description="GPUs of this machine, by number, that share the layers of one model that generates, as 0,1; "
+        description="Numbers of the GPUs of this machine that share the layers of a generation model, for example 0,1; "
         "or cpu [default: one GPU for each replica, or the CPU]",
     )
 
@@ -71,20 +72,20 @@ class Settings(ServerSettings, ModelOptions):
         if self.served_model_name and len(self.served_model_name) != len(self.models):
             raise ValueError(
                 f"served_model_name has {len(self.served_model_name)} names for {len(self.models)} models; "
-                "give one per model or none"
+                "give one name for each model, or no names"
             )
         if self.gateways == 0 and len(self.models) > 1:
-            raise ValueError("gateways is 0, and several models need a gateway in front of them: set 1 or more")
+            raise ValueError("gateways is 0, but several models need a gateway: set 1 or more")
         if not all(name == "cpu" or (name.isascii() and name.isdigit()) for name in self.devices):
             raise ValueError(f"devices is {','.join(self.devices)}, expected the numbers of GPUs, or cpu, separated by commas")
         if self.devices and len(self.models) > 1:
-            raise ValueError(f"devices is for one model, and there are {len(self.models)}: start a server for each")
+            raise ValueError(f"devices is for one model, but there are {len(self.models)}: start a server for each model")
         slugs = [pool_name(name) for name in self.names]
         if len(set(slugs)) != len(slugs):
-            raise ValueError(f"models would share a name ({', '.join(slugs)}); tell them apart with served_model_name")
+            raise ValueError(f"the models have the same name ({', '.join(slugs)}); give different names with served_model_name")
         if (len(slugs) > 1 or self.gateways) and GATEWAY in slugs:
             raise ValueError(
-                f"a model named {GATEWAY} would have the name of the server's front; choose another served_model_name"
+                f"{GATEWAY} is the name of the server's gateway and cannot be a model's name; choose another served_model_name"
             )
         return self
 
@@ -95,7 +96,7 @@ class Settings(ServerSettings, ModelOptions):
 
     @property
     def num_gateways(self) -> int:
-        """The processes that take requests, besides those of the models. 0: the process of the only model takes them."""
+        """The number of gateways. 0: the replicas of the only model take the requests."""
         return self.gateways if self.gateways is not None else int(len(self.models) > 1)
 
     @property
@@ -156,7 +157,7 @@ def _read_file(path: Path | None) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict | None):
-        raise SettingsError(f"--config {path} must hold `name: value` lines, one per setting")
+        raise SettingsError(f"--config {path} must have lines of the form `name: value`, one for each setting")
     return content or {}
 
 

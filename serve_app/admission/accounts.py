@@ -1,4 +1,4 @@
-"""What each API key may still do in this process: tokens per minute, requests in flight, models, priority."""
+"""Counts the requests and tokens of each API key in this process, and refuses requests over the key's limits."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -10,30 +10,30 @@ from serve_app.errors import Overloaded
 from serve_app.observe.requests import record
 from serve_app.observe.usage import Usage
 
-# The account whose request runs in this context.
+# The account of the request in this context.
 _calling: ContextVar["Account | None"] = ContextVar("account", default=None)
 
 
 class Account:
-    """One key. Called on one event loop.
+    """One API key with its counts. Called on one event loop.
 
-    The limits of a key are shared equally by the processes that take requests (docs/decisions/036).
+    The gateways share the limits of a key equally (docs/decisions/036).
     """
 
     def __init__(self, name: str, usage: Usage, num_gateways: Callable[[], int], clock: Callable[[], float] = monotonic) -> None:
         self.name, self.limits = name, Limits()
         self._usage, self._num_gateways, self._clock = usage, num_gateways, clock
         self._in_flight = 0
-        self._spent, self._spent_at = 0.0, clock()  # tokens that count against the limit; they wear off at the limit's rate
+        self._spent, self._spent_at = 0.0, clock()  # used tokens; the number falls at the rate of the limit
 
     @property
     def most_requests(self) -> int | None:
-        """Requests in flight that this process may have of the key. None for no limit."""
+        """The most requests of the key in flight in this process. None for no limit."""
         return self._share(self.limits.requests_in_flight)
 
     def enter(self, model: str | None) -> None:
-        """A request begins. `leave` ends it. Raises: Overloaded for a key over one of its limits."""
-        self._check_tokens(model, 0)  # before its texts are tokenised
+        """Counts a request that begins. `leave` counts its end. Raises: Overloaded for a key over one of its limits."""
+        self._check_tokens(model, 0)  # before the texts are tokenised
         if (most := self.most_requests) is not None and self._in_flight >= most:
             self.refused(model)
             raise Overloaded(1.0, f"the API key `{self.name}` has {self._in_flight} requests in flight; {self._told(most)}")
@@ -43,22 +43,22 @@ class Account:
         self._in_flight -= 1
 
     def spend(self, model: str, num_tokens: int) -> None:
-        """A request's inputs have so many tokens. Raises: Overloaded for a key that has not as many left.
+        """Counts the tokens of a request's inputs. Raises: Overloaded if they exceed the key's remaining tokens.
 
-        A request with more tokens than the limit waits for all of them, and the key is then in debt.
+        A request with more tokens than the limit needs the whole limit unused. The key then has used more than its limit.
         """
         self._check_tokens(model, num_tokens)
         self._usage.count(self.name, model, requests=1)
         self.add(model, num_tokens)
 
     def add(self, model: str, num_tokens: int) -> None:
-        """The key gets tokens that are not known before, as those of an answer. The key may be in debt afterwards."""
+        """Counts tokens that were not known before, such as an answer's. The key may then have used more than its limit."""
         if self.limits.tokens_per_minute is not None:
             self._spent += num_tokens
         self._usage.count(self.name, model, tokens=num_tokens)
 
     def refused(self, model: str | None) -> None:
-        """Count a request that is answered 429."""
+        """Counts a request that gets 429."""
         self._usage.count(self.name, model or "", refusals=1)
 
     def _check_tokens(self, model: str | None, num_tokens: int) -> None:
@@ -77,18 +77,18 @@ class Account:
         return None if limit is None else ceil(limit / self._num_gateways())
 
     def _told(self, most: int) -> str:
-        """The limit, as a refusal names it."""
+        """The limit, as text for a refusal."""
         num_gateways = self._num_gateways()
         return f"its limit is {most}" + (f" at each of {num_gateways} gateways" if num_gateways > 1 else "")
 
 
 def calling() -> Account | None:
-    """The account whose request runs now. None without API keys, and on routes that need no key."""
+    """The account of the current request. None without API keys, and on routes that need no key."""
     return _calling.get()
 
 
 def called_by(account: Account) -> None:
-    """The request that runs now is the account's. A request runs in a task of its own, so nobody takes this back."""
+    """Sets the account of the current request. Each request runs in its own task, so nothing needs to reset it."""
     _calling.set(account)
     if (found := record.get()) is not None:
         found.key = account.name

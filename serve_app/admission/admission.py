@@ -1,4 +1,4 @@
-"""Admission: how many inputs one request may have, and how many requests and bytes may be in flight."""
+"""Admission: limits the inputs of a request, and the requests and bytes in flight."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ from serve_app.errors import BatchTooLarge, Overloaded
 from serve_app.models import ServedModel
 from serve_app.observe.metrics import Metrics
 
-# Bytes of bodies and answers in flight, at least. Four of the largest bodies fit in any case.
+# The least budget in bytes for bodies and answers in flight. The budget always holds four of the largest bodies.
 _BYTES_IN_FLIGHT = 256 << 20
 
 
 class Admission:
-    """Counts the requests in flight and refuses those beyond the limit. Called on one event loop.
+    """Counts the requests in flight and refuses requests over the limit. Called on one event loop.
 
-    With API keys it also refuses requests beyond a key's own limits, and leaves places to the other keys.
+    With API keys it also refuses requests over a key's own limits, and keeps places for other keys.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Admission:
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
         most = ceil(settings.max_concurrent_requests / sharing)
         self._places, self._streams, self._stream_slots = Places(most, num_models), Places(most), Slots(most)
-        # Half of the places: clients that send their bodies slowly leave the others to the rest.
+        # Half of the places, so that clients with slow uploads leave the other half to all other requests.
         self._reading = Places(max(1, most // 2))
         self._bytes = BytesInFlight(max(_BYTES_IN_FLIGHT, 4 * settings.payload_limit))
 
     def hold(self) -> Hold:
-        """The bytes of a request that begins."""
+        """Begins to count the bytes of a new request."""
         return Hold(self._bytes, _owner(calling()))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold a place for a request whose body is on its way. Raises: Overloaded."""
+        """Holds a place for a request while its body arrives. Raises: Overloaded."""
         place = self._take(self._reading, None, calling())
         try:
             yield
@@ -58,7 +58,7 @@ class Admission:
 
     @contextmanager
     def admit(self, num_inputs: int, model: ServedModel | None = None) -> Iterator[None]:
-        """Hold a place for a request to `model`, or for one that no model computes.
+        """Holds a place for a request to `model`, or for a request without a model.
 
         Raises: BatchTooLarge; Overloaded, also for an API key over its own limits.
         """
@@ -81,7 +81,7 @@ class Admission:
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
-        """Count a stream of messages. Raises: Overloaded for more open streams than there are places for requests."""
+        """Counts a stream of messages. Raises: Overloaded if more streams than `max_concurrent_requests` are open."""
         account = calling()
         place = self._enter(self._streams, None, account)
         try:
@@ -90,10 +90,10 @@ class Admission:
             self._leave(self._streams, place, account)
 
     async def wait_for_stream_slot(self) -> Callable[[object], None]:
-        """Wait for a slot for one message of a stream. Returns a callback that frees the slot and ignores its argument.
+        """Waits for a slot for one message of a stream. Returns: a callback that frees the slot and ignores its argument.
 
-        Streams have slots of their own, as many as requests have. A long stream therefore waits instead of failing, and takes no
-        slot from a request.
+        Streams have their own slots, the same number as requests. So a long stream waits instead of failing, and takes no slot
+        from a request.
         """
         account = calling()
         owner = _owner(account)
@@ -107,7 +107,7 @@ class Admission:
         return release
 
     def spend(self, model: ServedModel, num_tokens: int) -> None:
-        """Count the tokens of a request before they are computed. Raises: Overloaded for an API key that has not as many left."""
+        """Counts a request's tokens before they are computed. Raises: Overloaded if the API key has fewer tokens left."""
         account = calling()
         if account is not None:
             with self._counting():

@@ -1,12 +1,12 @@
-"""The bytes of bodies and answers that one process holds at a time."""
+"""Limits the bytes of bodies and answers that one process holds at a time."""
 
 from collections import Counter
 
 from serve_app.admission.places import may_take
 from serve_app.errors import Overloaded
 
-# A request is small if it holds at most 1/256 of the budget: 1 MiB of 256 MiB. Small requests may exceed the budget by an eighth.
-# Otherwise short texts would be refused while a few large answers fill the budget and nobody reads them.
+# A request is small if it holds at most 1/256 of the budget, for example 1 MiB of 256 MiB. Small requests may exceed the budget
+# by an eighth. Otherwise a few large answers that nobody reads would block all short texts.
 _SMALL, _BEYOND = 256, 8
 
 
@@ -18,7 +18,7 @@ class BytesInFlight:
         self.held = Counter[str]()  # by owner, with API keys
 
     def has_space(self, owner: str, held: int, num_bytes: int) -> bool:
-        """Whether a request that holds `held` bytes may have more. A request alone may take as much as it needs."""
+        """Whether a request that holds `held` bytes may have more. The only request in flight may always have more."""
         is_small = held + num_bytes <= self.most // _SMALL
         most = self.most + self.most // _BEYOND if is_small else self.most
         if self.now > held and self.now + num_bytes > most:
@@ -34,18 +34,18 @@ class Hold:
         self._budget, self._owner, self._held, self._expected = budget, owner, 0, 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises: Overloaded beyond the budget, or the owner's share of it."""
+        """Adds bytes to the request. Raises: Overloaded over the budget, or over the owner's share of the budget."""
         if not self._budget.has_space(self._owner, self._held, num_bytes):
             raise Overloaded(1.0, "Model is overloaded: bodies and answers in flight take too much memory")
         self._count(num_bytes)
 
     def expect(self, num_bytes: int) -> None:
-        """Hold the bytes of an answer, or of a part of one, before it is computed. Raises: as `add`."""
+        """Adds the bytes of an answer, or of a part of an answer, before it is computed. Raises: as `add`."""
         self.add(num_bytes)
         self._expected += num_bytes
 
     def add_answer(self, num_bytes: int) -> None:
-        """Hold the bytes of the answer, the expected ones included. Raises: as `add`."""
+        """Adds the bytes of the answer, including those that `expect` has added. Raises: as `add`."""
         self.add(max(0, num_bytes - self._expected))
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""How many processes take the server's requests. They share the limits of each API key."""
+"""Counts the processes that take the server's requests, because they share the limits of each API key."""
 
 import logging
 import threading
@@ -13,16 +13,16 @@ _ASK_EVERY_S = 10.0
 
 
 class Gateways:
-    """The number of running replicas of this process's own deployment. A thread asks Serve's controller for it.
+    """The number of running replicas of this process's deployment. A thread asks Serve's controller for the number.
 
-    While the controller does not answer, the last number holds.
+    While the controller does not answer, the number does not change.
     """
 
     def __init__(self) -> None:
         self.count = 1
         try:
             context = serve.get_replica_context()
-        except RayServeException:  # a test, or a benchmark, without Serve
+        except RayServeException:  # a test or a benchmark runs without Serve
             return
         own = context.app_name, context.deployment
         threading.Thread(target=self._ask_for_ever, args=own, name="gateways", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Kinds of input that requests have beside texts and token ids."""
+"""A kind of input beside texts and token ids: the single input of a request."""
 
 from typing import Any
 
@@ -6,4 +6,4 @@ TextOrPair = str | tuple[str, str]
 
 
 class Single(list[Any]):
-    """The only input of a request that sent it without a list. TEI's metrics count such requests apart from batches."""
+    """The input of a request that sent it alone, not in a list. TEI's metrics count such requests separately from batches."""

@@ -1,11 +1,11 @@
 """The file of API keys, and the commands that change it.
 
-The file has a line for each key: `NAME sha256:HEX`, then the key's limits as `limit=value`, all apart by spaces. The commands
-record each change as a line of JSON in a second file beside it.
+The file has a line for each key: `NAME sha256:HEX`, then the key's limits as `limit=value`, separated by spaces. The commands
+record each change as a line of JSON in a second file beside the keys file.
 
-The file stores the SHA-256 of a key. `emberforge keys add` makes keys of 256 random bits, which nobody can guess. A hash that is
-slow on purpose (scrypt) would protect such keys no better, and would cost each request milliseconds. A key that you choose
-yourself for `--api-key` should be as random.
+The file stores the SHA-256 of a key. `emberforge keys add` makes keys of 256 random bits, which nobody can guess. A slow hash
+such as scrypt would not protect such keys better, and would cost each request milliseconds. A key that you choose yourself for
+`--api-key` should be equally random.
 """
 
 import fcntl
@@ -26,11 +26,11 @@ from typing import Any, Final, Literal, cast, get_args
 from cluster.settings import hash_key
 from engine.errors import EmberError
 
-_HEAD = "# API keys of emberforge, a name, a SHA-256 and limits a line. Made by `emberforge keys`.\n"
+_HEAD = "# API keys of emberforge. Each line has a name, a SHA-256 and limits. Made by `emberforge keys`.\n"
 _LINE = re.compile(r"(?P<name>\S+)\s+sha256:(?P<digest>[0-9a-fA-F]{64})(?P<limits>(\s+\S+)*)")
-# As `engine.options.Priority`. That module imports numpy, which would slow the commands.
+# The same as `engine.options.Priority`. That module imports numpy, which would slow the commands down.
 Priority = Literal["interactive", "batch"]
-# A value that takes a limit away.
+# The value that removes a limit.
 NONE: Final = "none"
 
 
@@ -40,7 +40,7 @@ class KeysError(EmberError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a key may do. The fields' names are those in the file. None or an empty tuple is no limit."""
+    """The limits of a key. The fields' names are those in the file. None or an empty tuple means no limit."""
 
     models: tuple[str, ...] = ()
     tokens_per_minute: int | None = None
@@ -49,7 +49,7 @@ class Limits:
     expires: datetime | None = None  # with a time zone
 
     def changed(self, given: Mapping[str, str]) -> "Limits":
-        """These limits with the given values in place of their own. The values are texts as in the file, or `none`.
+        """These limits with the given values replaced. The values are texts as in the file, or `none`.
 
         Raises: ValueError naming the limit. It does not quote the value.
         """
@@ -63,7 +63,7 @@ class Limits:
         return replace(self, **values)
 
     def __str__(self) -> str:
-        """As in the file."""
+        """The limits as text, as in the file."""
         given = [(each.name, getattr(self, each.name)) for each in fields(self)]
         return " ".join(f"{name}={_text(value)}" for name, value in given if value != getattr(Limits(), name))
 
@@ -82,7 +82,7 @@ class Key:
 
 
 def read_keys(file: Path) -> dict[str, Key]:
-    """The keys of a file by name. Raises: KeysError naming the line at fault."""
+    """The keys of a file by name. Raises: KeysError naming the wrong line."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -92,10 +92,10 @@ def read_keys(file: Path) -> dict[str, Key]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
-        if match is None:  # the text does not quote the line: the line may contain a key in clear
+        if match is None:  # the error does not quote the line, because the line may contain a key as plain text
             raise KeysError(f"{file}, line {number} is not `NAME sha256:HEX LIMITS`; use `emberforge keys add` and `remove`")
         if match["name"] in keys:
-            raise KeysError(f"{file}, line {number}: there is a key {match['name']!r} already; remove one of the lines")
+            raise KeysError(f"{file}, line {number}: the key {match['name']!r} is in the file twice; remove one of the lines")
         given = dict(each.partition("=")[::2] for each in match["limits"].split())
         if unknown := set(given) - set(_READERS):
             raise KeysError(f"{file}, line {number}: {len(unknown)} limits are unknown; limits are {', '.join(_READERS)}")
@@ -108,22 +108,22 @@ def read_keys(file: Path) -> dict[str, Key]:
 
 
 def add_key(file: Path, name: str, given: Mapping[str, str] | None = None) -> str:
-    """Add a new key with these limits, and return the key. It is stored nowhere else. Raises: KeysError."""
+    """Adds a new key with these limits, and returns the key. The file holds only its hash. Raises: KeysError."""
     if not name or name.startswith("#") or any(char.isspace() for char in name):
-        raise KeysError(f"{name!r} is no name of a key: it must not be empty, hold spaces or begin with #")
+        raise KeysError(f"{name!r} cannot be a key's name: a name must not be empty, contain spaces or begin with #")
     limits = _changed(Limits(), given or {})
     key = "ef-" + secrets.token_urlsafe(32)
     with _changing(file):
         keys = read_keys(file) if file.exists() else {}
         if name in keys:
-            raise KeysError(f"{file} has a key {name!r} already; choose another name, or remove it first")
+            raise KeysError(f"{file} already has a key {name!r}; choose another name, or remove that key first")
         _record(file, "add", name, limits)
         _write_keys(file, [*keys.values(), Key(name, hash_key(key), limits)])
     return key
 
 
 def limit_key(file: Path, name: str, given: Mapping[str, str]) -> Limits:
-    """Change these limits of a key. Returns all of its limits. Raises: KeysError if the file has no key of that name."""
+    """Changes these limits of a key. Returns: all limits of the key. Raises: KeysError if the file has no key of that name."""
     with _changing(file):
         keys = read_keys(file)
         key = _existing(file, keys, name)
@@ -134,7 +134,7 @@ def limit_key(file: Path, name: str, given: Mapping[str, str]) -> Limits:
 
 
 def remove_key(file: Path, name: str) -> None:
-    """Raises: KeysError if the file has no key of that name."""
+    """Removes a key. Raises: KeysError if the file has no key of that name."""
     with _changing(file):
         keys = read_keys(file)
         key = _existing(file, keys, name)
@@ -143,7 +143,7 @@ def remove_key(file: Path, name: str) -> None:
 
 
 def read_time(text: str) -> datetime:
-    """A time as in the file. Raises: KeysError."""
+    """Reads a time in the form of the file. Raises: KeysError."""
     try:
         return _time(text)
     except ValueError:
@@ -151,14 +151,14 @@ def read_time(text: str) -> datetime:
 
 
 def audit_file(file: Path) -> Path:
-    """The record of all changes that the commands have made to a keys file."""
+    """The path of the record of changes of a keys file."""
     file = file.resolve()
     return file.with_name(file.name + ".audit.jsonl")
 
 
 def _existing(file: Path, keys: Mapping[str, Key], name: str) -> Key:
     if name not in keys:
-        raise KeysError(f"{file} has no key {name!r}; there is {', '.join(keys) or 'none'}")
+        raise KeysError(f"{file} has no key {name!r}; {'its keys are ' + ', '.join(keys) if keys else 'it has no keys'}")
     return keys[name]
 
 
@@ -171,7 +171,7 @@ def _changed(limits: Limits, given: Mapping[str, str]) -> Limits:
 
 @contextmanager
 def _changing(file: Path) -> Iterator[None]:
-    """One command at a time changes the files of a folder. Raises: KeysError."""
+    """Locks a folder, so that only one command at a time changes its files. Raises: KeysError."""
     try:
         folder = os.open(file.resolve().parent, os.O_RDONLY)
     except OSError as error:
@@ -184,7 +184,7 @@ def _changing(file: Path) -> Iterator[None]:
 
 
 def _record(file: Path, action: str, name: str, limits: Limits, before: Limits | None = None) -> None:
-    """Record a change before it is made: a change that cannot be recorded is not made. Raises: KeysError."""
+    """Records a change before it is made. If this fails, the change is not made. Raises: KeysError."""
     entry = {"at": _text(datetime.now(UTC)), "user": _user(), "host": socket.gethostname(), "action": action, "key": name}
     if sudo_user := os.environ.get("SUDO_USER"):
         entry["sudo_user"] = sudo_user
@@ -207,7 +207,7 @@ def _user() -> str:
 
 
 def _write_keys(file: Path, keys: Iterable[Key]) -> None:
-    """Replace the file in one step: a server that reads it meanwhile gets the old content or the new one."""
+    """Replaces the file atomically: a server that reads it at the same time gets the old content or the new content."""
     file = file.resolve()  # a symbolic link stays a link
     try:
         with NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
@@ -221,7 +221,7 @@ def _write_keys(file: Path, keys: Iterable[Key]) -> None:
 
 
 def _text(value: Any) -> str:
-    """A limit's value as in the file."""
+    """A limit's value as text, as in the file."""
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return ",".join(value) if isinstance(value, tuple) else str(value)
@@ -247,14 +247,14 @@ def _priority(text: str) -> Priority:
 
 
 def _time(text: str) -> datetime:
-    """The time, or the beginning of the day. Without a time zone it is in UTC."""
+    """Reads a time, or a date as the beginning of its day. A time without a time zone is in UTC."""
     time = datetime.fromisoformat(text)
     return (time if time.tzinfo else time.replace(tzinfo=UTC)).replace(microsecond=0)
 
 
 # By limit: the function that reads a value, and what the function expects.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "models": (_names, "a list of models' names without spaces, apart by commas"),
+    "models": (_names, "a list of models' names, separated by commas without spaces"),
     "tokens_per_minute": (_count, "a whole number over 0"),
     "requests_in_flight": (_count, "a whole number over 0"),
     "priority": (_priority, "interactive or batch"),

@@ -1,4 +1,4 @@
-"""The models that an API key may use. For its requests the server has no others."""
+"""Restricts the server's models to those that an API key may use."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from serve_app.models import Check, ServedModel, ServedModels, passes
 
 
 class KeyModels:
-    """The models of a backend, for the account whose request runs. As `ServedModels`."""
+    """The models of a backend that the current request's account may use. Same interface as `ServedModels`."""
 
     def __init__(self, backend: ServedModels) -> None:
         self._backend = backend
@@ -32,8 +32,8 @@ class KeyModels:
                 if model.info.served_model_name in ids:
                     return model
             except UnknownModel:
-                pass  # its text names the models of other keys
-        asked = "" if name is None else f"model `{name}` is not open to it; "
+                pass  # the error's text would name models of other keys
+        asked = "" if name is None else f"it may not use model `{name}`; "
         raise UnknownModel(f"the API key `{account.name}`: {asked}it may use {', '.join(ids) or 'no model of this server'}")
 
     def models(self) -> list[dict[str, Any]]:

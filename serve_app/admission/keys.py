@@ -1,4 +1,4 @@
-"""API keys: which request is whose. A thread reads the file of keys again when it changes (`key_file.py`)."""
+"""Finds the account of a request by its API key. A thread reads the keys file again when it changes (`key_file.py`)."""
 
 import hashlib
 import logging
@@ -18,12 +18,12 @@ from serve_app.observe.usage import Usage
 
 log = logging.getLogger(__name__)
 
-# The time between two looks at the keys file.
+# Seconds between two checks of the keys file.
 _LOOK_EVERY_S = 1.0
-# The keys of a file that is not there at this many looks in a row are no longer valid. A program that replaces the file in two
-# steps leaves it away for a moment.
+# If the file is missing at this many checks in a row, its keys are no longer valid. A program that replaces the file in two steps
+# removes it for a moment.
 _LOOKS_TO_BE_GONE = 2
-# A look that takes this many seconds is reported: the storage does not answer.
+# Seconds of a check after which the log reports that the storage does not answer.
 _SILENT_S = 30.0
 # The name of the key in `ServerSettings.api_key`. No key of a file has a name with a space.
 ONE_KEY = "api key"
@@ -54,7 +54,7 @@ class Keys:
     def of(
         cls, settings: ServerSettings, usage: Usage | None = None, num_gateways: Callable[[], int] = lambda: 1
     ) -> "Keys | None":
-        """The keys of these settings. None if requests need no key."""
+        """The keys in these settings. None if requests need no key."""
         if not settings.has_keys:
             return None
         file = Path(settings.api_keys_file) if settings.api_keys_file else None
@@ -66,10 +66,10 @@ class Keys:
         Raises: Unauthorized without a valid key.
         """
         if self._file is not None and monotonic() - self._looked_at > _SILENT_S:
-            self._report(f"{self._file} cannot be looked at: its storage does not answer; the keys it had before stay valid")
+            self._report(f"{self._file} cannot be checked: its storage does not answer; the previous keys stay valid")
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, text = given.partition(b" ")
-        # The time of a look-up tells something about hashes. Nobody can choose a key by its hash.
+        # The time of this look-up depends on the hash. That is harmless, because nobody can choose a key with a given hash.
         key = self._keys.get(hashlib.sha256(text.strip()).digest()) if scheme.lower() == b"bearer" else None
         if key is None:
             raise Unauthorized
@@ -82,11 +82,11 @@ class Keys:
         return account
 
     def look(self) -> None:
-        """Read the file again if it has changed. The old keys stay valid while the file cannot be read, or is not a keys file.
+        """Reads the file again if it has changed. The previous keys stay valid while the file cannot be read or is invalid.
 
-        The keys of a file that is gone are not valid: whoever deletes the file does not want its keys to work.
+        The keys of a deleted file become invalid, because an operator deletes the file to stop its keys.
         """
-        assert self._file is not None, "only a file is looked at"
+        assert self._file is not None, "only a file is checked"
         try:
             self._look(self._file)
         except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +95,7 @@ class Keys:
                 self._keys, self._seen = self._by_digest(()), None
                 self._report(f"{self._file} is gone: its keys are no longer valid")
         except OSError as error:
-            self._report(f"{self._file} cannot be looked at ({error.strerror}); the keys it had before stay valid")
+            self._report(f"{self._file} cannot be checked ({error.strerror}); the previous keys stay valid")
         self._looked_at = monotonic()
 
     def _look(self, file: Path) -> None:
@@ -111,14 +111,14 @@ class Keys:
         except KeysError as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from None
-            self._report(f"{error}; the keys it had before stay valid")
+            self._report(f"{error}; the previous keys stay valid")
         self._seen = signature
 
     def _by_digest(self, keys: Iterable[Key]) -> dict[bytes, Key]:
         return {key.digest: key for key in [*keys, *self._one]}
 
     def _report(self, problem: str) -> None:
-        """Log a problem once while it lasts."""
+        """Logs a problem once while it lasts."""
         if problem != self._reported:
             self._reported = problem
             log.error(problem)

@@ -1,4 +1,4 @@
-"""QoS of a request, from its headers: priority, deadline, and whether the vector cache may store its vectors."""
+"""Reads the QoS of a request from its headers: priority, deadline, and whether the vector cache may store its vectors."""
 
 import re
 from collections.abc import Iterable
@@ -19,12 +19,12 @@ class Qos:
     """QoS of a request."""
 
     priority: Priority = "interactive"
-    deadline_s: float | None = None  # from the time of the call that gets this object; None: the server's timeout alone
-    store: bool = True  # False keeps the request out of the vector cache
+    deadline_s: float | None = None  # seconds from the call that gets this object; None: only the server's timeout counts
+    store: bool = True  # False: the vector cache does not store the request's vectors
     owner: str = ""  # the name of the API key; empty without keys
 
     def after(self, seconds: float) -> "Qos":
-        """The QoS `seconds` later: the deadline is nearer by as much."""
+        """The QoS `seconds` later, with a deadline that is nearer by this time."""
         return self if self.deadline_s is None else replace(self, deadline_s=self.deadline_s - seconds)
 
 
@@ -32,8 +32,8 @@ DEFAULT_QOS: Final = Qos()
 
 
 def read_qos(headers: Iterable[tuple[bytes, bytes]], timeout_s: float) -> Qos:
-    """The QoS in a request's headers. Header names are in lower case. No deadline is later than `timeout_s`; the soonest of
-    several counts. No priority is higher than that of the API key whose request runs.
+    """The QoS in a request's headers. Header names are in lower case. The earliest of several deadlines and `timeout_s` counts.
+    The priority is at most that of the current request's API key.
 
     Raises: BadHeader naming the header and its value.
     """

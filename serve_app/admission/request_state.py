@@ -1,4 +1,4 @@
-"""What a request asks for besides its inputs, and what it has cost so far."""
+"""The QoS, the sizes and the measured times of a request."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -23,12 +23,12 @@ class RequestState:
         self.tokenization_s = self._queue_s = self._inference_s = 0.0
 
     def tokenized(self, sequences: Sequence[TokenIds]) -> None:
-        """Record that tokenisation has ended now."""
+        """Records that tokenisation has ended now."""
         self.tokenization_s = perf_counter() - self._start
         self.num_tokens = sum(map(len, sequences))
 
     def computed(self, results: Sequence[Embeddings]) -> None:
-        """Record the longest wait and the longest inference among the request's jobs."""
+        """Records the longest wait and the longest inference among the request's jobs."""
         self._queue_s, self._inference_s = max(each.queue_s for each in results), max(each.inference_s for each in results)
 
     def seconds(self) -> tuple[float, float, float, float]:

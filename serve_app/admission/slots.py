@@ -1,19 +1,19 @@
-"""The slots for messages of streams. Whoever finds none waits for one."""
+"""Slots for messages of streams. A message without a free slot waits."""
 
 import asyncio
 from collections import Counter, deque
 
 
 class Slots:
-    """Free slots go to the owners that wait in turn, and to the messages of one owner in order. Called on one event loop.
+    """Gives free slots to the waiting owners in turn, and to the messages of an owner in order. Called on one event loop.
 
     Without API keys there is one owner.
     """
 
     def __init__(self, most: int) -> None:
         self._free = most
-        self._held = Counter[str]()  # by owner
-        self._most = dict[str, int | None]()  # slots of one owner, by owner
+        self._held = Counter[str]()  # slots by owner
+        self._most = dict[str, int | None]()  # the most slots of an owner, by owner
         self._waiting = dict[str, deque[asyncio.Future[None]]]()  # by owner; the first owner is next
 
     async def acquire(self, owner: str, most: int | None = None) -> None:
@@ -25,7 +25,7 @@ class Slots:
         try:
             await waiting
         except asyncio.CancelledError:
-            if not waiting.cancelled():  # it had got its slot
+            if not waiting.cancelled():  # it already has its slot
                 self.release(owner)
             raise
 
@@ -41,11 +41,11 @@ class Slots:
             if (most := self._most[owner]) is not None and self._held[owner] >= most:
                 continue
             line = self._waiting.pop(owner)
-            while line and line[0].done():  # its caller has left
+            while line and line[0].done():  # the caller was cancelled
                 line.popleft()
             if line:
                 line.popleft().set_result(None)
                 self._free -= 1
                 self._held[owner] += 1
             if line:
-                self._waiting[owner] = line  # behind the other owners
+                self._waiting[owner] = line  # at the end of the queue of owners

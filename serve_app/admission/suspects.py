@@ -1,8 +1,7 @@
-"""Requests that were in flight when a replica died. One of them may have killed it.
+"""Remembers the requests that were in flight when a replica died, because one of them may have killed the replica.
 
-A request with one death is a suspect: it runs while no other suspect runs, so that its next death is its own doing and nobody
-else's. A request with two deaths is refused for `REFUSED_S`. A suspect that is answered is no suspect any more
-(docs/decisions/034).
+A request with one death is a suspect. Only one suspect runs at a time, so a second death is certainly its own fault. A request
+with two deaths is refused for `REFUSED_S`. A suspect that is answered is a suspect no more (docs/decisions/034).
 """
 
 import asyncio
@@ -18,21 +17,21 @@ from serve_app.errors import Quarantined
 
 T = TypeVar("T")
 
-# Seconds that a request is refused after its second death, and that a first death is remembered.
+# Seconds for which a request is refused after its second death, and for which a first death is remembered.
 REFUSED_S = 600.0
 _DEATHS_TO_REFUSE = 2
-# The most suspects that are remembered. A full replica has a thousand requests.
+# The most suspects that are remembered. A replica at its limit has a thousand requests.
 _MOST = 8192
-# A stream that goes on elsewhere has passed the point of its first replica's death after so many tokens.
+# Tokens after which a stream on another replica has passed the point at which its first replica died.
 _PROOF_TOKENS = 4
-# A suspect that runs for longer than this many seconds lets the next one run, too.
+# Seconds after which the next suspect may run although the current one still runs.
 _ALONE_S = 10.0
-# A suspect's progress is looked at this often, in seconds.
+# Seconds between two checks of a suspect's progress.
 _LOOK_EVERY_S = 0.02
 
 
 class Death(NamedTuple):
-    """A replica's end, and a request that was in flight there."""
+    """The death of a replica, and a request that was in flight there."""
 
     fingerprint: int
     replica: str  # Serve's id of the replica, which is never used again
@@ -40,15 +39,15 @@ class Death(NamedTuple):
 
 
 def fingerprint(model: str, sequences: Sequence[TokenIds]) -> int:
-    """A number of 64 bits, over 0, that is the same for the same token ids in every process."""
+    """A 64-bit number over 0. It is the same for the same token ids in every process."""
     digest = blake2b(b"|".join([model.encode(), *(ids.tobytes() for ids in sequences)]), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def innocence(stream: Stream) -> Callable[[], bool]:
-    """Whether a stream is innocent: it has its answer or, if another replica goes on with it, has passed the point of the death.
+    """Whether a stream is innocent: it has its answer, or another replica has continued it beyond the point of the death.
 
-    A stream that begins anew may be far from the token at which its first replica died.
+    A stream that starts from the beginning may be far from the token at which its first replica died.
     """
     proof = len(stream.answer) + _PROOF_TOKENS if stream.answer else inf
     return lambda: len(stream.answer) >= proof or _has_answer(stream)
@@ -60,13 +59,13 @@ def _has_answer(stream: Stream) -> bool:
 
 
 class Suspects:
-    """What one process knows of deaths. Called on one event loop."""
+    """The deaths that one process knows. Called on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time) -> None:
         self._clock = clock
         self._deaths: dict[int, dict[str, float]] = {}  # by fingerprint: the replicas that died, and when
         self._cleared: dict[int, set[str]] = {}  # the deaths that the request has been cleared of
-        self._ended: dict[str, float] = {}  # replicas that are known to be dead, and since when they are known to be
+        self._ended: dict[str, float] = {}  # dead replicas, and the time at which this process learned of each death
         self._alone = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -82,7 +81,7 @@ class Suspects:
         return [Death(mark, *each) for mark, its in self._deaths.items() for each in its.items()]
 
     def learn(self, deaths: Iterable[Sequence[Any]]) -> None:
-        """Takes deaths, known ones and new ones. Each is a `Death`, or a list of a death's three fields."""
+        """Adds deaths; known deaths are ignored. Each is a `Death`, or a list of a death's three fields."""
         for mark, replica, at in map(Death._make, deaths):
             self._known_dead(replica)
             if replica not in self._cleared.get(mark, ()):
@@ -94,11 +93,11 @@ class Suspects:
         return self._clock()
 
     def died(self, mark: int, replica: str, sent_at: float | None = None) -> Death | None:
-        """Records a death that has just been seen.
+        """Records a death that this process has just noticed.
 
         Args:
-            sent_at: when the request was sent to the replica. None: before its death.
-        Returns: None for a request that was sent to a replica already known to be dead. Routers learn of a death later.
+            sent_at: when the request was sent to the replica. None: before the replica's death.
+        Returns: None if the replica was already known to be dead when the request was sent. Routers learn of a death later.
         """
         if sent_at is not None and sent_at > self._ended.get(replica, inf):
             return None
@@ -112,7 +111,7 @@ class Suspects:
             del self._ended[next(iter(self._ended))]
 
     def clear(self, mark: int) -> None:
-        """The request has been answered. Its deaths no longer count, whoever reports them again."""
+        """Records that the request has been answered. Its deaths no longer count, even if another process reports them again."""
         if replicas := self._deaths.pop(mark, None):
             self._cleared.setdefault(mark, set()).update(replicas)
             while len(self._cleared) > _MOST:
@@ -128,20 +127,20 @@ class Suspects:
         del self._deaths[mark]
 
     async def run(self, mark: int, work: Callable[[], Awaitable[T]], is_proven: Callable[[], bool] | None = None) -> T:
-        """`work()`, of a request with this fingerprint. A suspect waits until no other suspect runs.
+        """Returns `work()` for a request with this fingerprint. A suspect first waits until no other suspect runs.
 
         Args:
-            is_proven: whether a stream that still runs, or has ended, is innocent. If None, a result is the proof.
+            is_proven: tells whether a stream is innocent, while it runs and at its end. If None, a result proves it.
         Raises: Quarantined.
         """
         if mark not in self._deaths:
             result = await work()
-            if mark in self._deaths and (is_proven is None or is_proven()):  # an equal request was lost meanwhile
+            if mark in self._deaths and (is_proven is None or is_proven()):  # an equal request was lost in the meantime
                 self.clear(mark)
             return result
         self.check(mark)
         async with self._alone:
-            self.check(mark)  # it may have died in another request meanwhile
+            self.check(mark)  # an equal request may have died in the meantime
             working = asyncio.ensure_future(work())
             try:
                 await _until(lambda: working.done() or (is_proven is not None and is_proven()), working)
@@ -164,7 +163,7 @@ class Suspects:
 
 
 async def _until(holds: Callable[[], bool], working: "asyncio.Future[Any]") -> None:
-    """Returns when it holds, which is looked at often, and after `_ALONE_S` at the latest."""
+    """Returns when the condition is true, and after `_ALONE_S` at the latest."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _ALONE_S
     while not holds() and loop.time() < end:

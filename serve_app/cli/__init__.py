@@ -1,6 +1,6 @@
 """The `emberforge` command.
 
-This module imports only the standard library: a key on the command line must be hidden before slow imports begin.
+This module imports only the standard library: it must hide a key on the command line before slow imports begin.
 """
 
 import os
@@ -10,10 +10,10 @@ from serve_app.cli.hidden import without_secrets
 
 
 def main() -> None:
-    """Runs the command. Starts the process anew first if the command line holds a key or a token.
+    """Runs the command. If the command line holds a key or a token, it first restarts the process without them.
 
-    `ps` shows a command line to every user, and Ray keeps it with the job. The new command line has the secrets no more: they
-    travel as environment variables.
+    `ps` shows a command line to every user, and Ray keeps it with the job. The new process gets the secrets as environment
+    variables instead.
     """
     arguments, secrets = without_secrets(sys.orig_argv)
     if secrets:

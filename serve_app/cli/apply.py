@@ -1,4 +1,4 @@
-"""`emberforge apply`, `diff`, `rollback` and `destroy`: what the running cluster serves, changed and looked at."""
+"""`emberforge apply`, `diff`, `rollback` and `destroy`: show and change what the running cluster serves."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from cluster.serve_client import ServeClient
     from cluster.starts import Start
 
-Models = Annotated[Path, typer.Argument(metavar="FILE", help="YAML: the models, how many replicas, where they may be")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
+Models = Annotated[Path, typer.Argument(metavar="FILE", help="models.yaml: the models, their replicas and their nodes")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation")]
 
 
 def apply(models: Models, yes: Yes = False) -> None:
-    """Plan for the running cluster, show what changes, and deploy it. Ends when every replica is ready, or one has failed."""
+    """Plan for the running cluster, show the changes, and deploy them. Ends when every replica is ready, or one has failed."""
     _check_terminal(yes)
     with _cluster() as there:
         there.deploy(_update(models, there.nodes), yes)
 
 
 def diff(models: Models) -> None:
-    """Show what `apply` would change. Exit status 0: nothing; 1: something; 2: an error."""
+    """Show what `apply` would change. Exit status 0: no changes; 1: changes; 2: an error."""
     try:
         with _cluster() as there:
             todo = there.difference(_update(models, there.nodes))
@@ -49,13 +49,13 @@ def diff(models: Models) -> None:
 
 
 def rollback(
-    number: Annotated[int | None, typer.Argument(metavar="[N]", help="The config to return to, if not the one before")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Print the configs that were applied, and change nothing")] = False,
+    number: Annotated[int | None, typer.Argument(metavar="[N]", help="Number of the config [default: the previous one]")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Print the applied configs, and change nothing")] = False,
     yes: Yes = False,
 ) -> None:
-    """Deploy a config that was applied before: the last one that was ready and is not the present one, or number N.
+    """Deploy an earlier config again: the last one that was ready and is not the present one, or number N.
 
-    The cluster keeps the last ten. models.yaml stays as it is: the next `apply` of the file deploys the file again.
+    The cluster keeps the last ten configs. models.yaml does not change: the next `apply` deploys the file again.
     """
     if not listed:
         _check_terminal(yes)
@@ -71,7 +71,7 @@ def rollback(
 
 
 def destroy(yes: Yes = False) -> None:
-    """End all models and gateways of the running cluster, and Serve with them. The nodes stay, and so do the applied configs."""
+    """Stop all models and gateways of the running cluster, and Serve. The nodes and the applied configs stay."""
     _check_terminal(yes)
     with _cluster() as there:
         names = list(there.serve.details()["applications"])
@@ -87,7 +87,7 @@ def destroy(yes: Yes = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Cluster:
-    """The running cluster: its Serve, the configs that were applied, and the names of nodes by Ray's ids."""
+    """The running cluster: its Serve, the applied configs, and the names of nodes by Ray's ids."""
 
     serve: "ServeClient"
     history: "History"
@@ -114,13 +114,13 @@ class _Cluster:
                 progress = Progress(say, self.nodes, partial(starts, self.history.store), bars)
                 deploy(self.serve, self.history, update.config, todo, progress, of=of)
         except KeyboardInterrupt:
-            raise ClusterError("no longer waiting. Serve goes on; the same command waits again") from None
+            raise ClusterError("interrupted. Serve continues the deployment; type the same command to wait for it") from None
         say(f"ready: {', '.join(gateway_urls(self.serve.details()))}")
 
 
 @contextmanager
 def _bars() -> "Iterator[Callable[[Mapping[str, Start]], None] | None]":
-    """On a terminal: a function that shows a bar for each replica that starts. Elsewhere None, because a line tells each step."""
+    """On a terminal: a function that shows a progress bar for each starting replica. Elsewhere None: each step prints a line."""
     if not console.is_terminal:
         yield None
         return
@@ -146,7 +146,7 @@ def _bars() -> "Iterator[Callable[[Mapping[str, Start]], None] | None]":
 
 @contextmanager
 def _cluster() -> Iterator[_Cluster]:
-    """Connects to the cluster that this machine is a node of. Raises: ClusterError."""
+    """Connects to the cluster to which this machine belongs. Raises: ClusterError."""
     from cluster.node_live import connected
 
     with connected():
@@ -161,7 +161,7 @@ def _cluster() -> Iterator[_Cluster]:
 
 
 def _update(models: Path, names: Mapping[str, str]) -> "Update":
-    """The plan for the running cluster. `names`: of nodes by Ray's ids.
+    """Makes the plan for the running cluster. `names` holds the names of nodes by Ray's ids.
 
     Raises: ClusterError if a required replica has no place.
     """
@@ -181,7 +181,7 @@ def _update(models: Path, names: Mapping[str, str]) -> "Update":
 
 
 def _row(entry: "Applied") -> str:
-    """One line about a config that was applied."""
+    """A line of `rollback --list`: number, time, user, models and state of an applied config."""
     at = datetime.fromtimestamp(entry.at, UTC).strftime("%Y-%m-%d %H:%M UTC")
     models = dict.fromkeys(
         each["args"]["spec"]["name"] for each in entry.config["applications"] if "spec" in each.get("args", {})
@@ -193,7 +193,7 @@ def _row(entry: "Applied") -> str:
 def _check_terminal(yes: bool) -> None:
     """Raises: ClusterError."""
     if not yes and not sys.stdin.isatty():
-        raise ClusterError("there is no terminal to ask on: give --yes, after `emberforge diff` has shown what changes")
+        raise ClusterError("there is no terminal to ask for confirmation: read `emberforge diff`, then give --yes")
 
 
 def _ask(question: str, yes: bool) -> None:

@@ -1,4 +1,4 @@
-"""`emberforge generate --check`: whether the engine gives a model's tokens as transformers does, both in fp32 on the CPU."""
+"""`emberforge generate --check`: compares the engine's tokens with those of transformers, both in fp32 on the CPU."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from engine.errors import ModelError
 from engine.model.quantized.scheme import Scheme
 from serve_app.cli.console import console, say
 
-# Texts of several scripts, with digits and code: a tokenizer's and a model's usual work.
+# Texts in several scripts, with digits and code, as in usual requests.
 _PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -16,28 +16,28 @@ _PROMPTS = (
     "Das Wetter in Zürich ist heute",
     "水は摂氏100度で",
 )
-# fp32 sums in another order differ by so much at most, in units of a log-probability.
+# The largest difference of log-probabilities that fp32 sums in another order explain.
 _MOST_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One answer against transformers, which reads it token by token."""
+    """The comparison of one answer of the engine with transformers' log-probabilities for it."""
 
     num_tokens: int
-    num_other: int  # tokens in whose place transformers has another that is likelier by more than rounding
-    difference: float  # the largest difference of a log-probability
+    num_other: int  # tokens at which transformers prefers another token by more than rounding errors
+    difference: float  # the largest difference of log-probabilities
 
 
 def check(model: str, num_tokens: int) -> None:
-    """Prints a line for each prompt. Raises: ModelError where a token or a log-probability differs by more than rounding."""
+    """Prints a line for each prompt. Raises: ModelError if a token or log-probability differs by more than rounding errors."""
     with console.status(f"comparing {model} with transformers"):
         compared = compare(model, num_tokens)
     for prompt, each in zip(_PROMPTS, compared, strict=True):
         same = f"{each.num_tokens - each.num_other} of {each.num_tokens} tokens are those of transformers"
         say(f"{same}, log-probabilities differ by at most {each.difference:.1e}: {prompt!r}")
     if any(each.num_other or each.difference > _MOST_DIFFERENCE for each in compared):
-        raise ModelError(f"{model}: the engine does not give what transformers gives; please report this")
+        raise ModelError(f"{model}: the engine does not generate the same tokens as transformers; please report this")
 
 
 def compare(model: str, num_tokens: int) -> list[Compared]:
@@ -55,7 +55,7 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
     folder = resolve_model(model)
     engine = Engine.load(folder, dtype="float32", device="cpu")
     if engine.prompts is None:
-        raise ModelError(f"{model} gives vectors and no text")
+        raise ModelError(f"{model} does not generate text")
     prompts = [engine.prompts.encode(prompt) for prompt in _PROMPTS]
     answers = engine.generate(prompts, SamplingOptions(max_tokens=num_tokens, temperature=0.0, logprobs=1))
     scheme = engine.config.quantization
@@ -77,9 +77,9 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
 
 
 def _of_our_weights(folder: Path, scheme: Scheme | None) -> Any:
-    """transformers' network with the weights that we read from a GGUF file or a quantised checkpoint.
+    """transformers' model with the weights that our code reads from a GGUF file or a quantised checkpoint.
 
-    Its own readers need further packages, and some of them quantise activations.
+    transformers' own readers need further packages, and some of them quantise activations.
     """
     import torch
     import transformers
@@ -95,5 +95,5 @@ def _of_our_weights(folder: Path, scheme: Scheme | None) -> Any:
         missing, unknown = network.load_state_dict(weights, strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if network.config.tie_word_embeddings else set())
     if lacking or unknown:
-        raise ModelError(f"{folder}: transformers has no place for {unknown}, and finds no {sorted(lacking)}")
+        raise ModelError(f"{folder}: transformers does not know the weights {unknown}, and misses {sorted(lacking)}")
     return network.eval()

@@ -1,4 +1,4 @@
-"""`emberforge plan`, `node` and `cluster`: where the models of a cluster go, and the nodes that they run on."""
+"""`emberforge plan`, `node` and `cluster`: plan the models of a cluster, start its nodes, show its state."""
 
 import json
 import shlex
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.files import ClusterError
 from cluster.node_head import DEFAULT_DASHBOARD_PORT, DEFAULT_PORT
@@ -16,18 +17,18 @@ from serve_app.cli.console import console, say
 
 
 def plan(
-    models: Annotated[Path, typer.Option(metavar="FILE", help="YAML: the models, how many replicas, where they may be")],
-    inventory: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML: the nodes and their cards")] = None,
-    live: Annotated[bool, typer.Option("--live", help="Take the nodes of the running cluster instead")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the Serve config there")] = None,
+    models: Annotated[Path, typer.Option(metavar="FILE", help="models.yaml: the models, their replicas and their nodes")],
+    inventory: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file of the nodes and their cards")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Plan for the nodes of the running cluster")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the Serve config to FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON")] = False,
 ) -> None:
-    """Show which model goes on which card of a cluster and why, and write the Serve config that does it.
+    """Show which model goes on which card of a cluster and why, and write the Serve config of this plan.
 
-    Exit status 1 where something has no place; what has one is shown and written all the same.
+    If a replica does not fit, the exit status is 1, and the plan shows and writes all other replicas.
     """
     if live == (inventory is not None):
-        raise ClusterError("say either --inventory FILE, or --live on a node of a running cluster")
+        raise ClusterError("give either --inventory FILE, or --live on a node of a running cluster")
     from cluster import plan_report
     from cluster.models_file import load_models
     from cluster.node_live import live_nodes
@@ -36,7 +37,7 @@ def plan(
     from cluster.serve_changes import changes, deployed_before
     from cluster.serve_config import serve_config
 
-    file = load_models(models)  # before the nodes: this check is quicker
+    file = load_models(models)  # before the nodes, because this check is faster
     made = Plan(file, load_nodes(inventory) if inventory else live_nodes(say=say))
     if as_json:
         sys.stdout.write(json.dumps(plan_report.as_data(made), indent=1) + "\n")
@@ -51,31 +52,46 @@ def plan(
         except OSError as error:
             raise ClusterError(f"{output} cannot be written: {error.strerror}") from error
         console.print(
-            f"written to {output}; on the head, in the environment that node start said: serve deploy {shlex.quote(str(output))}"
+            f"written to {output}; deploy it on the head, in the environment that `node start` printed: "
+            f"serve deploy {shlex.quote(str(output))}"
         )
         if before is not None:
             lines = [f"  {line}" for line in changes(before, config)] or ["  nothing"]
-            console.print("\n".join([f"if {output} as it was is deployed, `serve deploy` now", *lines]))
+            console.print("\n".join([f"if the previous {output} is deployed, `serve deploy` now", *lines]))
     if made.unplaced:
-        raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has the rest'}")
+        raise ClusterError(f"{plan_report.failure(made)}{'' if output is None else f'; {output} has all other replicas'}")
 
 
 def start_node(
-    head: Annotated[bool, typer.Option("--head", help="Be the first node, which the others join")] = False,
+    head: Annotated[bool, typer.Option("--head", help="Start the head, the first node of a new cluster")] = False,
     address: Annotated[str | None, typer.Option(metavar="HEAD[:PORT]", help="Join the cluster of this head")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Where a head listens for its nodes")] = DEFAULT_PORT,
-    name: Annotated[str | None, typer.Option(help="What the node is called, if not as its host is")] = None,
-    reserve_gib: Annotated[float | None, typer.Option(min=0, help="What models leave of each card, if not the usual")] = None,
-    object_store_gib: Annotated[float | None, typer.Option(help="Of Ray's object store, if not 2 or a tenth of memory")] = None,
-    dashboard_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray's dashboard")] = DEFAULT_DASHBOARD_PORT,
-    ip: Annotated[str | None, typer.Option(help="Address at which other nodes reach this machine, if it has several")] = None,
-    redis: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Redis that keeps a head's state; key in RAY_REDIS_PASSWORD")
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on which the head listens for nodes")] = DEFAULT_PORT,
+    name: Annotated[str | None, typer.Option(help=escape("Name of the node [default: the host's name]"))] = None,
+    reserve_gib: Annotated[
+        float | None,
+        typer.Option(min=0, help=escape("GiB that models leave free on each card [default: by the kind of node]")),
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Start a head although that ends nodes of an older cluster")] = False,
-    block: Annotated[bool, typer.Option("--block", help="Stay, print the node's logs, and end the node at SIGTERM")] = False,
+    object_store_gib: Annotated[
+        float | None, typer.Option(help=escape("GiB of Ray's object store [default: 2, at most a tenth of memory]"))
+    ] = None,
+    dashboard_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of Ray's dashboard, on the head")
+    ] = DEFAULT_DASHBOARD_PORT,
+    ip: Annotated[
+        str | None, typer.Option(help="Address at which other nodes reach this machine, if the machine has several")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Redis that keeps the head's state; its password is in RAY_REDIS_PASSWORD"),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Start a new head even if this stops the nodes of an older cluster")
+    ] = False,
+    block: Annotated[
+        bool, typer.Option("--block", help="Keep running, print the node's logs, and stop the node at SIGTERM")
+    ] = False,
 ) -> None:
-    """Make this machine the head of a new cluster, or a node of one that is there. It goes on when this command has ended."""
+    """Make this machine the head of a new cluster, or a node of an existing one. The node keeps running after this command."""
     from cluster import node
 
     started = node.start(
@@ -97,7 +113,7 @@ def start_node(
 
 
 def stop_node() -> None:
-    """End the node that was started on this machine, and nothing else."""
+    """Stop the node that `node start` started on this machine. Other processes of Ray keep running."""
     from cluster import node
 
     num_ended = node.stop()
@@ -105,16 +121,18 @@ def stop_node() -> None:
 
 
 def cluster_status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the same as JSON")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every 2 s, until Ctrl-C")] = False,
-    address: Annotated[str | None, typer.Option(metavar="HEAD[:PORT]", help="Of the cluster, if not this node's")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status as JSON")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every 2 s, until Ctrl-C")] = False,
+    address: Annotated[
+        str | None, typer.Option(metavar="HEAD[:PORT]", help=escape("Address of the cluster [default: this node's cluster]"))
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="EMBERFORGE_API_KEY", help="A key of the gateway, which shows that key's models")
+        str | None, typer.Option(envvar="EMBERFORGE_API_KEY", help="An API key of the gateway; the status shows the key's models")
     ] = None,
 ) -> None:
     """Show the cluster's nodes with their cards, and its pools with their load."""
     if as_json and watch:
-        raise ClusterError("say either --json or --watch")
+        raise ClusterError("give either --json or --watch")
     from cluster import status
 
     output = Console(width=None if sys.stdout.isatty() else 160)

@@ -1,7 +1,7 @@
-"""All commands, and how an error ends them.
+"""Lists all commands, and prints the error that ends one.
 
-`emberforge --help` imports the module of every command, so these modules import at the top only what is quick to import. A
-command imports torch, Ray and the like when it runs.
+`emberforge --help` imports the module of every command. So these modules import only fast modules at the top. A command imports
+torch, Ray and other slow modules when it runs.
 """
 
 import errno
@@ -24,7 +24,9 @@ from serve_app.cli.machine import doctor, kernels
 from serve_app.cli.options import with_settings
 from serve_app.cli.serve import config, serve
 
-cli = typer.Typer(help="Serve embedding models over HTTP.", no_args_is_help=True, add_completion=False)
+cli = typer.Typer(
+    help="Serve embedding models, rerankers, classifiers and text generation.", no_args_is_help=True, add_completion=False
+)
 
 
 def run() -> None:
@@ -49,7 +51,9 @@ def _fail(message: str) -> NoReturn:
 cli.command()(with_settings(serve, as_tei=True))
 cli.command()(
     with_settings(
-        config, as_tei=True, output=Annotated[Path | None, typer.Option("--output", "-o", help=escape("File [default: stdout]"))]
+        config,
+        as_tei=True,
+        output=Annotated[Path | None, typer.Option("--output", "-o", help=escape("Write the config to FILE [default: stdout]"))],
     )
 )
 cli.command()(
@@ -70,16 +74,16 @@ cli.command()(diff)
 cli.command()(rollback)
 cli.command()(destroy)
 
-node_commands = typer.Typer(help="Make this machine a node of a cluster, and undo it.", no_args_is_help=True)
+node_commands = typer.Typer(help="Start and stop a node of a cluster on this machine.", no_args_is_help=True)
 node_commands.command("start")(start_node)
 node_commands.command("stop")(stop_node)
 cli.add_typer(node_commands, name="node")
 
-cluster_commands = typer.Typer(help="Look at the running cluster.", no_args_is_help=True)
+cluster_commands = typer.Typer(help="Show the running cluster.", no_args_is_help=True)
 cluster_commands.command("status")(cluster_status)
 cli.add_typer(cluster_commands, name="cluster")
 
-keys_commands = typer.Typer(help="Make, limit and take back the API keys of a keys file.", no_args_is_help=True)
+keys_commands = typer.Typer(help="Make, limit and remove the API keys of a keys file.", no_args_is_help=True)
 keys_commands.command("add")(add_key)
 keys_commands.command("list")(list_keys)
 keys_commands.command("limit")(limit_key)

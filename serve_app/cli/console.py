@@ -1,4 +1,4 @@
-"""The console that messages for the operator go to: standard error."""
+"""Prints messages for the operator to standard error."""
 
 import logging
 import os
@@ -12,12 +12,12 @@ console = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 def say(line: str) -> None:
-    """Prints a line as it is. With markup, rich would take an IPv6 address in brackets for a style."""
+    """Prints a line without markup: rich would read an IPv6 address in brackets as a style."""
     console.print(line, markup=False)
 
 
 def report(line: str, *, markup: bool = False) -> None:
-    """Tells what a server does: as it is on a terminal, else as a line of the log."""
+    """Prints a message of the server: as plain text on a terminal, elsewhere as a line of the log."""
     if os.isatty(2):
         console.print(line, markup=markup)
     else:

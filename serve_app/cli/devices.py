@@ -1,4 +1,4 @@
-"""`--devices`: the devices of this machine that compute a model, by the numbers of GPUs, or CPUs."""
+"""Reads `--devices`, the GPUs or CPUs of this machine that compute a model."""
 
 import os
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from serve_app.cli.console import say
 
 
 def chosen_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """The devices that `--devices` means, as `Engine.load` takes them. None named: the first GPU, or a CPU without one.
+    """Returns the devices of `--devices` for `Engine.load`. Without names: the first GPU, or the CPU on a machine without a GPU.
 
-    A machine without a GPU computes on its CPU instead of GPU 0, and says so.
-    Raises: InvalidInput for a device that this machine does not have, a GPU that is named twice, and GPUs beside CPUs.
+    On a machine without a GPU, `--devices 0` means the CPU, and a line says so.
+    Raises: InvalidInput for a device that this machine does not have, a GPU that is named twice, or a mix of GPUs and CPUs.
     """
     import torch
 
@@ -30,26 +30,26 @@ def chosen_devices(names: Sequence[str]) -> tuple[str, ...]:
     if max(numbers) >= num_gpus:
         raise InvalidInput(f"{said}: this machine has {num_gpus} GPUs, and their numbers begin with 0")
     if len(set(numbers)) < len(numbers):
-        raise InvalidInput(f"{said}: a GPU is named twice; each stage of the model needs its own")
+        raise InvalidInput(f"{said}: a GPU is named twice; each stage of the model needs its own GPU")
     return tuple(f"cuda:{number}" for number in numbers)
 
 
 def show_only(devices: Sequence[str]) -> tuple[str, ...]:
-    """Hide all other GPUs from this process and from those that it starts. Call it before CUDA is used.
+    """Hides all other GPUs from this process and its children. Call it before the first use of CUDA.
 
     Args:
-        devices: as `chosen_devices` gives them.
-    Returns: as `by_position`.
+        devices: the result of `chosen_devices`.
+    Returns: the result of `by_position`.
     """
     if devices[0] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return tuple(devices)
-    numbers = [int(device.removeprefix("cuda:")) for device in devices]  # of those that are visible so far
+    numbers = [int(device.removeprefix("cuda:")) for device in devices]  # positions among the GPUs that are visible so far
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[number] if visible != [""] else str(number) for number in numbers)
     return by_position(devices)
 
 
 def by_position(devices: Sequence[str]) -> tuple[str, ...]:
-    """The names for `--devices` where these GPUs alone are visible, as in a replica of Ray, which sees those that it books."""
+    """The names of these GPUs in a process that sees no other GPUs, such as a replica, which sees the GPUs that it reserves."""
     return tuple(device if device == "cpu" else str(position) for position, device in enumerate(devices))

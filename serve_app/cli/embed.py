@@ -1,4 +1,4 @@
-"""`emberforge embed`: a corpus of files through a model."""
+"""`emberforge embed`: computes a corpus of files with a model and writes the results to files."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from serve_app.corpus.remote import RemoteWorker
     from serve_app.corpus.task import Task
 
-# Seconds between two lines, where there is no terminal.
+# Seconds between two lines of progress, without a terminal.
 _LINE_EVERY_S = 10.0
 
 
@@ -31,7 +31,7 @@ def embed(
     corpus: Annotated[
         list[str],
         Argument(
-            help="Files or folders: parquet, jsonl, csv, or txt with a text on each line; or hf://datasets/ORG/NAME, of the Hub"
+            help="Files or folders: parquet, jsonl, csv, or txt with one text per line; or a Hub dataset as hf://datasets/ORG/NAME"
         ),
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the results")],
@@ -40,34 +40,37 @@ def embed(
         Option(
             "--model",
             "-m",
-            help=escape(f"Folder, Hub id, or with --url a served name [default: {EMBEDDED_MODEL}, or the server's first]"),
+            help=escape(f"Folder or Hub id; with --url a served name [default: {EMBEDDED_MODEL}, or the server's first model]"),
         ),
     ] = None,
     column: Annotated[str, Option("--column", "-c", help="Column with the texts")] = "text",
     file_format: Annotated[
-        Literal["parquet", "npy"], Option("--format", help="Of the results; npy has vectors alone")
+        Literal["parquet", "npy"], Option("--format", help="Format of the results; npy holds only vectors")
     ] = "parquet",
-    dimensions: Annotated[int | None, Option(min=1, help=escape("Leading dimensions to keep [default: all]"))] = None,
+    dimensions: Annotated[int | None, Option(min=1, help=escape("Number of leading dimensions to keep [default: all]"))] = None,
     output_dtype: Annotated[
         Literal["float", "int8", "uint8", "binary", "ubinary"], Option(help="Type of the vectors' numbers")
     ] = "float",
-    prompt: Annotated[str | None, Option("--prompt", "-p", help="Text before each text")] = None,
-    prompt_name: Annotated[str | None, Option(help="The same, by its name in the model's folder")] = None,
-    input_type: Annotated[Literal["query", "document"] | None, Option(help="The same, for this kind of text")] = None,
-    rerank: Annotated[str | None, Option(metavar="COLUMN", help="Column with queries: score each text for its query")] = None,
-    max_tokens: Annotated[int, Option(min=1, help="Tokens of an answer, of a model that generates text")] = 256,
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="Prompt before each text")] = None,
+    prompt_name: Annotated[str | None, Option(help="Name of a prompt in the model's folder")] = None,
+    input_type: Annotated[
+        Literal["query", "document"] | None, Option(help="Take the model's prompt for this kind of text")
+    ] = None,
+    rerank: Annotated[str | None, Option(metavar="COLUMN", help="Column with queries; score each text for its query")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="The most tokens of an answer of a generation model")] = 256,
     rows_per_file: Annotated[
-        int, Option(min=1, help="Rows of an output file; a kill loses the work on three files at most")
+        int, Option(min=1, help="Rows of an output file; a kill loses the work on at most three files")
     ] = 8192,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16")] = "auto",
-    url: Annotated[str | None, Option(help="A running server, whose free capacity computes, instead of this machine")] = None,
-    api_key: Annotated[str | None, Option(envvar="EMBERFORGE_API_KEY", help="A key of that server")] = None,
-    in_flight: Annotated[int, Option(min=1, help="Requests in flight at that server")] = 32,
+    url: Annotated[
+        str | None, Option(help="Compute on this running server, with its free capacity, instead of this machine")
+    ] = None,
+    api_key: Annotated[str | None, Option(envvar="EMBERFORGE_API_KEY", help="An API key of that server")] = None,
+    in_flight: Annotated[int, Option(min=1, help="Requests in flight to that server")] = 32,
 ) -> None:
-    """Embed a corpus: a vector for each text, in files beside the corpus's other columns.
+    """Embed a corpus: write a vector for each text, with the corpus's other columns, to files.
 
-    A reranker gives scores (--rerank), a model that generates text gives answers. A job that was ended at any moment goes on
-    with the same command.
+    A reranker gives scores (--rerank), a generation model gives answers. The same command resumes an interrupted job.
     """
     try:
         import pyarrow  # noqa: F401
@@ -80,7 +83,7 @@ def embed(
     from serve_app.corpus.task import Task
 
     texts = (column,) if rerank is None else (rerank, column)
-    files = Corpus(_paths(corpus), texts)  # before the model: this check is quicker
+    files = Corpus(_paths(corpus), texts)  # before the model, because this check is faster
     task = Task(dimensions, output_dtype, prompt, prompt_name, input_type, max_tokens)
     worker: LocalWorker | RemoteWorker
     if url is None:
@@ -90,20 +93,20 @@ def embed(
     if worker.kind in files.schema.names:
         raise InvalidInput(f"the corpus has a column {worker.kind!r} already; rename it")
     if worker.kind == "answer" and file_format == "npy":
-        raise InvalidInput("npy holds numbers, and this model generates text; choose --format parquet")
+        raise InvalidInput("npy holds only numbers, but this model generates text; choose --format parquet")
     job = {"model": worker.model, "revision": worker.revision, "dtype": worker.dtype, "columns": texts, **asdict(task)}
     folder = Folder(output, file_format, rows_per_file, job | {"corpus": files.fingerprint})
     num_rows = files.estimated_rows
     num_before = len(folder.done) * rows_per_file
     progress = Progress(num_before if num_rows is None else min(num_before, num_rows), estimated_rows=num_rows)
     if folder.done:
-        say(f"{output} has {len(folder.done)} files already; the job goes on")
+        say(f"{output} already has {len(folder.done)} files; the job resumes")
     try:
         with _shown(progress) as on_progress:
             run(files, folder, worker, Columns(texts, worker.kind), progress, on_progress)
     except KeyboardInterrupt:
-        say(f"stopped at {progress}; the same command goes on from the files in {output}")
-        # Threads may wait for the server's answers. Nothing is lost without them: every file is complete at any moment.
+        say(f"stopped at {progress}; the same command resumes from the files in {output}")
+        # Threads may still wait for the server's answers. Ending them loses no file: files get their names only when complete.
         os._exit(130)
     say(f"{output} is complete: {progress}")
     if progress.num_faults:
@@ -115,7 +118,7 @@ def _paths(inputs: list[str]) -> list[Path]:
     paths: list[Path] = []
     for each in inputs:
         if each.startswith("hf://"):
-            from serve_app.corpus.hub import download  # its import takes 0.2 s, which files need not pay for
+            from serve_app.corpus.hub import download  # here, because its import takes 0.2 s and local files do not need it
 
             paths += download(each)
         else:
@@ -141,7 +144,7 @@ def _remote(url: str, model: str | None, api_key: str | None, in_flight: int, ta
 
 @contextmanager
 def _shown(progress: "Progress") -> Iterator[Callable[[str], None]]:
-    """Shows the progress: a bar on a terminal, elsewhere a line now and then. The function shows a line of its own, too."""
+    """Shows the progress: a bar on a terminal, elsewhere a line every ten seconds. The function it gives prints a message."""
     if console.is_terminal:
         with Bar(BarColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             shown = bar.add_task(str(progress), total=1.0)

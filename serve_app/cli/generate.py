@@ -1,4 +1,4 @@
-"""`emberforge generate` and `emberforge chat`: a model answers in the terminal, with no server."""
+"""`emberforge generate` and `emberforge chat`: generate text in the terminal, without a server."""
 
 import inspect
 import sys
@@ -24,55 +24,61 @@ if TYPE_CHECKING:
 
 
 def _option(*flags: str, text: str, default: str) -> Any:
-    """An option whose default is told in its help text. rich would take plain brackets for markup."""
+    """An option whose help text names its default. rich would read unescaped brackets as markup."""
     return Option(*flags, help=escape(f"{text} [default: {default}]"), show_default=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options that `generate` and `chat` share. None takes what the model's authors say, else the default of the help."""
+    """The options of both `generate` and `chat`. None means the value of the model's authors, else the default of the help."""
 
     model: Annotated[str, Option("--model", "-m", help="Folder, GGUF file, Hub id, or the embedded model")] = EMBEDDED_GENERATOR
     n_predict: Annotated[
-        int | None, _option("--n-predict", "-n", text="Tokens of an answer at most", default="the model's, or 256")
+        int | None, _option("--n-predict", "-n", text="The most tokens of an answer", default="the model's, or 256")
     ] = None
-    temp: Annotated[float | None, _option(text="0 takes the likeliest token", default="the model's, or 0.7")] = None
-    top_p: Annotated[float | None, _option(text="Keep the likeliest tokens of this mass", default="the model's, or 0.9")] = None
+    temp: Annotated[float | None, _option(text="Temperature; 0 takes the likeliest token", default="the model's, or 0.7")] = None
+    top_p: Annotated[
+        float | None, _option(text="Sample from the likeliest tokens with this total probability", default="the model's, or 0.9")
+    ] = None
     top_k: Annotated[
-        int | None, _option(text="Keep this number of likeliest tokens; 0 keeps all", default="the model's, or 40")
+        int | None, _option(text="Sample from this number of likeliest tokens; 0 means all", default="the model's, or 40")
     ] = None
     repeat_penalty: Annotated[
-        float | None, _option(text="Divides the logit of each token in prompt and answer", default="the model's, or 1")
+        float | None, _option(text="Divide the logits of all tokens in prompt and answer by this", default="the model's, or 1")
     ] = None
-    presence_penalty: Annotated[float, Option(help="Subtracted from the logit of each token in the answer")] = 0.0
-    frequency_penalty: Annotated[float, Option(help="Subtracted once for each time that the token is in the answer")] = 0.0
-    no_repeat_ngram: Annotated[int, Option(help="Never repeat so many tokens in the same order; 0 allows it")] = 0
+    presence_penalty: Annotated[float, Option(help="Subtract this from the logits of all tokens in the answer")] = 0.0
+    frequency_penalty: Annotated[
+        float, Option(help="Subtract this from a token's logit for each time that the token is in the answer")
+    ] = 0.0
+    no_repeat_ngram: Annotated[int, Option(help="Never repeat a sequence of this many tokens; 0 allows repetition")] = 0
     seed: Annotated[int | None, _option(text="The same seed gives the same answer", default="a new one each time")] = None
-    ctx_size: Annotated[int | None, _option("--ctx-size", "-c", text="Tokens of prompt and answer", default="the model's")] = None
+    ctx_size: Annotated[
+        int | None, _option("--ctx-size", "-c", text="The most tokens of prompt and answer together", default="the model's")
+    ] = None
     devices: Annotated[
         str | None,
-        _option(text="Number of the GPU, or cpu; several, as 0,1, share the model's layers", default="0, else cpu"),
+        _option(text="Number of the GPU, or cpu; several GPUs (0,1) share the model's layers", default="0, else cpu"),
     ] = None
     dtype: Annotated[
-        str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: what the device computes natively")
+        str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: bfloat16 if the device supports it")
     ] = "auto"
     threads: Annotated[int | None, _option("--threads", "-t", text="CPU threads", default="one for each core")] = None
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Say how fast it was")] = False
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Print times and tokens/s")] = False
 
 
 # Options of Ember's command line that are refused, and why. Each takes any value, or none.
 _REFUSED = {
-    "--memory-fraction": "a model takes what is free on its devices",
+    "--memory-fraction": "a model takes the free memory of its devices",
     "--phase-aware": "each device computes both prompts and answers",
-    "--prefill-chunk-len": "the engine cuts long prompts by itself",
-    "--no-prefill-overlap": "devices always compute chunks of prompts at the same time",
+    "--prefill-chunk-len": "the engine itself divides long prompts into chunks",
+    "--no-prefill-overlap": "several devices always compute chunks of prompts at the same time",
     "--dump-layer": "--check compares with transformers in one run, and writes no files",
     "--dump-dir": "--check compares with transformers in one run, and writes no files",
 }
 
 
 def check_refused(arguments: Sequence[str]) -> None:
-    """Raises: InvalidInput naming an option that `generate` and `chat` do not have, though Ember has it."""
+    """Refuses options of Ember that `generate` and `chat` do not have. Raises: InvalidInput with the option's name."""
     if not arguments or arguments[0] not in ("generate", "chat"):
         return
     for flag in (argument.partition("=")[0] for argument in arguments[1:]):
@@ -81,7 +87,7 @@ def check_refused(arguments: Sequence[str]) -> None:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer that takes the shared options beside the command's own. It calls `command(options, ...)`."""
+    """A command for typer with the shared options and the command's own options. It calls `command(options, ...)`."""
     shared = [
         inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, annotation=each.type, default=each.default)
         for each in fields(Options)
@@ -103,7 +109,7 @@ def generate(
     *,
     prompt: Annotated[str, Option("--prompt", "-p", help="The text to continue")] = "Hello, my name is",
     interactive: Annotated[bool, Option("--interactive", "-i", help="Open a chat")] = False,
-    check: Annotated[bool, Option("--check", help="Compare the model's tokens with those of transformers, in fp32")] = False,
+    check: Annotated[bool, Option("--check", help="Compare the generated tokens with those of transformers, in fp32")] = False,
 ) -> None:
     """Continue a text with a model, on this machine's GPU or CPU."""
     if check:
@@ -117,7 +123,7 @@ def generate(
 def chat(
     options: Options,
     *,
-    prompt: Annotated[str | None, Option("--prompt", "-p", help="Ask this, and end after the answer")] = None,
+    prompt: Annotated[str | None, Option("--prompt", "-p", help="Ask this question, print the answer and end")] = None,
 ) -> None:
     """Talk with a model in the terminal, on this machine's GPU or CPU. An empty line, `quit` or Ctrl-D ends the chat."""
     writer = Writer.load(options)
@@ -140,7 +146,7 @@ def _chat(writer: "Writer") -> None:
             messages.pop()
             _written("\n")
         except InvalidInput as error:
-            say(f"{error}; the chat begins anew")
+            say(f"{error}; the chat starts again without the earlier messages")
             messages.clear()
 
 
@@ -183,13 +189,13 @@ class Writer:
                 on_progress=lambda share: progress.update(task, completed=share),
             )
         if engine.config.generation is None:
-            raise ModelError(f"{options.model} gives vectors and no text; `emberforge serve {options.model}` serves it")
+            raise ModelError(f"{options.model} does not generate text; `emberforge serve {options.model}` serves it")
         if options.verbose:
             say(f"loaded in {perf_counter() - start:.1f} s, {engine.dtype_name} on {', '.join(_placed(engine))}")
         return cls(engine, _sampling(options, engine.config.generation), options.verbose)
 
     def write(self, prompt: "TokenIds") -> str:
-        """Writes the answer as it comes. Returns: the answer."""
+        """Writes each token of the answer at once. Returns: the answer."""
         text = self.prompts.detokenizer(prompt)
         answer, times = "", [perf_counter()]
         for token in self._engine.stream(prompt, self._sampling):
@@ -199,7 +205,7 @@ class Writer:
         _written("\n")
         if self._verbose and len(times) > 2:
             first, rest = times[1] - times[0], (len(times) - 2) / (times[-1] - times[1])
-            say(f"{len(prompt)} tokens of prompt, the first token after {1e3 * first:.0f} ms, then {rest:.1f} tokens/s")
+            say(f"prompt of {len(prompt)} tokens, first token after {1e3 * first:.0f} ms, then {rest:.1f} tokens/s")
         return answer
 
 
@@ -210,14 +216,14 @@ def _written(text: str) -> str:
 
 
 def _placed(engine: "Engine") -> list[str]:
-    """Each device, and its layers if there are several devices."""
+    """The name of each device; with several devices also its number of layers."""
     if engine.num_stages == 1:
         return [str(engine.device)]
     return [f"{stage.device} ({len(stage.config.layers)} layers)" for stage in engine.stages]
 
 
 def _sampling(options: Options, said: "GenerationConfig") -> "SamplingOptions":
-    """What the command line says, else what the model's authors say, else a usual value."""
+    """The sampling options of the command line, else those of the model's authors, else our defaults."""
     from engine.options import SamplingOptions
 
     return SamplingOptions(max_tokens=256, temperature=0.7, top_p=0.9, top_k=40).chosen(

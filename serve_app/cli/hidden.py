@@ -1,4 +1,4 @@
-"""Keys and tokens on the command line, and the environment variables that carry them instead."""
+"""Moves keys and tokens from the command line to environment variables."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ _SECRETS = {"--api-key": "EMBERFORGE_API_KEY", "--hf-token": "HF_TOKEN", "--hf-a
 
 
 def without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(the command line without keys and tokens, the environment variables that hold them)."""
+    """Returns: (the command line without keys and tokens, the environment variables with them)."""
     kept: list[str] = []
     secrets: dict[str, str] = {}
     rest = iter(arguments)

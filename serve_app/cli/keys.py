@@ -1,4 +1,4 @@
-"""`emberforge keys`: the API keys of a keys file, their limits, and what they have used."""
+"""`emberforge keys`: makes and limits the API keys of a keys file, and prints their usage."""
 
 import sys
 from pathlib import Path
@@ -11,15 +11,15 @@ from serve_app.cli.console import say
 from serve_app.observe import usage
 
 KeysFile = Annotated[
-    Path, typer.Option("--file", "-f", envvar="EMBERFORGE_API_KEYS_FILE", help="The keys file, as given to --api-keys-file")
+    Path, typer.Option("--file", "-f", envvar="EMBERFORGE_API_KEYS_FILE", help="The keys file of --api-keys-file")
 ]
-KeyName = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called: who has it, or for what")]
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, for example the user or the program that uses it")]
 Models = Annotated[str | None, typer.Option(metavar="A,B", help="Models that the key may use, by name or alias")]
-Tokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens per minute: inputs, prompts and answers")]
-Requests = Annotated[str | None, typer.Option(metavar="N", help="Requests in flight at a time")]
+Tokens = Annotated[str | None, typer.Option(metavar="N", help="The most tokens per minute: inputs, prompts and answers")]
+Requests = Annotated[str | None, typer.Option(metavar="N", help="The most requests in flight")]
 HighestPriority = Annotated[str | None, typer.Option(metavar="PRIORITY", help="The highest priority: interactive or batch")]
 Expires = Annotated[
-    str | None, typer.Option(metavar="TIME", help="When the key ends, as 2027-01-31 or 2027-01-31T18:00:00Z (UTC)")
+    str | None, typer.Option(metavar="TIME", help="Time at which the key ends: 2027-01-31 or 2027-01-31T18:00:00Z (UTC)")
 ]
 
 
@@ -32,9 +32,9 @@ def add_key(
     priority: HighestPriority = None,
     expires: Expires = None,
 ) -> None:
-    """Make a key and print it, this once: the file has only its hash. Servers take it within three seconds."""
+    """Make a key and print it. Save it now: the file holds only the key's hash. Servers accept the key within three seconds."""
     key = key_file.add_key(file, name, _given(models, tokens_per_minute, requests_in_flight, priority, expires))
-    say(f"{file}: {name} added; this is the key, which is kept nowhere:")
+    say(f"{file}: {name} added; save this key, because it is not stored anywhere:")
     sys.stdout.write(key + "\n")
 
 
@@ -47,7 +47,7 @@ def limit_key(
     priority: HighestPriority = None,
     expires: Expires = None,
 ) -> None:
-    """Change limits of a key. `none` takes a limit away; limits that are not given stay. Servers follow within three seconds."""
+    """Change limits of a key. `none` removes a limit; all other limits stay. Servers follow within three seconds."""
     limits = key_file.limit_key(file, name, _given(models, tokens_per_minute, requests_in_flight, priority, expires))
     say(f"{file}: {name} has the limits {limits}" if str(limits) else f"{file}: {name} has no limits")
 
@@ -59,16 +59,18 @@ def list_keys(file: KeysFile) -> None:
 
 
 def remove_key(name: KeyName, file: KeysFile) -> None:
-    """Take a key back. Servers refuse it within three seconds."""
+    """Remove a key. Servers refuse it within three seconds."""
     key_file.remove_key(file, name)
     say(f"{file}: {name} removed")
 
 
 def key_usage(
-    log: Annotated[list[Path], typer.Option(envvar="EMBERFORGE_USAGE_LOG", help="File given to --usage-log; may be repeated")],
-    since: Annotated[str | None, typer.Option(metavar="TIME", help="Count from this time on, as 2027-01-31 (UTC)")] = None,
+    log: Annotated[list[Path], typer.Option(envvar="EMBERFORGE_USAGE_LOG", help="The file of --usage-log; may be repeated")],
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Count from this time on, for example 2027-01-31 (UTC)")
+    ] = None,
 ) -> None:
-    """Print the requests, tokens and refusals (429) of each key and model. Servers write them once a minute."""
+    """Print the requests, tokens and refusals (429) of each key and model. Servers write the counts once a minute."""
     sums = usage.total(log, None if since is None else key_file.read_time(since))
     rows = [(*place, f"{each.requests}", f"{each.tokens}", f"{each.refusals}") for place, each in sorted(sums.items())]
     table = [("key", "model", "requests", "tokens", "refusals"), *rows]

@@ -1,4 +1,4 @@
-"""`emberforge doctor` and `emberforge kernels`: what this machine has, and whether the kernels compile."""
+"""`emberforge doctor` and `emberforge kernels`: examine this machine, and compile all kernels."""
 
 import sys
 from time import monotonic
@@ -16,15 +16,15 @@ from serve_app.settings import Settings
 
 
 def doctor(settings: Settings, measure: bool | None, report: bool | None) -> None:
-    """Print what emberforge sees on this machine, and what is wrong with it.
+    """Print the hardware and software that emberforge finds on this machine, and their problems.
 
-    With --measure: check each kernel on this machine's GPU and measure its speed, in two minutes, without a network.
+    With --measure: check each kernel on this machine's GPU and measure the GPU's speed, in two minutes, without a network.
     """
     if measure:
         _measure(bool(report))
         return
     if report:
-        raise InvalidInput("--report prints what --measure finds: say --measure --report")
+        raise InvalidInput("--report prints the result of --measure: give --measure --report")
     from cluster.doctor import examine
 
     checks = examine(settings.port)
@@ -38,7 +38,7 @@ def doctor(settings: Settings, measure: bool | None, report: bool | None) -> Non
 
 
 def _measure(report: bool) -> None:
-    """Prints progress on standard error and the result on standard output, and keeps the result for `emberforge plan --live`."""
+    """Prints progress on standard error and the result on standard output. Saves the result for `emberforge plan --live`."""
     from cluster import measure_report
     from cluster.measure import measure
     from cluster.measurement import save
@@ -53,7 +53,7 @@ def _measure(report: bool) -> None:
         say("stopped: nothing was written")
         raise typer.Exit(130) from None
     file = save(found, home_folder())
-    say(f"written to {file} after {monotonic() - start:.0f} s; emberforge plan --live takes it from there")
+    say(f"written to {file} after {monotonic() - start:.0f} s; emberforge plan --live reads this file")
     if report:
         sys.stdout.write(measure_report.markdown(found))
     else:
@@ -66,10 +66,11 @@ def _measure(report: bool) -> None:
 
 def kernels(
     arch: Annotated[
-        str | None, typer.Option(metavar="LIST", help=escape("Chips, as in 90,sm_120 [default: every chip we have kernels for]"))
+        str | None,
+        typer.Option(metavar="LIST", help=escape("Chips, for example 90,sm_120 [default: every chip that our kernels support]")),
     ] = None,
 ) -> None:
-    """Compile every kernel for every chip named, with no GPU, and print what each takes."""
+    """Compile every kernel for the given chips, without a GPU, and print its registers and shared memory."""
     from engine.kernels import report as kernel_report
 
     capabilities = kernel_report.parse_archs(kernel_report.DEFAULT_ARCHS if arch is None else arch)
@@ -88,9 +89,9 @@ def kernels(
     problems = kernel_report.problems(rows)
     line = f"{sum(not row.error for row in rows)} of {len(rows)} kernels compiled in {seconds:.0f} s"
     if min(capabilities) < (8, 0):
-        line += "; before sm_80 without attention and in fp16 only"
-    line += f"; wrong: {'; '.join(problems)}" if problems else "; nothing spills"
-    output = Console(highlight=False, markup=False, width=120)  # wide enough that each row is one line, in a pipe too
+        line += "; chips before sm_80 have no attention kernel, and fp16 only"
+    line += f"; wrong: {'; '.join(problems)}" if problems else "; no register spills"
+    output = Console(highlight=False, markup=False, width=120)  # wide enough for one line per row, also in a pipe
     output.print(table)
     output.print(line, soft_wrap=True)
     if problems:

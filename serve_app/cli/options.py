@@ -1,4 +1,4 @@
-"""The command line's options for our settings, made from the settings' own descriptions."""
+"""Makes the command line's options from the settings and their descriptions."""
 
 import inspect
 import os
@@ -19,7 +19,7 @@ def with_settings(command: Callable[..., None], as_tei: bool = False, **own: Any
 
     Args:
         as_tei: whether the command also takes TEI's options and environment variables.
-        own: the command's further parameters, with their types for typer.
+        own: further parameters of the command, with their types for typer.
     """
 
     def run(config: Path | None, **values: Any) -> None:
@@ -41,7 +41,7 @@ def with_settings(command: Callable[..., None], as_tei: bool = False, **own: Any
     for name, field in Settings.model_fields.items():
         value = ", ".join(field.default) if isinstance(field.default, tuple) else field.default
         default = "" if "[default" in (field.description or "") else f" [default: {value}]"
-        # rich would take plain brackets for markup.
+        # rich would read unescaped brackets as markup.
         text = escape(f"{field.description}{default} (env EMBERFORGE_{name.upper()})")
         if name == "models":
             kind: Any = Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help=text, show_default=False)]
@@ -69,7 +69,7 @@ def _flag(name: str) -> str:
 
 
 def _tei_option(option: tei.Option) -> Any:
-    """The option of ours for an option of TEI that is none of our settings."""
+    """The command line's option for an option of TEI that is not one of our settings."""
     text = f"no effect: {option.no_effect}" if option.no_effect else option.differs or option.refused or f"sets {option.variable}"
     help_panel = "Options of text-embeddings-router"
     if not option.takes_value:

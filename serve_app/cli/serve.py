@@ -1,4 +1,4 @@
-"""`emberforge serve` and `emberforge config`: a server of few models on this machine, or the Serve config for it."""
+"""`emberforge serve` and `emberforge config`: start a server on this machine, or write the Serve config for it."""
 
 import os
 import shlex
@@ -25,12 +25,12 @@ from serve_app.cli.devices import by_position, chosen_devices, show_only
 from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _READY_TIMEOUT_S = 60.0
-# On an H200 64 requests for each of eight gateways were too few at 0.91 of the engine's rate (docs/decisions/039).
+# With 64 requests for each of eight gateways, an H200 reached only 0.91 of the engine's rate (docs/decisions/039).
 _REQUESTS_IN_A_GATEWAY = 128
 
 
 def serve(settings: Settings) -> None:
-    """Start Ray and the server on this machine, until Ctrl-C."""
+    """Start the server, with its own Ray, on this machine. Ctrl-C stops it."""
     import torch
 
     from cluster import logs
@@ -49,19 +49,21 @@ def serve(settings: Settings) -> None:
     if settings.grpc_port is not None:
         _check_port(settings.host, settings.grpc_port, "--grpc-port")
     if settings.api_keys_file is not None:
-        read_keys(Path(settings.api_keys_file))  # a bad keys file stops the start here, not in a replica
+        read_keys(Path(settings.api_keys_file))  # an invalid keys file must stop the start here, not in a replica
     traces.check()
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
-        os.environ.pop(name, None)  # Ray's processes must not inherit it
+        os.environ.pop(name, None)  # Ray's processes must not inherit the variable
     configs, models = [], []
     for spec in settings.specs:
         report(f"model {spec.model}")
-        pin = pinned(spec)  # a replica that starts a week later must not load what the Hub has then
+        pin = pinned(spec)  # a replica that starts a week later must load the same revision
         models.append(pin.model)
         folder, config = read_model(pin, weights=True)
         configs.append(config)
         if len(settings.devices) > 1 and config.generation is None:
-            raise ModelError(f"{spec.model} does not generate text, and only such models run on several devices; give one device")
+            raise ModelError(
+                f"{spec.model} does not generate text, and only generation models run on several devices; give one device"
+            )
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
@@ -70,12 +72,12 @@ def serve(settings: Settings) -> None:
     settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
     settings = _with_requests(_with_gateways(settings, configs, num_gpus))
-    # HAProxy limits each process that takes requests.
+    # HAProxy's limit is for each process that takes requests.
     most_requests = ceil(settings.max_concurrent_requests / max(1, settings.num_gateways))
     report(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
         with _in_one_sentence(settings.port), local_ray(num_cpus, most_requests, settings.host):
-            _end_on_signal()  # again, because Ray has set its own handlers
+            _end_on_signal()  # again, because Ray has replaced the handlers
             report("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)
             _wait_until_ready(settings)
@@ -84,11 +86,11 @@ def serve(settings: Settings) -> None:
                 sleep(3600)
     except KeyboardInterrupt:
         report("stopped")
-        os._exit(0)  # not sys.exit: Ray's exit handlers would end Ray again, and fail with status 1
+        os._exit(0)  # not sys.exit: Ray's exit handlers would stop Ray a second time, and fail with status 1
 
 
 def config(settings: Settings, output: Path | None) -> None:
-    """Write the Serve config of these settings, for `serve deploy FILE` on a running Ray."""
+    """Write a Serve config with these settings, for `serve deploy FILE` on a running Ray."""
     import torch
 
     from cluster.inventory import available_cpus
@@ -122,12 +124,12 @@ def config(settings: Settings, output: Path | None) -> None:
 
 
 def _end_on_signal() -> None:
-    """Makes the first Ctrl-C or SIGTERM end the server in order. Further signals are ignored."""
+    """Makes the first Ctrl-C or SIGTERM stop the server gracefully. Ignores further signals."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, signal.SIG_IGN)
-        report("stopping: requests in flight are finished first, which takes a minute at most")
+        report("stopping: requests in flight finish first, within at most a minute")
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -135,37 +137,39 @@ def _end_on_signal() -> None:
 
 
 def _check_environment() -> None:
-    """Raises: SettingsError for a Ray without a token: whoever reaches its ports could run code here."""
+    """Raises: SettingsError for a Ray without a token: anybody who reaches its ports could run code on this machine."""
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
-        raise SettingsError(f"RAY_AUTH_MODE is {mode!r}, and a Ray without a token obeys anyone who reaches it: unset it")
+        raise SettingsError(
+            f"RAY_AUTH_MODE is {mode!r}, and a Ray without a token runs code for anybody who reaches its ports: unset it"
+        )
 
 
 def _for_this_machine(settings: Settings) -> Settings:
-    """The settings with the address 127.0.0.1, if neither an address nor a key is given. A container is closed anyway."""
+    """Sets the address to 127.0.0.1 if neither an address nor a key is given. A container's ports are closed anyway."""
     told = "host" in settings.model_fields_set or settings.has_keys
     if told or os.environ.get("EMBERFORGE_IMAGE"):
         return settings
-    report("listening on 127.0.0.1 alone, because requests need no key; --host 0.0.0.0 opens the server to the network")
+    report("listening on 127.0.0.1 only, because requests need no API key; --host 0.0.0.0 opens the server to the network")
     return settings.model_copy(update={"host": "127.0.0.1"})
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
-    """Raises: SettingsError for a port in use. HAProxy would fail a minute later, without naming the port."""
+    """Raises: SettingsError for a port in use. Otherwise HAProxy would fail a minute later, without the port's number."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another with {flag}") from error
+        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port with {flag}") from error
 
 
 @contextmanager
 def _in_one_sentence(port: int) -> Iterator[None]:
-    """Turns whatever Ray raises into one sentence. By then Ray has ended, so a holder of the port is a stranger.
+    """Turns Ray's errors into one sentence. Ray has ended before, so a process on the port is not ours.
 
-    Raises: ModelError with the error's last line, and with what is wrong with the machine.
+    Raises: ModelError with the error's last line, and with the problems of the machine.
     """
     try:
         yield
@@ -178,7 +182,7 @@ def _in_one_sentence(port: int) -> Iterator[None]:
         said = lines[-1] if lines else type(error).__name__
         reasons = machine_limits.problems()
         if not reasons and (holder := machine_limits.holder(port)):
-            reasons = [f"port {port} has been taken by {holder} meanwhile; choose another with --port"]
+            reasons = [f"{holder} uses port {port} now; choose another port with --port"]
         raise ModelError(f"the server did not start: {'; '.join([said, *reasons])}") from error
 
 
@@ -193,7 +197,7 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
         app.run(settings, app.machine_share(len(settings.models), num_cpus, num_gpus, settings.devices))
     except (RuntimeError, TimeoutError, RayError) as error:
         failed: list[str] = []
-        with suppress(Exception):  # the controller may have ended too, and then the first error says more
+        with suppress(Exception):  # if the controller has ended too, the first error says more
             failed = [each.message for its in serve.status().applications.values() for each in its.deployments.values()]
         if not (words := last_words(failed)):
             raise
@@ -201,12 +205,12 @@ def _deploy(settings: Settings, num_cpus: int, num_gpus: int) -> None:
 
 
 def _wait_until_ready(settings: Settings) -> None:
-    """Asks for health through HAProxy, as a client would. HAProxy learns of a replica's two ports at different times."""
+    """Waits for health answers through HAProxy, which learns a replica's HTTP and gRPC ports at different times."""
     import urllib.request
 
     import grpc
 
-    # Without the environment's proxies: they cannot reach this machine's own address.
+    # Without the proxies of the environment, because they cannot reach 127.0.0.1 of this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     asks: list[Callable[[], Any]] = [lambda: opener.open(f"{_address(settings)}/health", timeout=2).close()]
     if settings.grpc_port is not None:
@@ -233,9 +237,9 @@ def _ask_grpc(settings: Settings) -> None:
 
 
 def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -> Settings:
-    """The settings with a size of the cache, where models share a card and one generates.
+    """Sets the size of the KV cache if several models share a card and one of them generates text.
 
-    Raises: ModelError where the card has no room for it, or its memory is not known.
+    Raises: ModelError if the card lacks memory for the cache, or if the memory cannot be determined.
     """
     from cluster.files import ClusterError
     from cluster.inventory import this_node
@@ -247,16 +251,16 @@ def _with_cache(settings: Settings, configs: list[ModelConfig], num_gpus: int) -
     try:
         node = this_node()
     except ClusterError as error:
-        raise ModelError(f"the memory that {count} models on a card leave is not known: {error}; give cache_tokens") from error
+        raise ModelError(f"the free memory beside {count} models on a card is unknown: {error}; give cache_tokens") from error
     tokens = shared_cache_tokens(node, list(zip(settings.specs, configs, strict=True)), count)
-    report(f"{count} models share a card: whatever generates gets a cache of {tokens} tokens")
+    report(f"{count} models share a card: each generation model gets a KV cache of {tokens} tokens")
     return settings.model_copy(update={"cache_tokens": tokens})
 
 
 def _with_gateways(settings: Settings, configs: list[ModelConfig], num_gpus: int) -> Settings:
-    """The settings with a number of gateways that the engines' rates and this machine's cores call for.
+    """Sets the number of gateways by the engines' rates and this machine's cores, if the settings do not give it.
 
-    Without a GPU there are as many as without this call: the engines take the cores.
+    Without a GPU the number does not change, because the engines need the cores.
     """
     from cluster.files import ClusterError
     from cluster.gateways import gateways_beside_engines
@@ -266,19 +270,19 @@ def _with_gateways(settings: Settings, configs: list[ModelConfig], num_gpus: int
     if settings.gateways is None and num_gpus and pool_name(settings.names[0]) != GATEWAY:
         try:
             number = gateways_beside_engines(list(zip(settings.specs, configs, strict=True)), this_node())
-        except ClusterError as error:  # as of a machine with cards of different kinds
-            report(f"the number of gateways is not known, so there are few: {error}")
+        except ClusterError as error:  # for example on a machine with different cards
+            report(f"the best number of gateways is unknown, so the server starts few: {error}")
             return settings
         settings = settings.model_copy(update={"gateways": max(number, settings.num_gateways)})
         if settings.num_gateways:
-            report(f"{settings.num_gateways} gateways take the requests; gateways sets another number")
+            report(f"{settings.num_gateways} gateways take the requests; --gateways sets another number")
     return settings
 
 
 def _with_requests(settings: Settings) -> Settings:
-    """The settings with a limit of requests for the gateways together, if none is given.
+    """Sets `max_concurrent_requests` by the number of gateways, if the settings do not give it.
 
-    An engine that keeps eight gateways busy has more than 512 requests in flight at 0.9 of its rate (whole_server.md).
+    An engine behind eight gateways has more than 512 requests in flight at 0.9 of its rate (whole_server.md).
     """
     if "max_concurrent_requests" in settings.model_fields_set:
         return settings
@@ -295,7 +299,7 @@ def _gives(config: ModelConfig) -> str:
 
 
 def _example(config: ModelConfig, name: str) -> tuple[str, str]:
-    """(path, body) of a request that a model of this kind answers."""
+    """Returns: (path, body) of an example request for a model of this kind."""
     if config.task == "generation":
         message = '{"role": "user", "content": "What is the capital of France?"}'
         return "/v1/chat/completions", f'{{"model": "{name}", "messages": [{message}]}}'
@@ -309,7 +313,7 @@ def _example(config: ModelConfig, name: str) -> tuple[str, str]:
 
 
 def _announce(settings: Settings, config: ModelConfig) -> None:
-    """`config` is the first model's, which an example is for."""
+    """Prints the addresses, and an example request for the first model. `config`: of the first model."""
     address = _address(settings)
     report(f"[bold green]ready[/] {address}  (docs: {address}/docs)", markup=True)
     if len(settings.models) > 1:

@@ -1,7 +1,7 @@
-"""TEI's options and environment variables in `emberforge serve` and `config`. One table says how each option is treated.
+"""Translates TEI's options and environment variables for `emberforge serve` and `config`. One table has all options.
 
-A variable of TEI has the name of the flag in upper case (`--model-id`, `MODEL_ID`). Other programs use names like PORT and
-API_KEY too. So variables are read only if the model is named in TEI's way (docs/decisions/011).
+A variable of TEI has the name of the flag in upper case (`--model-id`, `MODEL_ID`). Other programs also use names like PORT and
+API_KEY. So we read TEI's variables only if `--model-id` or `MODEL_ID` names the model (docs/decisions/011).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _DEFAULT_HOST, _DEFAULT_PORT = "0.0.0.0", 3000  # noqa: S104
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of TEI. It is a setting of ours, a variable of a library, without effect, or refused."""
+    """One option of TEI. It sets one of our settings or a variable of a library, or has no effect, or is refused."""
 
     name: str
     tei_default: str
@@ -39,34 +39,34 @@ class Option:
 
 
 OPTIONS = (
-    Option("model-id", "required", "one model; several are named as `emberforge serve A B`", setting="models"),
-    Option("revision", "none", "becomes `MODEL@REVISION`, which can be written wherever a model is named", setting="models"),
-    Option("tokenization-workers", "cores", no_effect="short texts are tokenised in place, long ones by all cores"),
-    Option("dtype", "float16 on a GPU", "default auto: bfloat16 where the chip has it"),
+    Option("model-id", "required", "names one model; `emberforge serve A B` names several", setting="models"),
+    Option("revision", "none", "becomes `MODEL@REVISION`, a form that every option for a model accepts", setting="models"),
+    Option("tokenization-workers", "cores", no_effect="the server tokenises short texts at once, and long ones with all cores"),
+    Option("dtype", "float16 on a GPU", "default auto: bfloat16 if the chip supports it"),
     Option("served-model-name", "the model id"),
     Option("pooling", "the model's own"),
     Option("max-concurrent-requests", "512", "counts requests, not inputs"),
-    Option("max-batch-tokens", "16384", "default measured on a GPU, 2048 on a CPU; a longer input gets a pass of its own"),
-    Option("max-batch-requests", "none", no_effect="batches are cut by their tokens alone"),
+    Option("max-batch-tokens", "16384", "default measured on a GPU, 2048 on a CPU; a longer input is a batch of its own"),
+    Option("max-batch-requests", "none", no_effect="only tokens limit a batch"),
     Option("max-client-batch-size", "32", "default 2048"),
     Option("auto-truncate", "true"),
     Option("default-prompt-name", "none"),
-    Option("default-prompt", "none", "empty turns the model's own default off"),
-    Option("dense-path", "2_Dense", refused="the Dense modules that the model's modules.json names are applied, and no others"),
+    Option("default-prompt", "none", "an empty text turns the model's own default off"),
+    Option("dense-path", "2_Dense", refused="the engine always applies the Dense modules that the model's modules.json names"),
     Option("hf-token", "none", variable="HF_TOKEN"),
     Option("hf-api-token", "none", variable="HF_TOKEN"),
-    Option("hostname", "0.0.0.0", "HOSTNAME counts only where it is an IP address", setting="host"),  # noqa: S104
+    Option("hostname", "0.0.0.0", "HOSTNAME counts only if it is an IP address", setting="host"),  # noqa: S104
     Option("port", "3000", "default 3000 too if the model is named with `--model-id` or MODEL_ID, else 8000"),
-    Option("uds-path", "a temporary file", no_effect="the engine is in the server's own process"),
+    Option("uds-path", "a temporary file", no_effect="the engine runs in the server's own process"),
     Option("huggingface-hub-cache", "none", variable="HF_HUB_CACHE"),
     Option("payload-limit", "2000000", "default 8000000"),
     Option("api-key", "none", "further keys in `--api-keys-file`"),
-    Option("json-output", "off", no_effect="logs are JSON wherever they do not go to a terminal", takes_value=False),
+    Option("json-output", "off", no_effect="logs are JSON unless they go to a terminal", takes_value=False),
     Option("disable-spans", "off", no_effect="logs have no spans", takes_value=False),
     Option(
         "otlp-endpoint",
         "none",
-        "OTLP over HTTP (usually port 4318), where TEI speaks gRPC",
+        "OTLP over HTTP (usually port 4318) instead of gRPC",
         variable="OTEL_EXPORTER_OTLP_ENDPOINT",
     ),
     Option("otlp-service-name", "text-embeddings-inference.server", "default emberforge", variable="OTEL_SERVICE_NAME"),
@@ -86,12 +86,12 @@ class Given:
 
 
 def is_setting(option: Option) -> bool:
-    """Whether one of our settings stands for the option, under this or another name."""
+    """Whether the option sets one of our settings, under the same or another name."""
     return option.key in Settings.model_fields and option.name not in ("model-id", "revision")
 
 
 def parameter_name(option: Option) -> str:
-    """The parameter of the command's function for an option that is none of our settings."""
+    """The name of the command's parameter for an option that is not one of our settings."""
     return option.name.replace("-", "_")
 
 
@@ -99,8 +99,8 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
     """Translates TEI's options from the command line and the environment.
 
     Args:
-        flags: the value of every flag by parameter, ours too. None, False or [] means not given.
-    Raises: SettingsError for an option that cannot be honoured, or a model that is named twice.
+        flags: the value of every flag by parameter, TEI's and ours. None, False or [] means not given.
+    Raises: SettingsError for an option that is not supported, or a model that is named twice.
     """
     given = Given()
     named = {option.name: value for option in OPTIONS if (value := flags.get(parameter_name(option))) and not is_setting(option)}
@@ -116,14 +116,14 @@ def translate(flags: Mapping[str, Any], env: Mapping[str, str]) -> Given:
         given.variables.setdefault("host", ("TEI's default address", _DEFAULT_HOST))
         read = [option.env for option in OPTIONS if _counts(option, env)]
         if read:
-            given.notes.append(f"from the environment, as TEI: {', '.join(read)}")
+            given.notes.append(f"TEI's variables from the environment: {', '.join(read)}")
     elif "API_KEY" in env:
         given.notes.append("API_KEY is not read, because no model is named with --model-id; give --api-key or EMBERFORGE_API_KEY")
     return given
 
 
 def with_values(arguments: Sequence[str]) -> list[str]:
-    """The command line with a value after every switch. TEI takes its own without a value, too."""
+    """Adds a value after every switch on the command line, because TEI accepts its switches without a value too."""
     spelled: list[str] = []
     for index, argument in enumerate(arguments):
         spelled.append(argument)
@@ -149,13 +149,13 @@ def _take(given: Given, option: Option, source: str, value: Any) -> None:
 
 
 def _counts(option: Option, env: Mapping[str, str]) -> bool:
-    """Whether TEI's variable is set and counts."""
+    """Whether TEI's variable is set and used."""
     value = env.get(option.env)
     if value is None:
         return False
     if option.variable.startswith("HF_"):  # huggingface_hub reads its own variables; HF_API_TOKEN is not among them
         return option.name == "hf-api-token" and bool(value) and "HF_TOKEN" not in env
-    if option.variable:  # OpenTelemetry's own variable wins
+    if option.variable:  # OpenTelemetry's own variable has precedence
         return bool(value) and option.variable not in env
     if option.name == "hostname":  # in a container HOSTNAME is the container's id; TEI ignores it too
         return _is_address(value)
@@ -180,7 +180,7 @@ def _name_model(given: Given, named: Mapping[str, Any], flags: Mapping[str, Any]
         given.variables["models"] = ("MODEL_ID", _at(env["MODEL_ID"], revision or env.get("REVISION")))
         return
     if revision and len(models) != 1:
-        raise SettingsError(f"--revision {revision} needs one model; write MODEL@{revision} in the list of several")
+        raise SettingsError(f"--revision {revision} needs exactly one model; with several models write MODEL@{revision}")
     if models:
         given.flags["models"] = [_at(models[0], revision)] if revision else models
 

@@ -1,1 +1,1 @@
-"""What requests compute, in any dialect and over gRPC: vectors, chunks, scores, quantisation."""
+"""Computes the results of requests, for every dialect and for gRPC: vectors, chunks, scores, text, quantisation."""

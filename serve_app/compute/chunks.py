@@ -1,4 +1,4 @@
-"""Vectors of the chunks of long texts."""
+"""Cuts long texts into chunks and computes their vectors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ from serve_app.models import ServedModel
 class Chunks:
     """The chunks of one text."""
 
-    offsets: list[tuple[int, int]]  # of each chunk, [start, stop) in characters
-    vectors: Vectors  # [number of chunks, dims]; [1, dims] with the pooling mean
+    offsets: list[tuple[int, int]]  # [start, stop) of each chunk in characters
+    vectors: Vectors  # [number of chunks, dims]; [1, dims] with mean pooling
 
 
 async def embed_chunks(
@@ -49,13 +49,13 @@ async def embed_chunks(
     check_options(model, options, dtypes)
     limit, longest = service.settings.max_client_batch_size, model.info.max_input_length - model.tokenizer.num_special
     if not late and chunking.size > longest:
-        raise InvalidInput(f"`chunking.size` must be at most {longest}, what the model takes. Given: {chunking.size}")
+        raise InvalidInput(f"`chunking.size` must be at most {longest}, the model's limit. Given: {chunking.size}")
     num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(texts) * late
     args = model.tokenizer, texts, chunking, limit, encoding if late else None
     cut = await service.off_loop(num_chars, _cut, *args)
     num_chunks = sum(len(each.offsets) for each in cut)
     if num_chunks > limit:
-        raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; take larger ones or send fewer texts")
+        raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; use larger chunks or send fewer texts")
     if late:
         return await _embed_late(service, state, model, cut, options)
     pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
@@ -69,7 +69,7 @@ async def embed_chunks(
 
 
 def only_texts(inputs: Sequence[TextOrIds]) -> list[str]:
-    """The inputs, if all are texts. Raises: InvalidInput for token ids: chunks have offsets in characters."""
+    """The inputs, if all are texts. Raises: InvalidInput for token ids, because chunks have offsets in characters."""
     for index, each in enumerate(inputs):
         if not isinstance(each, str):
             raise InvalidInput(f"`chunking` needs texts, input {index} is a list of token ids")
@@ -79,12 +79,12 @@ def only_texts(inputs: Sequence[TextOrIds]) -> list[str]:
 async def _embed_late(
     service: Service, state: RequestState, model: ServedModel, cut: Sequence[ChunkedText], options: EmbedOptions
 ) -> list[Chunks]:
-    """Compute each text as a job of its own: the chunks' positions are an option of a job."""
+    """Computes each text as a separate job, because the chunks' positions are an option of a job."""
     service.metrics.tei.started(state.method, state.num_inputs)
     service.count_tokens(state, model, [each.token_ids for each in cut])
     qos, late = state.qos.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
     jobs = [(each.token_ids, replace(late, spans=each.spans)) for each in cut]
-    for token_ids, job_options in jobs:  # checked here: in a pass, a wrong job would fail other requests too
+    for token_ids, job_options in jobs:  # checked here, because in a pass a wrong job would fail other requests too
         check_outputs(job_options, model.info.outputs, model.info.pooling, [len(token_ids)])
     work = gather([model.embed([token_ids], job_options, qos) for token_ids, job_options in jobs])
     results = await work

@@ -1,7 +1,7 @@
-"""Questions with fixed options: the model's log-probabilities of the options' labels, as the first token of its reply.
+"""Answers questions with fixed options, by the log-probability of each option's label as the first token of the model's reply.
 
-Each question is a prompt of its own: the state, the question, and the options with their labels. The prompts share the state,
-which the cache computes once: where it fills a page or more, the first question's prompt is computed before the others.
+Each question has its own prompt: the state, the question, and the options with their labels. The prompts share the state, so the
+KV cache computes it once: if the state fills a page or more, the first question's prompt is computed before the others.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from serve_app.compute.generation import Generation, Usage, Wanted
 from serve_app.compute.service import Service
 from serve_app.models import GeneratingModel
 
-# Tokens of a page of the cache: a shorter beginning is never found there.
+# Tokens of a page of the KV cache. A shorter common prefix is never found in the cache.
 _PAGE_TOKENS = 128
-_VARIABLES = {"enable_thinking": False}  # the label is the reply's first token, so the model may not think before
-_PROBE = "zyx"  # in no template
-_BETWEEN = "\n\n"  # the state and a question
+_VARIABLES = {"enable_thinking": False}  # the label must be the reply's first token, so the model must not think before it
+_PROBE = "zyx"  # a text that is in no template
+_BETWEEN = "\n\n"  # between the state and a question
 
 
 class Label(NamedTuple):
@@ -38,7 +38,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels that are one token each at the start of a model's reply, in order, and how its prompts end."""
+    """The labels that are a single token at the start of a model's reply, in order, and the end of the model's prompts."""
 
     all: tuple[Label, ...]
     ending: str
@@ -46,7 +46,7 @@ class Labels:
 
 @lru_cache(16)
 def labels_of(prompts: Prompts) -> Labels:
-    """A to Z, then AA to ZZ: those that are one token. Raises: InvalidInput where the model has no chat template."""
+    """The labels of A to Z and AA to ZZ that are one token. Raises: InvalidInput if the model has no chat template."""
     text = _rendered(prompts, _PROBE)
     ids = _ids(prompts, text)
     found: dict[int, str] = {}
@@ -59,7 +59,7 @@ def labels_of(prompts: Prompts) -> Labels:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question: what the model reads after the state, before the options, and the options with their descriptions."""
+    """One question: the text between the state and the options, and the options with their descriptions."""
 
     text: str
     options: Sequence[tuple[str, str | None]]
@@ -69,7 +69,7 @@ class Read(NamedTuple):
     """The answer to one question."""
 
     probabilities: list[float]  # of the options, by softmax over their labels alone: the sum is 1
-    mass: float  # of all tokens, the probability that the labels have together
+    mass: float  # the sum of the labels' probabilities among all tokens
 
     @property
     def top(self) -> int:
@@ -89,11 +89,11 @@ class Decisions:
         self._prompts: list[TokenIds] = []
 
     async def read(self, service: Service, model: GeneratingModel, qos: Qos) -> tuple[list[Read], Usage]:
-        """The answers in order, and the tokens of all prompts. Raises: as `Generation.deltas`."""
+        """Returns: the answers in order, and the number of tokens of all prompts. Raises: as `Generation.deltas`."""
         start = perf_counter()
         labels = (await service.in_thread(labels_of, model.prompts)).all
         if len(labels) < (most := max(len(each.options) for each in self._questions)):
-            raise InvalidInput(f"a question has {most} options; this model's tokenizer has labels for {len(labels)}")
+            raise InvalidInput(f"a question has {most} options, but this model's tokenizer has labels for only {len(labels)}")
         options = SamplingOptions(max_tokens=1, temperature=0.0, logprobs_of=tuple(each.token_id for each in labels[:most]))
         num_chars = (len(self._state) + max(len(str(each)) for each in self._questions)) * len(self._questions)
         generation = Generation(service, model, Wanted(len(self._questions), num_chars, self._encode, options), qos)
@@ -117,7 +117,7 @@ class Decisions:
         return [found[index] for index in sorted(found)]
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:
-        """The prompts to compute first: one whose beginning the others then find in the cache, or all."""
+        """The prompts to compute first: one prompt whose prefix the others then find in the cache, or all prompts."""
         texts = [self._text(prompts, question) for question in self._questions]
         self._prompts = _encode(prompts, self._state + _BETWEEN, texts)
         return self._prompts[:1] if _num_shared(self._prompts) >= _PAGE_TOKENS else self._prompts
@@ -130,7 +130,7 @@ class Decisions:
         lines += ["", "Reply with the label of one option, and nothing else."]
         text = _rendered(prompts, self._state + _BETWEEN + "\n".join(lines))
         if not text.endswith(labels.ending):
-            raise InvalidInput("the chat template ends this prompt in its own way, so no label's token is known")
+            raise InvalidInput("the chat template changes the end of this prompt, so the tokens of the labels are unknown")
         return text
 
 
@@ -142,11 +142,11 @@ def read_of(logprobs: Sequence[float]) -> Read:
 
 
 def _encode(prompts: Prompts, state: str, texts: Sequence[str]) -> list[TokenIds]:
-    """The ids of prompts that have the state in common. All up to its end is tokenised once, where the tokenizer allows it."""
+    """The token ids of prompts with the same state. The common part is tokenised once if the tokenizer allows it."""
     cut = texts[0].find(state) + len(state)
     beginning = texts[0][:cut]
     halves = np.concatenate((_ids(prompts, _PROBE + _BETWEEN), _ids(prompts, _PROBE)))
-    # A tokenizer that puts a space before each text must have whole texts.
+    # A tokenizer that puts a space before each text needs whole texts.
     splits = prompts.decode(halves) == _PROBE + _BETWEEN + _PROBE
     if cut < len(state) or not splits or not all(text.startswith(beginning) for text in texts):
         return [_ids(prompts, text) for text in texts]
@@ -155,7 +155,7 @@ def _encode(prompts: Prompts, state: str, texts: Sequence[str]) -> list[TokenIds
 
 
 def _num_shared(sequences: Sequence[TokenIds]) -> int:
-    """Tokens at the beginning that all have in common; 0 for a single sequence."""
+    """The number of first tokens that all sequences share; 0 for a single sequence."""
     if len(sequences) < 2:
         return 0
     shortest = min(map(len, sequences))
@@ -164,9 +164,9 @@ def _num_shared(sequences: Sequence[TokenIds]) -> int:
 
 
 def _rendered(prompts: Prompts, text: str) -> str:
-    """The prompt of a text. Raises: InvalidInput where the model has no chat template, or it cannot take the text."""
+    """The prompt of a text. Raises: InvalidInput if the model has no chat template, or if the template refuses the text."""
     if prompts.template is None:
-        raise InvalidInput("this model has no chat template, so it answers no questions; decisions need one that chats")
+        raise InvalidInput("this model has no chat template, so it cannot answer questions; decisions need a chat model")
     return prompts.template.render([{"role": "user", "content": text}], template_kwargs=_VARIABLES)
 
 

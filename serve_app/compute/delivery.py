@@ -1,4 +1,4 @@
-"""Hands events of the engine's threads to an event loop: one wake-up carries all events of a pass."""
+"""Passes events from the engine's threads to an event loop, with one wake-up for all events of a pass."""
 
 import asyncio
 from collections import deque
@@ -8,23 +8,23 @@ from typing import Any
 
 
 class Delivery:
-    """The events on their way to one event loop. `add` and `wake` may be called from any thread.
+    """A queue of events for one event loop. Any thread may call `add` and `wake`.
 
-    A wake-up costs both threads a system call and a change of threads, about as much as everything else that a token costs.
+    A wake-up costs both threads a system call and a thread switch, about the same time as all other work for a token.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # Appending and taking are atomic, so nothing is locked.
+        # Appending and taking are atomic, so no lock is needed.
         self._events: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._is_waking = False
 
     def add(self, take: Callable[[Any], None], event: Any) -> None:
-        """`take(event)` runs on the event loop after the next `wake`. Events keep their order."""
+        """Queues an event: `take(event)` runs on the event loop after the next `wake`. Events keep their order."""
         self._events.append((take, event))
 
     def wake(self) -> None:
-        """Let the event loop take the events. Does nothing while a wake-up is under way."""
+        """Makes the event loop take the events. Does nothing if a wake-up is already scheduled."""
         if self._is_waking or not self._events:
             return
         self._is_waking = True
@@ -32,7 +32,7 @@ class Delivery:
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_waking = False  # before the events are taken: an event that comes now gets a wake-up of its own
+        self._is_waking = False  # before the events are taken, so that an event that comes now causes its own wake-up
         while self._events:
             take, event = self._events.popleft()
             take(event)

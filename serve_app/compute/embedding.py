@@ -1,4 +1,4 @@
-"""Vectors of inputs: one for each input, one for each token, or sparse weights."""
+"""Computes vectors of inputs: one for each input, one for each token, or sparse weights."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ async def embed(
     options: EmbedOptions,
     dtypes: Sequence[OutputDtype] = (),
 ) -> Embeddings:
-    """What the model gives for each input.
+    """The model's outputs for each input.
 
     Raises: as `Service.compute`; InvalidInput if the vectors cannot be quantised to one of `dtypes`.
     """

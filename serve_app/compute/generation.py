@@ -1,4 +1,4 @@
-"""Generated text: prompts become streams of the engine, and the streams' tokens become text. Knows nothing of HTTP."""
+"""Generates text: turns prompts into streams of the engine, and the streams' tokens into text. Does not depend on HTTP."""
 
 import asyncio
 import sys
@@ -24,17 +24,17 @@ from serve_app.errors import BadRequest, BatchTooLarge
 from serve_app.models import GeneratingModel
 from serve_app.observe.requests import record, step
 
-# To make a stream takes as long as to tokenise so many characters.
+# The creation of a stream takes as long as the tokenisation of this many characters.
 _CHARS_OF_AN_ANSWER = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one request wants generated: `n` answers to each prompt.
+    """The generation that one request asks for: `n` answers to each prompt.
 
-    `encode` gives the token ids of the prompts, and may raise InvalidInput. `sampling.max_tokens` is cut to what the context
-    leaves. With a seed, choice i of a prompt has the seed `sampling.seed` + i. `grammar_after` makes the
-    grammar of an answer to a prompt, where it depends on the prompt.
+    `encode` gives the token ids of the prompts, and may raise InvalidInput. `sampling.max_tokens` is reduced to the rest of the
+    context. With a seed, choice i of a prompt has the seed `sampling.seed` + i. `grammar_after` makes the grammar of an answer
+    if it depends on the prompt.
     """
 
     num_prompts: int
@@ -49,33 +49,33 @@ class Wanted:
     grammar_after: Callable[[TokenIds], str] | None = None
 
 
-@dataclass(slots=True)  # not frozen: to make one would take three times as long
+@dataclass(slots=True)  # not frozen, because the creation would take three times as long
 class Delta:
-    """What one token adds to an answer. The last delta of an answer has the reason of its end, and may have no token."""
+    """The text and the token that one step adds to an answer. The last delta has the reason of the end, and may have no token."""
 
     index: int  # of the answer: prompt * n + choice
-    text: str  # may be empty: a later token may complete a character, or a stop string
+    text: str  # may be empty while a later token can complete a character or a stop string
     token: Token | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None  # the stop string that ended the answer
-    end: Token | None = None  # the token that ended the answer, and is no part of it
+    end: Token | None = None  # the token that ended the answer and does not belong to it
 
 
 class Usage(NamedTuple):
-    """Tokens of a request so far. A prompt counts once, however many answers it gets."""
+    """Tokens of a request so far. A prompt counts once, even if it gets several answers."""
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompts
+    cached_tokens: int  # tokens of the prompts that were in the cache
 
 
-# What an answer, by its index, has got: a token, its end, or the request's end.
+# An event of an answer, by the answer's index: a token, the answer's end, or the request's end.
 _Event = tuple[int, Token | Future[Answer] | TimeoutError]
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer on its way."""
+    """An answer that is being generated."""
 
     stream: Stream
     writer: Detokenizer
@@ -84,21 +84,21 @@ class _Answer:
 
 
 class _Inbox:
-    """The events of one request that `Generation.deltas` has not taken. Streams refer to it, and so not to the request."""
+    """Events of one request that `Generation.deltas` has not taken yet. Streams refer to this object instead of the request."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, delivery: Delivery) -> None:
         self.loop, self._delivery = loop, delivery
         self._events: list[_Event] = []
-        self._has_events: asyncio.Future[None] | None = None  # what `take` waits for
+        self._has_events: asyncio.Future[None] | None = None  # the future that `take` awaits
         self._is_closed = False
 
     def close(self) -> None:
-        """Keep no events any more."""
+        """Drops all events, also later ones."""
         self._is_closed = True
         self._events.clear()
 
     async def take(self) -> list[_Event]:
-        """All events that are there, and at least one."""
+        """Waits for at least one event. Returns: all events so far."""
         if not self._events:
             self._has_events = self.loop.create_future()
             await self._has_events
@@ -106,7 +106,7 @@ class _Inbox:
         return events
 
     def put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        """To be called on the event loop."""
+        """Adds an event. Call it on the event loop."""
         if self._is_closed:
             return
         self._events.append((index, event))
@@ -114,7 +114,7 @@ class _Inbox:
             self._has_events.set_result(None)
 
     def ended(self, index: int, future: Future[Answer]) -> None:
-        """A stream has its end, in whatever thread that is."""
+        """Adds the end of a stream. Any thread may call it."""
         self._delivery.add(partial(self.put, index), future)
         self._delivery.wake()
 
@@ -122,7 +122,7 @@ class _Inbox:
 class Generation:
     """The answers of one request. `deltas` computes them.
 
-    The engine does not wait for a slow reader. Tokens that are not read yet are kept: at most `max_tokens` of each answer.
+    The engine does not wait for a slow reader. It keeps the tokens that were not read yet, at most `max_tokens` of each answer.
     """
 
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
@@ -144,21 +144,21 @@ class Generation:
 
     @property
     def prompts(self) -> list[TokenIds]:
-        """The token ids of the prompts, from the first delta on."""
+        """The token ids of the prompts. They are available from the first delta on."""
         return [answer.stream.prompt for answer in self._answers[:: self._wanted.n]]
 
     def prompt_tokens(self, index: int) -> tuple[Token, ...]:
-        """The prompt of an answer, with `prompt_logprobs`. All are there from the answer's first delta on."""
+        """The tokens of an answer's prompt, with `prompt_logprobs`. They are available from the answer's first delta on."""
         tokens = self._answers[index].stream.prompt_tokens
         assert tokens is not None, "the request asked for them, and the answer has begun"
         return tokens
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """The deltas of all answers, as they come: at least one, and all that are there.
+        """Yields lists of deltas as they come: all available deltas of all answers, at least one.
 
-        To close the generator frees the pages of answers that have not ended.
+        Closing the generator frees the pages of answers that have not ended.
 
-        A request without a deadline gets its first delta within the server's timeout, and may then take as long as it takes.
+        A request without a deadline gets its first delta within the server's timeout. After the first delta it has no timeout.
 
         Raises: BadRequest for prompts or options that the model cannot take; Overloaded; DeadlineExceeded; BackendError;
             EngineStopped.
@@ -202,7 +202,7 @@ class Generation:
                 self._answers.clear()  # the error's frames refer to this request, and a stream refers to the error
 
     def _close(self) -> None:
-        """Give up what has not ended, and count what was computed."""
+        """Cancels the answers that have not ended, and counts the computed tokens."""
         metrics = self._service.metrics
         self._inbox.close()
         self._service.num_streams -= len(self._answers)
@@ -214,14 +214,14 @@ class Generation:
             self._record.tokens_out += self.usage.completion_tokens
 
     def _charge(self) -> None:
-        """Count the tokens that the answers have got since the last call for the API key."""
+        """Counts the answers' tokens since the last call for the API key."""
         if self._account is not None:
             num_tokens = self.usage.completion_tokens
             self._account.add(self._model.info.served_model_name, num_tokens - self._num_charged)
             self._num_charged = num_tokens
 
     def _prepare(self, start: float) -> list[_Answer]:
-        """The answers, not yet submitted. Runs on a thread if the prompts are long."""
+        """Makes the answers, without submitting them. Runs on a thread if the prompts are long."""
         deadline = inf if self._qos.deadline_s is None else start + self._qos.deadline_s
         answers: list[_Answer] = []
         for prompt in self._wanted.encode(self._model.prompts):
@@ -248,7 +248,7 @@ class Generation:
         return answers
 
     def _sampling(self, num_tokens: int) -> SamplingOptions:
-        """The options for a prompt of so many tokens."""
+        """The sampling options for a prompt of `num_tokens` tokens."""
         context = self._model.info.max_input_length
         if not num_tokens:
             raise BadRequest("the prompt has no tokens; send a longer one", "prompt")
@@ -262,7 +262,7 @@ class Generation:
         return replace(self._wanted.sampling, max_tokens=most)
 
     def _take(self, events: Sequence[_Event]) -> tuple[list[Delta], Exception | None]:
-        """The deltas of these events, up to an error that ends the request. Events after an answer's end add nothing."""
+        """The deltas of these events, up to an error that ends the request. Events after an answer's end are ignored."""
         deltas: list[Delta] = []
         for index, event in events:
             if isinstance(event, TimeoutError):
@@ -279,7 +279,7 @@ class Generation:
                 answer.stream.future.cancel()
                 deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
             else:
-                # `result()` would raise, and then the error refers to this frame, and so to itself.
+                # Not `result()`: it would raise, and the error would refer to this frame, and so to itself.
                 error = CancelledError() if event.cancelled() else event.exception()
                 if isinstance(error, Exception):
                     return deltas, error

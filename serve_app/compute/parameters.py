@@ -1,4 +1,4 @@
-"""Parameters of a computation, as they stand in request bodies."""
+"""Parameters of a computation that request bodies contain."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class Body(BaseModel):
-    """Base of request bodies and their parts. Unknown fields are ignored, because clients send more than they need."""
+    """Base of request bodies and their parts. Unknown fields are ignored, because many clients send additional fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -20,8 +20,7 @@ class Chunking(Body):
     """Cut each text into chunks of `size` tokens. A chunk starts with the last `overlap` tokens of the chunk before it.
 
     `pooling` none gives a vector for each chunk, computed as if the chunk were a text. mean gives one vector for each text: the
-    mean of the chunks' vectors, weighted by tokens. late sends the whole text through the model once, and pools the tokens of
-    each chunk.
+    mean of the chunks' vectors, weighted by tokens. late computes the whole text in one pass, and pools the tokens of each chunk.
     """
 
     size: Annotated[int, Field(ge=1, le=MAX_UINT32)]
@@ -31,7 +30,7 @@ class Chunking(Body):
     @model_validator(mode="after")
     def _makes_progress(self) -> "Chunking":
         if self.overlap >= self.size:
-            raise ValueError(f"`overlap` is {self.overlap}, it must be less than `size`, {self.size}")
+            raise ValueError(f"`overlap` is {self.overlap}, but it must be less than `size`, {self.size}")
         return self
 
 

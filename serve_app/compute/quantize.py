@@ -1,6 +1,6 @@
-"""Float32 vectors -> int8, uint8 or bits, as sentence-transformers' `quantize_embeddings` defines them.
+"""Quantises float32 vectors to int8, uint8 or bits, as sentence-transformers' `quantize_embeddings` does.
 
-The vectors are already cut to their dimensions and normalised. docs/decisions/014 has the reasons for the default ranges and
+The vectors already have their final dimensions and are normalised. docs/decisions/014 has the reasons for the default ranges and
 the recall of each type.
 """
 
@@ -40,20 +40,20 @@ def quantize(vectors: Vectors, dtype: OutputDtype, ranges: Ranges) -> Vectors | 
     else:
         starts, ends = ranges.get(vectors.shape[-1], _default_ranges(vectors.shape[-1]))
         steps = (ends - starts) / 255
-        steps = np.where(steps == 0, 1, steps)  # a dimension that never varies
+        steps = np.where(steps == 0, 1, steps)  # for a dimension that never varies
         unsigned = np.clip(np.floor((vectors - starts) / steps), 0, 255).astype(np.uint8)
     return unsigned if dtype in ("uint8", "ubinary") else (unsigned ^ 0x80).view(np.int8)
 
 
 def check_dtype(dtype: OutputDtype, dimensions: int, normalized: bool, ranges: Ranges) -> None:
-    """Raises: InvalidInput if vectors of so many dimensions cannot be quantised to `dtype`."""
+    """Raises: InvalidInput if vectors with `dimensions` dimensions cannot be quantised to `dtype`."""
     if dtype in ("binary", "ubinary") and dimensions % 8:
         raise InvalidInput(
             f"`{dtype}` packs 8 dimensions into a byte, and {dimensions} is not a multiple of 8; choose other dimensions"
         )
     if dtype in ("int8", "uint8") and not normalized and dimensions not in ranges:
         raise InvalidInput(
-            f"`{dtype}` of vectors that are not normalised needs their ranges: leave `normalize` true, or put "
+            f"`{dtype}` of vectors that are not normalised needs calibrated ranges: leave `normalize` true, or put "
             f"ranges for {dimensions} dimensions into the model's {RANGES_FILE}"
         )
 
@@ -88,13 +88,15 @@ def _entry(path: Path, key: str, value: Any, embedding_size: int) -> tuple[int, 
     except (ValueError, TypeError):
         ranges = np.empty(0, dtype=np.float32)
     if ranges.shape != (2, dimensions) or not np.isfinite(ranges).all() or (ranges[0] > ranges[1]).any():
-        raise ModelError(f"{path}: {key} must hold {dimensions} minima and as many maxima, [[...], [...]], finite and in order")
+        raise ModelError(
+            f"{path}: {key} must hold {dimensions} minima and {dimensions} maxima, [[...], [...]], finite and in order"
+        )
     return dimensions, ranges
 
 
 @lru_cache(maxsize=16)
 def _default_ranges(dimensions: int) -> Vectors:
-    """Ranges for which int8 is the value times 127 / r, rounded and saturating. Zero stays zero, and signs stay."""
+    """Ranges for which int8 is the value times 127 / r, rounded and saturating. Zero and the signs do not change."""
     step = min(1.0, _DEFAULT_RANGE / dimensions**0.5) / 127
     ranges = np.empty((2, dimensions), dtype=np.float32)
     ranges[0], ranges[1] = -128.5 * step, 126.5 * step

@@ -1,4 +1,4 @@
-"""The scores that clients get, from the outputs of a model."""
+"""Turns a model's outputs into the scores that clients get."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from engine.run.flight import Vectors
 def probabilities(logits: Vectors, multi_label: bool = False) -> Vectors:
     """[B, n_labels] logits -> [B, n_labels] probabilities, fp32 computed in fp64.
 
-    Softmax; sigmoid for a single label, and for `multi_label`, where several labels may hold at once.
+    Softmax; sigmoid for a single label, and for `multi_label`, with which several labels may be true at once.
     """
     x = logits.astype(np.float64)
     if x.shape[1] == 1 or multi_label:
@@ -26,7 +26,7 @@ def best_first(scores: NDArray[np.float32]) -> list[int]:
 
 
 def weighted_mean(vectors: Vectors, num_tokens: Sequence[int], normalize: bool) -> Vectors:
-    """[n, D] vectors of a text's chunks -> [D], their mean weighted by tokens. `normalize` gives it length 1 again."""
+    """[n, D] vectors of a text's chunks -> [D], their mean weighted by tokens. With `normalize` the mean has length 1."""
     mean = np.average(vectors.astype(np.float64), axis=0, weights=num_tokens)
     return np.asarray(mean / max(float(np.linalg.norm(mean)), 1e-12) if normalize else mean, dtype=np.float32)
 
@@ -39,7 +39,7 @@ def lexical(query: NDArray[np.void], texts: Sequence[NDArray[np.void]]) -> Vecto
 def late_interaction(query: Vectors, texts: Sequence[Vectors]) -> Vectors:
     """[n]: for each text, the mean over the query's vectors of the best cosine with one of the text's vectors.
 
-    A text without vectors scores 0: such a text has only its first special token.
+    A text without vectors has the score 0: such a text has only its first special token.
     """
     return np.array(
         [(query @ text.T).max(axis=1).mean() if len(text) and len(query) else 0.0 for text in texts], dtype=np.float32

@@ -1,4 +1,4 @@
-"""Scores: the classes of inputs, and how well texts answer a query."""
+"""Computes scores: the classes of inputs, and how well texts answer a query."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ async def rerank(
     """
     if model.info.task == "embedding":
         if instruction is not None:
-            raise InvalidInput("`instruction` is for rerankers with a template, and this model has none; leave it out")
+            raise InvalidInput("`instruction` is for rerankers with a template, but this model has no template; leave it out")
         return await _score_hybrid(service, state, model, query, texts, encoding, weights or HybridWeights())
     pairs = [(query, text) for text in texts]
     num_chars = state.chars_to_tokenize + len(instruction or "") * len(pairs)
@@ -104,7 +104,7 @@ async def _score_hybrid(
     available = hybrid_outputs(model.info)
     used: dict[str, float] = {name: getattr(weights, name) for name in available if getattr(weights, name)}
     if not used:
-        raise InvalidInput(f"`weights` of what the model has ({', '.join(available)}) are all 0; leave one above it")
+        raise InvalidInput(f"`weights` are 0 for all of the model's scores ({', '.join(available)}); set one above 0")
     ragged: list[OutputName] = [name for name in ("sparse", "colbert") if name in used]
     options = EmbedOptions(pooled="dense" in used, outputs=tuple(ragged))
     # No prompt: the server's default prompt is for one kind of text, and these inputs are a query and documents.

@@ -35,19 +35,19 @@ from serve_app.observe.usage import Usage
 T = TypeVar("T")
 
 TOKENIZING_THREADS = 2
-# Up to this many characters are tokenised on the event loop: a thread hop costs more (docs/decisions/004).
+# Up to this many characters are tokenised on the event loop, because a thread switch costs more (docs/decisions/004).
 _INLINE_CHARS = 2_000
-# Arrays of up to this many numbers are worked on on the event loop, in about a millisecond.
+# Arrays of up to this many numbers are processed on the event loop, in about a millisecond.
 _INLINE_NUMBERS = 1 << 17
 # The most bytes of token vectors in one response, as float32.
 _MOST_ANSWER_BYTES = 1 << 30
 
-# About how many bytes a number of a vector or score takes in an answer.
+# The approximate bytes of one number of a vector or score in an answer.
 _NUMBER_BYTES = 12
 
-# The QoS of the request that runs, or the error in its headers, and the time at which it began.
+# The QoS of the current request, or the error in its headers, and the time at which the request began.
 _whole: ContextVar[tuple[Qos | BadHeader, float]] = ContextVar("whole_request")
-# The bytes of the request that runs, if anybody counts them.
+# The counter of the current request's bytes, if they are counted.
 _hold: ContextVar[Hold | None] = ContextVar("hold", default=None)
 
 
@@ -71,18 +71,18 @@ class Service:
 
     @cached_property
     def delivery(self) -> Delivery:
-        """What engines' threads hand their tokens to. First read on the event loop."""
+        """The queue to which engines' threads pass their tokens. Its first use must be on the event loop."""
         return Delivery(asyncio.get_running_loop())
 
     async def turn(self) -> None:
-        """Wait for the turn of a large body, or of a part of a large answer."""
+        """Waits for the turn of a large body, or of a part of a large answer."""
         await self._turns.turn()
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
-        """The state of a request whose inputs are known now. To be called within `whole_request`. Raises: BadHeader."""
+        """The state of a request whose inputs are known now. Call it within `whole_request`. Raises: BadHeader."""
         qos, start = _whole.get()
         if isinstance(qos, BadHeader):
-            raise BadHeader(*qos.args)  # a new one: to raise `qos` itself makes a cycle of it and this frame
+            raise BadHeader(*qos.args)  # a new error, because raising `qos` itself makes a cycle with this frame
         return RequestState(inputs, qos.after(perf_counter() - start))
 
     async def compute(
@@ -95,7 +95,7 @@ class Service:
         *args: Any,
         task: Task = "embed",
     ) -> Embeddings:
-        """Tokenise `num_chars` characters with `encode(*args)`, and compute.
+        """Tokenises `num_chars` characters with `encode(*args)`, and computes the result.
 
         Raises: as the tokenizer and the engine; Overloaded if the answers in flight take too much memory, or for an API key
             without enough tokens left.
@@ -113,19 +113,19 @@ class Service:
 
     @asynccontextmanager
     async def whole_request(self, headers: Iterable[tuple[bytes, bytes]], hold: Hold | None = None) -> AsyncIterator[None]:
-        """The time of a request, from its head to its answer: its deadline, or the server's timeout.
+        """Limits the time of a request, from its head to its answer, to its deadline or the server's timeout.
 
         Args:
             hold: gets the bytes of the answer before it is computed.
 
-        Raises: DeadlineExceeded; Overloaded for a request that cannot be done in its time.
+        Raises: DeadlineExceeded; Overloaded for a request that cannot finish in time.
         """
         timeout_s = self.settings.request_timeout_s
         try:
             qos = read_qos(headers, timeout_s)
             timeout_s = qos.deadline_s or timeout_s
             token = _whole.set((qos, perf_counter()))
-        except BadHeader as error:  # `begin` raises it, so that the client hears of a bad body first
+        except BadHeader as error:  # `begin` raises it later, so that a wrong body is reported first
             token = _whole.set((error, 0.0))
         held = _hold.set(hold)
         try:
@@ -138,7 +138,7 @@ class Service:
             _hold.reset(held)
 
     def late(self, error: Exception, timeout_s: float) -> ApiError:
-        """What a client hears whose request was not done within `timeout_s`, or cannot be."""
+        """The error for a request that did not finish, or cannot finish, within `timeout_s`."""
         if isinstance(error, DeadlineOutOfReach):
             self.metrics.rejected.inc()
             if (account := calling()) is not None:
@@ -147,26 +147,26 @@ class Service:
         return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
 
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)`, on a thread if so many characters would hold up the event loop."""
+        """Calls `function(*args)`, on a thread if the number of characters would block the event loop."""
         if num_chars <= _INLINE_CHARS:
             return function(*args)
         return await self.in_thread(function, *args)
 
     async def with_arrays(self, num_numbers: int, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)`, on a thread if its arrays have so many numbers that it would hold up the event loop.
+        """Calls `function(*args)`, on a thread if the size of its arrays would block the event loop.
 
-        numpy lets the event loop run meanwhile.
+        numpy releases the GIL, so the event loop runs at the same time.
         """
         if num_numbers <= _INLINE_NUMBERS:
             return function(*args)
         return await self.in_thread(function, *args)
 
     def in_thread(self, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
-        """`function(*args)` on a tokenising thread."""
+        """Calls `function(*args)` on a tokenising thread."""
         return asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
     def count_tokens(self, state: RequestState, model: ServedModel, sequences: Sequence[TokenIds]) -> None:
-        """Count a request that has been tokenised now. Raises: Overloaded for an API key without enough tokens left."""
+        """Counts a request that has just been tokenised. Raises: Overloaded for an API key without enough tokens left."""
         state.tokenized(sequences)
         if (found := record.get()) is not None:
             found.tokenized(model.info.served_model_name, state.num_tokens)
@@ -175,7 +175,7 @@ class Service:
         self.metrics.tei.tokenized(map(len, sequences))
 
     def count_results(self, state: RequestState, results: Sequence[Embeddings], task: Task) -> None:
-        """Count a request that has been computed now."""
+        """Counts a request that has just been computed."""
         state.computed(results)
         if (found := record.get()) is not None:
             found.computed(results)
@@ -187,4 +187,4 @@ class Service:
 def _check_answer_size(options: EmbedOptions, num_tokens: int, width: int) -> None:
     """Raises: InvalidInput for more token vectors than one response can hold."""
     if num_tokens * width * 4 > _MOST_ANSWER_BYTES and {"tokens", "colbert"} & set(options.outputs):
-        raise InvalidInput(f"{num_tokens} tokens' vectors of {width} numbers are too many for one answer; send fewer inputs")
+        raise InvalidInput(f"{num_tokens} token vectors of {width} numbers are too many for one answer; send fewer inputs")

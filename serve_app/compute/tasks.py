@@ -1,4 +1,4 @@
-"""The tasks that each kind of model can do. Refusals have TEI's words where TEI has some."""
+"""Checks whether a model can do a task. Errors have TEI's texts if TEI has one."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -17,11 +17,11 @@ def generating(model: ServedModel) -> GeneratingModel:
 def check_generates(info: ModelInfo) -> None:
     """Raises: WrongModel if the model does not generate text."""
     if info.task != "generation":
-        raise WrongModel(f"model `{info.served_model_name}` does not generate text; GET /v1/models says what it does")
+        raise WrongModel(f"model `{info.served_model_name}` does not generate text; GET /v1/models shows the task of each model")
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:
-    """Raises: WrongTask if the model gives no vectors, or if `normalize` is asked of SPLADE's weights."""
+    """Raises: WrongTask if the model gives no vectors, or if `normalize` is set for a SPLADE model."""
     _check_embeds(info)
     if info.pooling == "splade" and normalize:
         raise WrongTask("`normalize` is not available for SPLADE models")
@@ -46,7 +46,7 @@ def check_embed_hybrid(info: ModelInfo, wanted: Sequence[HybridOutput] | None) -
     _check_embeds(info)
     has = hybrid_outputs(info)
     if missing := [each for each in wanted or () if each not in has]:
-        raise WrongTask(f"the model has no {', '.join(missing)}; it gives {', '.join(has)}")
+        raise WrongTask(f"the model has no {', '.join(missing)} output; its outputs are {', '.join(has)}")
 
 
 def check_predict(info: ModelInfo) -> None:
@@ -56,7 +56,7 @@ def check_predict(info: ModelInfo) -> None:
 
 
 def check_rerank(info: ModelInfo) -> None:
-    """Raises: WrongTask if the model has nothing better than a cosine to rank texts by."""
+    """Raises: WrongTask if the model can rank texts only by the cosine of their vectors."""
     if not can_rerank(info):
         raise WrongTask("model is not a re-ranker model")
 
@@ -67,7 +67,7 @@ def can_rerank(info: ModelInfo) -> bool:
 
 
 def hybrid_outputs(info: ModelInfo) -> list[HybridOutput]:
-    """The outputs of a model for `/embed_hybrid`. A SPLADE model has no dense one: its vector is the sparse weights."""
+    """The outputs of a model for `/embed_hybrid`. A SPLADE model has no dense output: its vector is the sparse weights."""
     dense: list[HybridOutput] = ["dense"] if info.embeds and info.pooling != "splade" else []
     more: tuple[HybridOutput, ...] = ("sparse", "colbert")
     return dense + [each for each in more if each in info.outputs]
@@ -79,6 +79,6 @@ def _check_embeds(info: ModelInfo) -> None:
     if info.task == "generation":
         raise WrongModel(
             f"model `{info.served_model_name}` generates text and gives no vectors: POST /v1/chat/completions or "
-            "/v1/completions; to get vectors, too, serve it with --pooling last_token"
+            "/v1/completions; to also get vectors, serve it with --pooling last_token"
         )
     raise WrongTask("Model is not an embedding model")

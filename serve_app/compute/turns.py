@@ -1,4 +1,4 @@
-"""Turns of the event loop for work that takes some milliseconds."""
+"""Limits work of some milliseconds to one piece in each round of the event loop."""
 
 import asyncio
 from collections import deque
@@ -7,8 +7,8 @@ from collections import deque
 class Turns:
     """Gives one turn in each round of the event loop, in order of arrival.
 
-    Small requests go on between the turns. Without turns, large requests that come together hold up the event loop for the sum of
-    their times. A lock would give a turn in every second round only.
+    Small requests run between the turns. Without turns, several large requests at the same time would block the event loop for
+    the sum of their times. A lock would give a turn in every second round only.
     """
 
     def __init__(self) -> None:

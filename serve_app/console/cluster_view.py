@@ -1,4 +1,4 @@
-"""The nodes of the cluster and their cards, as a process of the cluster sees them while somebody looks."""
+"""Collects the nodes of the cluster and their cards while somebody views the console."""
 
 import logging
 import threading
@@ -12,16 +12,16 @@ from serve_app.settings import GATEWAY
 
 log = logging.getLogger(__name__)
 
-# The pause between two looks. A look takes at most one 400th of a core, so looks at a large cluster are rarer.
+# The least pause between two queries. Queries use at most a 400th of a core, so they are less frequent on a large cluster.
 _PAUSE_S = 5.0
 _PAUSES_A_LOOK = 400
-# A later look does not wait for a node for longer than this. The node's last description stays.
+# After the first query, a query waits for a node at most this long. Without an answer the node's last description stays.
 _LATER_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the last look found. `at` is in seconds since the epoch, 0 before the first look."""
+    """The result of the last query. `at` is in seconds since the epoch, 0 before the first query."""
 
     at: float = 0.0
     nodes: Sequence[Seen] = ()
@@ -34,7 +34,7 @@ class View:
 
 
 class ClusterView:
-    """Looks at the cluster from a thread, and only after somebody has read the last look."""
+    """Queries the cluster on a thread, but only after somebody has read the last result."""
 
     def __init__(self, look: Callable[[], View] | None = None) -> None:
         """`look` is for tests."""
@@ -42,7 +42,7 @@ class ClusterView:
         self._view, self._due, self._is_looking = View(), 0.0, False
 
     def read(self) -> View:
-        """The last look. Starts the next one if it is due. Called on the event loop."""
+        """The last result. Starts the next query if it is due. Called on the event loop."""
         if not self._is_looking and time.monotonic() >= self._due:
             self._is_looking = True
             threading.Thread(target=self._renew, name="console", daemon=True).start()
@@ -52,8 +52,8 @@ class ClusterView:
         start = time.thread_time()
         try:
             self._view = self._look()
-        except Exception as error:  # the page says so, and the server goes on
-            log.warning("the console could not look at the cluster: %r", error)
+        except Exception as error:  # the page shows the error, and the server keeps running
+            log.warning("the console could not query the cluster: %r", error)
             old = self._view
             self._view = View(old.at, old.nodes, old.replicas, f"{type(error).__name__}: the server's log has the details")
         self._due = time.monotonic() + max(_PAUSE_S, _PAUSES_A_LOOK * (time.thread_time() - start))
@@ -69,7 +69,7 @@ class _Look:
     def __call__(self) -> View:
         import ray
 
-        if not ray.is_initialized():  # a question would start a Ray
+        if not ray.is_initialized():  # a query would start a new Ray
             return View(time.time(), problem="this server runs without Ray, so it knows no nodes")
         timeout_s = _LATER_TIMEOUT_S
         if self._readings is None:
@@ -78,5 +78,5 @@ class _Look:
         return View(time.time(), nodes, serve_replicas(details) if details else ())
 
 
-# Of this process.
+# The view of this process.
 CLUSTER = ClusterView()

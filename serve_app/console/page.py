@@ -1,4 +1,4 @@
-"""The files of the page. They need no API key, because they tell nothing; each call of data does."""
+"""Serves the files of the console's page. The files need no API key, because they hold no data. Requests for data need one."""
 
 import hashlib
 from functools import cache
@@ -12,7 +12,7 @@ from serve_app.compute.service import Service
 from serve_app.errors import UnknownRoute
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-# Nothing comes from elsewhere, nothing runs that is not a file of the page, and no other page may show this one in a frame.
+# The page loads files only from this server, runs only its own scripts, and no other page may show it in a frame.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -53,7 +53,7 @@ def _answer(name: str, request: Request) -> Response:
 
 @cache
 def _files() -> dict[str, _File]:
-    """Every file of the page by name. No name of a request becomes a path."""
+    """Every file of the page by name. A name in a request is never used as a path."""
     found = {}
     for path in (files("serve_app.console") / "static").iterdir():
         media_type, content = _TYPES.get(path.name.rpartition(".")[2]), path.read_bytes()

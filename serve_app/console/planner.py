@@ -1,8 +1,8 @@
-"""A process that plans for the console: a models.yaml and the nodes on stdin, the plan as JSON on stdout.
+"""The process that plans for the console: reads a models.yaml and the nodes from stdin, writes the plan as JSON to stdout.
 
-A plan may take seconds of Python, which a thread of the server would take from all requests. A process of its own can also be
-bounded and killed. Whoever may look at the console may plan, so a plan reads no folder that the server does not serve, asks no
-Hub, and runs no code of a model.
+A plan may need seconds of Python, which would block all requests in a thread of the server. A separate process can also be
+limited and killed. Everybody who may view the console may plan. So a plan reads only folders that the server serves, sends no
+request to the Hub, and runs no code of a model.
 """
 
 import json
@@ -22,13 +22,13 @@ from cluster.nodes import Node
 from engine.errors import EmberError
 
 MOST_CPU_S = 20
-_MOST_BYTES = 4 << 30  # of memory
+_MOST_BYTES = 4 << 30  # the limit of memory
 _NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned. `nodes` None stands for this machine. `folders`: the folders and files of the served models."""
+    """The input of a plan. `nodes` None means this machine. `folders`: the folders and files of the served models."""
 
     text: str
     nodes: tuple[Node, ...] | None
@@ -39,11 +39,11 @@ QUESTION = TypeAdapter(Question)
 
 
 def planned(question: Question) -> dict[str, Any]:
-    """The plan as data for the page. Raises: EmberError for a file, a model or a node that cannot be planned with."""
+    """The plan as data for the page. Raises: EmberError for a wrong file, or an unusable model or node."""
     file = parse_models(question.text)
     for entry in file.models:
         _check_source(entry, question.folders)
-    from cluster import plan_report  # with torch, whose import takes seconds: what is wrong in the file is told at once
+    from cluster import plan_report  # here, because it imports torch for seconds, and errors in the file need no torch
     from cluster.inventory import this_node
     from cluster.plan import Plan
 
@@ -55,12 +55,12 @@ def _check_source(entry: ModelEntry, folders: Collection[str]) -> None:
     """Raises: ClusterError for a model that the console does not read."""
     if entry.trust_remote_code:
         raise ClusterError(
-            f"model {entry.name} has trust_remote_code, and the console runs no code of a model: use emberforge plan"
+            f"model {entry.name} has trust_remote_code, but the console runs no code of a model: use emberforge plan"
         )
     is_file = Path(entry.model).expanduser().exists() or entry.model.startswith(("/", "~", ".")) or entry.model.endswith(".gguf")
     if is_file and entry.model not in folders:
         raise ClusterError(
-            f"model {entry.name} is the path {entry.model}, and the console reads only paths that this server serves: "
+            f"model {entry.name} is the path {entry.model}, but the console reads only paths that this server serves: "
             "use emberforge plan"
         )
 

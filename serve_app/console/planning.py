@@ -1,4 +1,4 @@
-"""The console's plan of a pasted models.yaml. A process beside the server makes it (`planner.py`), one at a time."""
+"""Makes the console's plan of a pasted models.yaml, in a process beside the server (`planner.py`), one plan at a time."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from serve_app.http.encode import json_response
 log = logging.getLogger(__name__)
 
 _MOST_CHARACTERS = 1 << 16
-# The process gets fewer cores than it asks for on a busy machine.
+# Longer than the limit of CPU time, because on a busy machine the process gets less than a core.
 _LONGEST_S = 3 * MOST_CPU_S
 _MOST_ANSWER_BYTES = 8 << 20
 _RETRY_S = 5.0
@@ -68,9 +68,9 @@ async def plan(service: Service, request: Request) -> Response:
 
 
 def _nodes(view: View, notes: list[str]) -> tuple[Node, ...] | None:
-    """The nodes to plan with: of a cluster those that models find, else the machine of `emberforge serve`. None: this machine.
+    """The nodes to plan for: the cluster's nodes that can have models, or the machine of `emberforge serve`. None: this machine.
 
-    Raises: ClusterError if nobody has looked at the cluster yet, and as `nodes_to_plan_with`.
+    Raises: ClusterError if the cluster was not queried yet, and as `nodes_to_plan_with`.
     """
     if not view.at:
         raise ClusterError("the server has not seen the nodes yet; try again in some seconds")
@@ -83,7 +83,7 @@ def _nodes(view: View, notes: list[str]) -> tuple[Node, ...] | None:
 
 
 async def _ask(question: bytes) -> dict[str, Any]:
-    """The answer of a process of `planner.py`, which ends with this call. Raises: NoPlan if it takes too long."""
+    """Runs a process of `planner.py` and returns its answer. The process ends with this call. Raises: NoPlan after a timeout."""
     path = os.pathsep.join(filter(None, (str(Path(serve_app.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-P", "-m", "serve_app.console.planner")

@@ -1,4 +1,4 @@
-"""What the page shows of a server: its models with their replicas, its nodes, and the counts of this process."""
+"""Makes the state that the page shows: the models with their replicas, the nodes, and the counts of this process."""
 
 import time
 import uuid
@@ -16,13 +16,13 @@ from serve_app.console.cluster_view import CLUSTER
 from serve_app.http.encode import json_response, to_json
 from serve_app.version import VERSION
 
-# Viewers share a state for this time.
+# Seconds for which all viewers share a state.
 _FRESH_S = 1.0
 _NO_STORE = {"cache-control": "no-store"}
 
 
 class State:
-    """The state of one process. Each request makes it anew, at most once a second for keys that may use the same models."""
+    """The state of one process. It is made at a request, at most once a second for keys that may use the same models."""
 
     def __init__(self, service: Service, computing_routes: frozenset[str]) -> None:
         self._service, self._routes = service, computing_routes
@@ -31,7 +31,7 @@ class State:
         self._made_at = 0.0
 
     def answer(self) -> bytes:
-        """The state as JSON, for the key whose request runs."""
+        """The state as JSON, for the key of the current request."""
         account, now = calling(), time.monotonic()
         models = account.limits.models if account is not None else ()
         if now - self._made_at >= _FRESH_S:
@@ -41,7 +41,7 @@ class State:
         return self._answers[models]
 
     def usage(self) -> bytes:
-        """The usage of the key whose request runs, as JSON. The key of the settings sees all keys' usage."""
+        """The usage of the current request's key, as JSON. The key of the settings sees the usage of all keys."""
         account = calling()
         if account is None:
             return to_json(self._process() | {"key": None, "limits": None, "usage": []})

@@ -1,1 +1,1 @@
-"""`emberforge embed`: a corpus of files through a model, into a folder of files (docs/decisions/043)."""
+"""`emberforge embed`: computes a corpus of files with a model and writes a folder of files (docs/decisions/043)."""

@@ -1,6 +1,6 @@
-"""The files of a corpus -> Arrow tables with a fixed number of rows, in the order of the corpus.
+"""Reads the files of a corpus as Arrow tables with a fixed number of rows, in the order of the corpus.
 
-The order is that of the files as they are given, and of the paths in a folder. A row has the same number in every run.
+The order is that of the given files; files in a folder are in the order of their paths. A row has the same number in every run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,21 +21,21 @@ _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _NAMES = "parquet, jsonl, csv or txt files; the latter three also compressed as gz, bz2 or zst"
 
 _BATCH_ROWS = 1024
-# Bytes of a text file that are parsed at once. A row must fit.
+# Bytes of a text file that are parsed at once. A row cannot be larger.
 _BLOCK_BYTES = 16 << 20
 
 
 class CorpusError(EmberError):
-    """A corpus, an output folder or a server cannot be used. The text names the file, the row or the address, and the way out."""
+    """A corpus, an output folder or a server cannot be used. The text names the file, row or address, and what to do."""
 
 
 class Corpus:
-    """The rows of some files. All files have the columns of the first one."""
+    """The rows of several files. All files have the columns of the first one."""
 
     def __init__(self, inputs: Sequence[Path], wanted: Sequence[str]) -> None:
         """
         Args:
-            inputs: files and folders. Of a folder all files whose kind is known are taken.
+            inputs: files and folders. In a folder, all files of a known kind count.
             wanted: the columns that hold texts.
         Raises: CorpusError.
         """
@@ -49,20 +49,20 @@ class Corpus:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """For each file its size and its time. They change if the file does."""
+        """The size and the time of each file, to notice changes."""
         states = {str(path.absolute()): path.stat() for path in self.paths}
         return {path: f"{state.st_size} bytes, changed at {state.st_mtime_ns} ns" for path, state in states.items()}
 
     @property
     def estimated_rows(self) -> int | None:
-        """Parquet files tell the number of their rows. For others it is estimated from the bytes that were read."""
+        """The number of rows: exact for Parquet files, for other files estimated from the bytes that were read so far."""
         if self._num_rows is not None or not self._rows_read:
             return self._num_rows
         num_bytes = self._bytes_read + (self._open.tell() if self._open else 0)
         return round(self._rows_read * sum(self._sizes) / num_bytes) if num_bytes else None
 
     def tables(self, num_rows: int, done: set[int]) -> Iterator[tuple[int, pa.Table]]:
-        """(index, table) for each `num_rows` rows; the last table may have fewer. Tables in `done` are left out.
+        """Yields (index, table) for each `num_rows` rows; the last table may have fewer rows. Skips the tables in `done`.
 
         Raises: CorpusError for a file that cannot be read.
         """
@@ -97,7 +97,7 @@ class Corpus:
             self._bytes_read += size
 
     def _read_parquet(self, path: Path, first_row: int) -> Iterator[pa.RecordBatch]:
-        """Row groups that end before `first_row` are not read. Columns are read in small parts: a row group may be large."""
+        """Skips row groups that end before `first_row`. Reads columns in small parts, because a row group may be large."""
         with pa.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             groups = list(range(file.num_row_groups))
             while groups and self._rows_read + file.metadata.row_group(groups[0]).num_rows <= first_row:
@@ -114,7 +114,7 @@ class Corpus:
         try:
             return batch.select(self.schema.names).cast(self.schema)
         except (KeyError, pa.ArrowException) as error:
-            raise CorpusError(f"{path} has other columns than {self.paths[0]}: {error}") from error
+            raise CorpusError(f"{path} does not have the columns of {self.paths[0]}: {error}") from error
 
     def _read_schema(self) -> pa.Schema:
         """The columns of the first file."""
@@ -148,7 +148,7 @@ class Corpus:
 
 
 def _found(path: Path) -> list[Path]:
-    """The files that an input means. Raises: CorpusError."""
+    """The files of an input, which is a file or a folder. Raises: CorpusError."""
     if path.is_dir():
         found = sorted(each for each in path.rglob("*") if _kind(each) and each.is_file())
         if not found:
@@ -157,7 +157,7 @@ def _found(path: Path) -> list[Path]:
     if not path.is_file():
         raise CorpusError(f"{path} is not a file or a folder")
     if _kind(path) is None:
-        raise CorpusError(f"{path} is of no known kind; a corpus is {_NAMES}")
+        raise CorpusError(f"{path} is not a supported kind of file; a corpus is {_NAMES}")
     return [path]
 
 
@@ -168,15 +168,15 @@ def _kind(path: Path) -> str | None:
 
 
 def _parsed(path: Path, file: BinaryIO, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a text file. Types of columns are those of the first rows."""
+    """The rows of a text file. The first rows decide the types of the columns."""
     with suppress(StopIteration), pa.input_stream(file, _COMPRESSED.get(path.suffix)) as stream:
         match _kind(path):
             case "json":
                 yield from pa.json.open_json(stream, pa.json.ReadOptions(block_size=_BLOCK_BYTES))
             case "csv":
-                texts: Any = dict.fromkeys(wanted, pa.string())  # a text of digits stays a text
+                texts: Any = dict.fromkeys(wanted, pa.string())  # otherwise a text of digits would become a number
                 options = pa.csv.ConvertOptions(column_types=texts)
-                # A quoted text may hold line breaks.
+                # A quoted text may contain line breaks.
                 parsing = pa.csv.ParseOptions(newlines_in_values=True)
                 yield from pa.csv.open_csv(stream, pa.csv.ReadOptions(block_size=_BLOCK_BYTES), parsing, options)
             case _:

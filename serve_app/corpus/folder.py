@@ -1,7 +1,7 @@
-"""The output folder: one file for each `rows_per_file` rows of the corpus, and a manifest of the job that they belong to.
+"""Writes the output folder: one file for each `rows_per_file` rows of the corpus, and a manifest of the job.
 
-A file gets its name when it is complete and on the disk. So a job can be killed at any moment: the files that are there are
-whole, and the next run computes the others.
+A file gets its name when it is complete and on the disk. So a job can be killed at any moment: existing files are complete, and
+the next run computes the missing files.
 """
 
 import fcntl
@@ -22,16 +22,16 @@ from serve_app.corpus.files import CorpusError
 MANIFEST = "_emberforge.json"
 Format = Literal["parquet", "npy"]
 
-GO_ON = "the same command goes on where this one stopped"
+GO_ON = "the same command resumes the job"
 
 
 class Folder:
-    """The folder belongs to this process until `close`, or until the process ends."""
+    """The output folder. It is locked by this process until `close`, or until the process ends."""
 
     def __init__(self, path: Path, form: Format, rows_per_file: int, job: Mapping[str, Any]) -> None:
         """
         Args:
-            job: what else changes the files. The manifest keeps it.
+            job: all other values that change the files. The manifest holds them.
         Raises: CorpusError if the folder has results of another job, or if another process writes into it.
         """
         self.path, self.rows_per_file, self._format = path, rows_per_file, form
@@ -52,13 +52,13 @@ class Folder:
         Args:
             values: a result for each row: [n, D] numbers, [n] numbers or [n] texts.
             faults: the rows without a result. They get nulls.
-            others: the further columns of these rows.
+            others: the other columns of these rows.
         Raises: CorpusError.
         """
         path = self.path / f"part-{index:05}.{self._format}"
         if faults and self._format == "npy":
             row = index * self.rows_per_file + min(faults)
-            raise CorpusError(f"row {row} has no result, and npy has no nulls: take the row out, or choose --format parquet")
+            raise CorpusError(f"row {row} has no result, and npy has no nulls: remove the row, or choose --format parquet")
         temporary = path.with_name(f"{path.name}.tmp")
         try:
             with temporary.open("wb") as file:
@@ -66,7 +66,7 @@ class Folder:
                     np.save(file, values)
                 else:
                     table = others.append_column(name, _column(values, faults))
-                    # A dictionary of vectors would hold each of them.
+                    # Not a dictionary: nearly all vectors differ, so it would hold each of them.
                     pa.parquet.write_table(table, file, use_dictionary=others.column_names)
                 file.flush()
                 os.fsync(file.fileno())
@@ -74,18 +74,18 @@ class Folder:
             os.fsync(self._fd)
         except (OSError, pa.ArrowException) as error:
             reason = getattr(error, "strerror", None) or error
-            raise CorpusError(f"{path} cannot be written: {reason}; mend this, then {GO_ON}") from error
+            raise CorpusError(f"{path} cannot be written: {reason}; solve this problem, then {GO_ON}") from error
 
     def close(self) -> None:
         os.close(self._fd)
 
     def _complete(self) -> set[int]:
-        """The indices of the files that are there."""
+        """The indices of the existing files."""
         names = (re.fullmatch(r"part-(\d+)\.(parquet|npy)", each.name) for each in self.path.iterdir())
         return {int(name[1]) for name in names if name}
 
     def _check_manifest(self, job: Mapping[str, Any]) -> None:
-        """Raises: CorpusError if the files are of another job. Writes the manifest if there is none."""
+        """Checks the manifest, or writes it if the folder has none. Raises: CorpusError if the files are of another job."""
         path = self.path / MANIFEST
         if not path.exists():
             if self.done:
@@ -103,7 +103,7 @@ class Folder:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first value that is not the same. Empty if all are."""
+    """The first value that differs, as text. Empty if no value differs."""
     for key in dict.fromkeys([*before, *now]):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):

@@ -1,4 +1,4 @@
-"""A dataset on the Hub -> its files in the Hub's own cache."""
+"""Downloads a dataset from the Hub into the Hub's own cache."""
 
 import os
 import re
@@ -14,7 +14,7 @@ _NAME = re.compile(rf"{_PREFIX}(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(
 
 
 def download(name: str) -> list[Path]:
-    """The files and folders that `hf://datasets/ORG/NAME[@REVISION][/PATH]` means. PATH may have wildcards.
+    """Downloads `hf://datasets/ORG/NAME[@REVISION][/PATH]` and returns its files and folders. PATH may have wildcards.
 
     Raises: CorpusError.
     """

@@ -1,6 +1,6 @@
-"""A corpus through a worker into a folder.
+"""Runs a job: sends the rows of a corpus to a worker and writes the results to a folder.
 
-The worker has the texts of some files at once, so that the end of one file does not leave the device idle.
+The worker has the texts of several files at once, so that the device is not idle at the end of a file.
 """
 
 import gc
@@ -20,7 +20,7 @@ from serve_app.corpus.folder import Folder
 from serve_app.corpus.progress import Progress
 
 _FILES_IN_FLIGHT = 3
-# The errors of one row. All others end the job.
+# Errors that concern one row. All other errors end the job.
 _OF_A_ROW = (InvalidInput, EmptyInput, TokenizerError, NotFinite)
 
 # A text, or a query and a text.
@@ -33,14 +33,14 @@ class Results(NamedTuple):
 
 
 class Worker(Protocol):
-    """What computes: the engine of this process, or a server. `compute` may be called from several threads."""
+    """Computes rows: the engine of this process, or a server. Several threads may call `compute`."""
 
     @property
     def rows_per_call(self) -> int: ...
 
     @property
     def num_calls(self) -> int:
-        """Calls to have under way at once."""
+        """The number of calls in flight."""
         ...
 
     def compute(self, rows: Sequence[Row]) -> Results:
@@ -48,7 +48,7 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """End the calls under way with an error."""
+        """Ends the calls in flight with an error."""
         ...
 
 
@@ -76,7 +76,7 @@ def run(
     progress: Progress,
     on_progress: Callable[[str], None],
 ) -> None:
-    """Computes the files that the folder does not have. `on_progress` gets what to tell of single rows, or an empty text.
+    """Computes the missing files of the folder. `on_progress` gets a message about a row, or an empty text.
 
     Raises: CorpusError; EmberError of the worker.
     """
@@ -101,10 +101,10 @@ def run(
         for position, reason in faults.items():
             on_progress(progress.add_fault(index * folder.rows_per_file + position, reason))
         folder.write(index, columns.result, np.concatenate(arrays), faults, others)
-        # A request of the engine is in a cycle with its future, which has the vectors. Python would free them much later.
+        # A request of the engine is in a cycle with its future, which holds the vectors. Python would free them much later.
         gc.collect()
 
-    gc.freeze()  # what is there already need not be searched for cycles after each file
+    gc.freeze()  # so that the collection after each file does not search the objects that exist now
     try:
         for index, table in corpus.tables(folder.rows_per_file, folder.done):
             texts, others = table.select(columns.texts), table.drop_columns(list(columns.texts))
@@ -135,7 +135,7 @@ def _compute(worker: Worker, empty: NDArray[Any], texts: pa.Table) -> _Part:
     if present:
         try:
             values[present], num_tokens = worker.compute([rows[position] for position in present])
-        except _OF_A_ROW:  # each row alone: the others are sound
+        except _OF_A_ROW:  # compute each row separately, because the other rows are valid
             for position in present:
                 try:
                     values[position : position + 1], tokens = worker.compute([rows[position]])

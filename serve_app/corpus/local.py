@@ -1,4 +1,4 @@
-"""The model of this process, as the worker of a job."""
+"""The worker that computes rows with a model in this process."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from serve_app.corpus.task import Kind, Task, kind_of
 
 
 class LocalWorker:
-    """Many calls are under way at once, so that the engine's queue always has the next passes."""
+    """Has many calls in flight, so that the engine's queue always holds the next passes."""
 
     rows_per_call, num_calls = 512, 48
 
@@ -28,7 +28,7 @@ class LocalWorker:
         config, folder = engine.config, resolve_model(model)
         self.kind: Kind = kind_of(model, {"embedding"} if config.embeds else {config.task}, ranks)
         if config.pooling == "splade":
-            raise CorpusError(f"{model} gives sparse weights, which have no column here")
+            raise CorpusError(f"{model} gives sparse weights, which `emberforge embed` cannot write")
         self.model, self.revision, self.dtype = model, revision_of(folder), engine.dtype_name
         self._ranges = read_ranges(folder, config)
         if self.kind == "embedding":
@@ -64,7 +64,7 @@ class LocalWorker:
         return vectors
 
     def _answer(self, texts: Sequence[str]) -> Results:
-        """The likeliest answer to each text as a user's message."""
+        """The greedy answer to each text as a user's message."""
         engine, prompts, said = self._engine, self._engine.prompts, self._engine.config.generation
         assert prompts is not None, "the model generates"
         assert said is not None, "the model generates"

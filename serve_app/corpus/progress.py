@@ -1,25 +1,25 @@
-"""How far a job is, and how fast."""
+"""Counts the progress and the speed of a job."""
 
 from dataclasses import dataclass, field
 from time import monotonic
 
-# Rows without a result that are told one by one. The others are counted.
+# Rows without a result that get a message each. All further ones are only counted.
 _MOST_TOLD = 10
 
 
 @dataclass(slots=True)
 class Progress:
-    """`num_before` rows were there at the start. `num_rows` and `num_tokens` are those of this run."""
+    """`num_before` rows were complete at the start. `num_rows` and `num_tokens` count this run."""
 
     num_before: int = 0
     num_rows: int = 0
     num_tokens: int = 0
     num_faults: int = 0
-    estimated_rows: int | None = None  # of the corpus
+    estimated_rows: int | None = None  # rows of the corpus
     started_at: float = field(default_factory=monotonic)
 
     def add_fault(self, row: int, reason: str) -> str:
-        """Counts a row without a result. Returns what to tell of it; an empty text for one of many."""
+        """Counts a row without a result. Returns: a message for each of the first ten, then empty texts."""
         self.num_faults += 1
         if self.num_faults > _MOST_TOLD:
             return ""
@@ -28,7 +28,7 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """The share of the corpus that is done, as far as its size is known."""
+        """The share of the corpus that is done; 0 while the size of the corpus is unknown."""
         return min(1.0, (self.num_before + self.num_rows) / self.estimated_rows) if self.estimated_rows else 0.0
 
     def __str__(self) -> str:

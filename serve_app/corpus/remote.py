@@ -1,4 +1,4 @@
-"""A running server or cluster, as the worker of a job. Its requests have batch priority: they get the capacity that is left."""
+"""The worker that sends rows to a running server or cluster. Requests have batch priority, so they get the free capacity."""
 
 import base64
 import threading
@@ -22,20 +22,20 @@ from serve_app.corpus.task import Kind, Task, kind_of
 
 _DTYPES = {"float": "<f4", "int8": "i1", "uint8": "u1", "binary": "i1", "ubinary": "u1"}
 _ROWS_PER_CALL = 64
-# A request is sent again for so long: a server may restart meanwhile. One that cannot be reached at the start is told at once.
+# Seconds for which a failing request is repeated, because a server may restart. At the start a failure is an error at once.
 _PATIENCE_S = 600.0
 _LONGEST_WAIT_S = 30.0
-# Seconds without a byte of the answer. The server's own limit, `request_timeout_s`, is usually shorter.
+# Seconds without a byte of the answer. The server's own timeout, `request_timeout_s`, is usually shorter.
 _TIMEOUT_S = 300.0
 _OF_THE_ROWS = (400, 413, 422, 424)
 _FOR_NOW = (429, 500, 502, 503, 504)
 
 
 class RemoteWorker:
-    """Calls wait in threads of their own, so that the server always has the next requests."""
+    """Each call waits in its own thread, so that the server always has the next requests."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, num_calls: int, task: Task, ranks: bool) -> None:
-        """`model` None takes the server's first model.
+        """`model` None means the server's first model.
 
         Raises: CorpusError for a server that does not answer, and a model that does not fit.
         """
@@ -85,7 +85,7 @@ class RemoteWorker:
         return Results(np.array([content], dtype=object), answer["usage"]["total_tokens"])
 
     def _ask(self, path: str, body: Any = None) -> tuple[Any, Message]:
-        """The content and the headers of the answer. Requests that fail for now are sent again.
+        """Returns: the content and the headers of the answer. Sends a request again after a temporary failure.
 
         Raises: InvalidInput for rows that the server refuses; CorpusError; EngineStopped after `close`.
         """
@@ -104,10 +104,10 @@ class RemoteWorker:
                 if error.code not in _FOR_NOW:
                     raise CorpusError(f"{self._url}{path} answers {reason}") from None
                 wait_s = float(error.headers.get("retry-after", wait_s))
-            except (OSError, HTTPException) as error:  # refused, reset, or too late
+            except (OSError, HTTPException) as error:  # the connection was refused or reset, or a timeout
                 reason = str(error)
             if monotonic() > deadline:
-                raise CorpusError(f"{self._url}{path} has no answer ({reason}); when it has, {GO_ON}")
+                raise CorpusError(f"{self._url}{path} does not answer ({reason}); when it answers again, {GO_ON}")
             self._stopping.wait(min(wait_s, _LONGEST_WAIT_S))
             wait_s *= 2
         raise EngineStopped("the job has ended")
@@ -116,13 +116,13 @@ class RemoteWorker:
         """Raises: CorpusError if the server has another revision of the model now."""
         if self.revision is not None and revision not in (None, self.revision):
             raise CorpusError(
-                f"{self._url} has revision {revision} of {self.model} now, and the job began with {self.revision}: "
-                "results of two revisions do not belong together; begin with a new folder"
+                f"{self._url} has revision {revision} of {self.model} now, but the job began with {self.revision}: "
+                "a folder must not mix results of two revisions; begin with a new folder"
             )
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """The server's own words."""
+    """The text of the server's error."""
     try:
         content = orjson.loads(error.read())
     except (OSError, ValueError, HTTPException):

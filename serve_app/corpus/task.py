@@ -1,4 +1,4 @@
-"""What to compute of each row, in the API's words, and which of a model's tasks that is."""
+"""The task of a job: the options in the API's form, and the kind of result that the model gives."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,13 +7,13 @@ from engine.options import InputType
 from serve_app.compute.quantize import OutputDtype
 from serve_app.corpus.files import CorpusError
 
-# The name of the column with the results.
+# The kinds of results. They are also the names of the column with the results.
 Kind = Literal["embedding", "score", "answer"]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`prompt`, `prompt_name` and `input_type` put a text before each text. `max_tokens` is of an answer."""
+    """`prompt`, `prompt_name` and `input_type` choose the prompt before each text. `max_tokens` limits an answer."""
 
     dimensions: int | None = None
     output_dtype: OutputDtype = "float"
@@ -24,7 +24,7 @@ class Task:
 
 
 def kind_of(model: str, tasks: set[str], ranks: bool) -> Kind:
-    """What a model with these tasks gives: a vector if it can. `ranks`: there is a column with queries.
+    """The kind of result of a model with these tasks: a vector if the model can embed. `ranks`: there is a column with queries.
 
     Raises: CorpusError for a model that does not fit.
     """
@@ -38,4 +38,4 @@ def kind_of(model: str, tasks: set[str], ranks: bool) -> Kind:
         return "answer"
     if "reranker" in tasks:
         raise CorpusError(f"{model} is a reranker: name the column with the queries, --rerank COLUMN")
-    raise CorpusError(f"{model} is a classifier; only embedding models, rerankers and models that generate text are supported")
+    raise CorpusError(f"{model} is a classifier; only embedding models, rerankers and generation models are supported")

@@ -1,1 +1,1 @@
-"""The APIs that clients speak: request bodies, handlers and response contents of TEI, OpenAI and Cohere."""
+"""The API dialects: request bodies, handlers and responses in the forms of TEI, OpenAI and Cohere."""

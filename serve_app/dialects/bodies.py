@@ -1,4 +1,4 @@
-"""What the request bodies of all dialects share, and how a body is parsed."""
+"""Parses request bodies, and holds the fields that several dialects share."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,7 +13,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class ModelBody(Body):
-    """A body that may name its model. TEI's bodies may, too: a cluster serves several models at one address."""
+    """A body that may name its model. TEI's bodies may name one too, because a cluster serves several models at one address."""
 
     model: str | None = None
 
@@ -41,7 +41,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_UINT32)]
 
 
 def parse_body(schema: type[T], content: bytes) -> T:
-    """Raises: BadBody with 400 for broken JSON, 422 for JSON of another shape, naming the first field at fault."""
+    """Parses a body. Raises: BadBody with 400 for invalid JSON, or with 422 and the name of the first wrong field."""
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
@@ -52,7 +52,7 @@ def parse_body(schema: type[T], content: bytes) -> T:
 
 
 def parse_instance(schema: type[T], index: int, instance: Any) -> T:
-    """One instance of `/vertex`. Raises: BadInstance naming the instance and the first field at fault."""
+    """Parses one instance of `/vertex`. Raises: BadInstance naming the instance and the first wrong field."""
     try:
         return schema.model_validate(instance)
     except ValidationError as error:
@@ -60,7 +60,7 @@ def parse_instance(schema: type[T], index: int, instance: Any) -> T:
 
 
 def fields_of(content: bytes) -> dict[str, Any]:
-    """The fields of a body, to choose a schema by. A body that is no JSON object has none: `parse_body` then says so."""
+    """The fields of a body, to choose a schema. A body that is not a JSON object has no fields; `parse_body` then refuses it."""
     try:
         parsed = orjson.loads(content)
     except ValueError:
@@ -69,6 +69,6 @@ def fields_of(content: bytes) -> dict[str, Any]:
 
 
 def _fault(error: ValidationError, whole: str) -> str:
-    """The first field at fault and what is wrong with it."""
+    """The name of the first wrong field, and the reason."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg'].removeprefix('Value error, ')}"

@@ -1,4 +1,4 @@
-"""The text of one tool call, fed piece by piece -> the function's name and the JSON text of its arguments. No HTTP here."""
+"""Reads the text of one tool call piece by piece: the function's name and the JSON text of its arguments. Independent of HTTP."""
 
 import json
 import re
@@ -9,23 +9,23 @@ from typing import Any, Literal
 from engine.text.call_grammar import STRING, types_of
 
 Schema = Mapping[str, Any]
-# open: the call may go on. done: it is whole. broken: it began like a call, and is none. text: it is no call at all.
+# open: the call may continue. done: the call is complete. broken: the text began like a call but is invalid. text: not a call.
 Status = Literal["open", "done", "broken", "text"]
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
 
 _CLOSERS = {"{": "}", "[": "]"}
-# What JSON has outside of strings, besides brackets and quotes.
+# The characters that JSON has outside of strings, besides brackets and quotes.
 _JSON_CHARS = frozenset(" \t\r\n:,+-.0123456789truefalsnEe")
-# A call whose arguments can be sent as they come: its name is known when they begin.
+# A call whose arguments can be sent as they come, because the name is known before the arguments begin.
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("[^"\\]+")\s*,\s*"arguments"\s*:\s*')
 
 
 class CallReader(ABC):
-    """Reads the text behind `<tool_call>`.
+    """Reads the text after `<tool_call>`.
 
     Attributes:
-        status: whether there is a call. It is "open" until the text decides.
+        status: whether the text is a call; "open" until this is decided.
         name: the function, as soon as it is known.
     """
 
@@ -33,7 +33,7 @@ class CallReader(ABC):
         self.status: Status = "open"
         self.name: str | None = None
         self._raw: list[str] = []
-        self._arguments: list[str] = []  # not taken yet
+        self._arguments: list[str] = []  # parts that were not taken yet
 
     @property
     def raw(self) -> str:
@@ -41,20 +41,20 @@ class CallReader(ABC):
         return "".join(self._raw)
 
     def take_arguments(self) -> str:
-        """Returns the JSON text of the arguments that is new since the last time."""
+        """Returns the JSON text of the arguments that is new since the last call."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
     def read(self, text: str) -> int:
-        """Returns how many characters of the text are read. The rest belongs to what follows, or is to come again with more."""
+        """Returns the number of characters that were read. Pass the rest again with more text, unless the call has ended."""
         count = self._read(text)
         self._raw.append(text[:count])
         return count
 
     @abstractmethod
     def finish(self) -> None:
-        """Decide: there is no more text. Closing tags may be missing."""
+        """Decides the status at the end of the text. Closing tags may be missing."""
 
     @abstractmethod
     def _read(self, text: str) -> int: ...
@@ -65,8 +65,8 @@ class JsonCall(CallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._read_chars: list[str] = []  # up to the arguments, then those of the arguments
-        self._closers: list[str] = []  # of the open brackets
+        self._read_chars: list[str] = []  # first the characters before the arguments, then those of the arguments
+        self._closers: list[str] = []  # closing brackets of the open brackets
         self._in_string = self._is_escaped = self._has_arguments = False
 
     def finish(self) -> None:
@@ -85,7 +85,7 @@ class JsonCall(CallReader):
         return len(text)
 
     def _step(self, char: str) -> bool:
-        """Returns whether the call may go on with this character."""
+        """Returns whether this character can continue the call."""
         if self._in_string:
             self._in_string = self._is_escaped or char != '"'
             self._is_escaped = char == "\\" and not self._is_escaped
@@ -121,7 +121,7 @@ class JsonCall(CallReader):
             self._read_chars.clear()
 
     def _end(self) -> None:
-        """The arguments are complete, or the whole object if their beginning was not seen."""
+        """The arguments are complete, or the whole object if the arguments never began."""
         parsed = _parsed("".join(self._read_chars))
         if self.name is not None:
             self._has_arguments = isinstance(parsed, dict)
@@ -134,7 +134,7 @@ class JsonCall(CallReader):
                 self._arguments.append(json.dumps(arguments, ensure_ascii=False))
 
 
-# A value ends at its closing tag. Where that is missing, it ends before another tag at the start of a line.
+# A value ends at its closing tag. If this tag is missing, the value ends before another tag at the start of a line.
 _VALUE_END = re.compile(f"\n?</parameter>|\n(?=<parameter=|</function>|{CLOSER})")
 _VALUE_ENDS = ("</parameter>", "\n</parameter>", "\n<parameter=", "\n</function>", f"\n{CLOSER}")
 _NAME = "[^<>\n]{1,256}"
@@ -149,12 +149,12 @@ class XmlCall(CallReader):
     """
 
     def __init__(self, schemas: Mapping[str, Schema]) -> None:
-        """`schemas` are those of the functions' parameters, by the function's name."""
+        """`schemas`: the schemas of the functions' parameters, by the function's name."""
         super().__init__()
         self._schemas = schemas
         self._in_value = self._has_parameters = self._is_value_begin = False
-        self._types = STRING  # of the value
-        self._value: list[str] = []  # a value that is no string is converted as a whole
+        self._types = STRING  # the types of the value
+        self._value: list[str] = []  # a value that is not a string is converted as a whole
 
     def finish(self) -> None:
         if self.name is None:
@@ -171,7 +171,7 @@ class XmlCall(CallReader):
         return start
 
     def _read_tag(self, text: str) -> int:
-        """Returns the characters of the next tag and of the whitespace before it; 0 for a part of a tag."""
+        """Returns the number of characters of the next tag and the whitespace before it; 0 for an incomplete tag."""
         tag = text.lstrip()
         kind = "function" if self.name is None else "parameter"
         if (named := _NAMED_TAG.match(tag)) and named[1] == kind:
@@ -201,10 +201,10 @@ class XmlCall(CallReader):
         self._in_value = self._has_parameters = self._is_value_begin = True
 
     def _read_value(self, text: str) -> int:
-        """Returns the characters that are certainly the value's, and those of its end."""
+        """Returns: the number of characters that certainly belong to the value, and the number of characters of its end."""
         if self._is_value_begin and text:
             self._is_value_begin = False
-            if text[0] == "\n":  # the one behind the tag
+            if text[0] == "\n":  # the line break after the tag
                 return 1
         end = _VALUE_END.search(text)
         value = text[: end.start() if end else len(text) - held_back(text, _VALUE_ENDS)]
@@ -226,15 +226,15 @@ class XmlCall(CallReader):
 
 
 def held_back(text: str, tags: Collection[str]) -> int:
-    """Returns how many characters at the end of the text may be the beginning of a tag."""
-    if all(tag[0] not in text for tag in tags):  # most texts
+    """Returns the number of characters at the end of the text that may be the beginning of a tag."""
+    if all(tag[0] not in text for tag in tags):  # the case of most texts
         return 0
     longest = min(len(text), max(map(len, tags)) - 1)
     return next((count for count in range(longest, 0, -1) if any(tag.startswith(text[-count:]) for tag in tags)), 0)
 
 
 def _converted(value: str, types: frozenset[str]) -> str:
-    """Returns the JSON text of a value: of one of these types if it can be, else a string."""
+    """Returns the JSON text of a value: in one of these types if possible, else as a string."""
     parsed = _parsed({"True": "true", "False": "false", "None": "null"}.get(value.strip(), value))
     fits = {
         "null": parsed is None and value.strip() in ("null", "None"),
@@ -248,7 +248,7 @@ def _converted(value: str, types: frozenset[str]) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """Returns the value of a JSON text; None if it is none."""
+    """Returns the value of a JSON text, or None if the text is not JSON."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The responses of OpenAI's chat completions."""
+"""Writes the responses of OpenAI's chat completions."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ class _Reader:
     """Parses one answer.
 
     Attributes:
-        is_all_content: the text of the answer is content, whatever it is.
-        num_calls: tool calls that are not broken.
-        first_call: the index of the first of these.
-        reasoning_tokens: tokens of the reasoning, tags included.
+        is_all_content: whether the whole text of the answer is content.
+        num_calls: the number of valid tool calls.
+        first_call: the index of the first valid tool call.
+        reasoning_tokens: the number of tokens of the reasoning, including tags.
     """
 
     def __init__(self, parser: ChatParser) -> None:
@@ -64,7 +64,7 @@ class _Message:
 
 
 def _part(event: Event) -> dict[str, Any]:
-    """The delta of a chunk. A call that has been sent cannot be taken back, so a broken one has no delta."""
+    """The delta of a chunk. A broken call has no delta, because a client cannot take back the part that was sent."""
     match event:
         case Content(text):
             return {"content": text}
@@ -80,7 +80,7 @@ def _part(event: Event) -> dict[str, Any]:
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:
-    """Clients read the reasoning by either name."""
+    """The reasoning under both names that clients read."""
     return {"reasoning": text, "reasoning_content": text}
 
 
@@ -131,7 +131,7 @@ class ChatAnswers(Answers):
         return [self._chunk([choice]) for choice in choices]
 
     def _events(self, delta: Delta) -> list[Event]:
-        """What a delta adds, without what the request does not want told."""
+        """The events of a delta, without those that the request does not ask for."""
         reader = self._reader(delta.index)
         events = reader.read(delta)
         if not self._tells_reasoning:

@@ -1,4 +1,4 @@
-"""The text of a chat's answer, fed piece by piece -> reasoning, content and tool calls. No HTTP here."""
+"""Parses the text of a chat's answer piece by piece into reasoning, content and tool calls. Independent of HTTP."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """A call that has begun is none: its JSON is broken. The next event has its whole text as content."""
+    """A call that has begun is invalid, because its JSON is broken. The next event has the call's whole text as content."""
 
     index: int
 
@@ -47,54 +47,54 @@ Event = Reasoning | Content | CallBegun | CallArguments | CallBroken
 
 
 class ChatParser:
-    """Parses one answer. However its text is cut into pieces, the events are the same once neighbouring texts are joined.
+    """Parses one answer. The events do not depend on how the text is cut into pieces, if neighbouring texts are joined.
 
     `<think>` opens the reasoning if no text is before it. `</think>` ends the reasoning; elsewhere it is dropped. A tool call
-    also ends the reasoning. Whitespace at the borders of reasoning, content and calls is dropped. A tag without a call behind
-    it is text, and a call that is broken becomes content with its tag.
+    also ends the reasoning. Whitespace at the borders of reasoning, content and calls is dropped. A tag without a call after it
+    is text. A broken call becomes content, together with its tag.
 
     Attributes:
-        is_reasoning: whether the text so far ends in the reasoning.
+        is_reasoning: whether the text so far ends within the reasoning.
     """
 
     def __init__(self, *, thinks: bool, is_reasoning: bool = False, new_call: Callable[[], CallReader] | None = None) -> None:
         """
         Args:
-            thinks: the model writes its reasoning between tags. Without it, these tags are text.
-            is_reasoning: the prompt has opened the reasoning.
-            new_call: makes the reader of a call. None: the answer has no calls, and their tags are text.
+            thinks: whether the model writes its reasoning between tags. If not, these tags are text.
+            is_reasoning: whether the prompt has opened the reasoning.
+            new_call: makes the reader of a call. None: the answer has no calls, and the tags of calls are text.
         """
         self.is_reasoning = is_reasoning
         self._new_call = new_call
         self._tags = ((THINK, END_THINK) if thinks else ()) + ((OPENER,) if new_call else ())
-        self._text = ""  # not parsed yet: it may be a part of a tag
-        self._space = ""  # the end of the section, dropped if another section follows
-        self._is_blank = True  # the section has only whitespace so far
-        self._drops_space = is_reasoning  # at the start of the section
+        self._text = ""  # text that was not parsed yet, because it may be a part of a tag
+        self._space = ""  # whitespace at the end of the section, dropped if another section follows
+        self._is_blank = True  # whether the section has only whitespace so far
+        self._drops_space = is_reasoning  # whether to drop whitespace at the start of the section
         self._call: CallReader | None = None
         self._num_calls = 0
-        self._index: int | None = None  # of the open call, once it has a name
+        self._index: int | None = None  # index of the open call, once the call has a name
         self._awaits_closer = False
 
     @property
     def reads_tags(self) -> bool:
-        """Whether the text may have anything but content."""
+        """Whether the answer may have anything except content."""
         return bool(self._tags)
 
     def push(self, text: str) -> list[Event]:
-        """Returns what the text adds. A part of a tag is held back until it is clear."""
+        """Returns the events of new text. Text that may be a part of a tag is held back until the next call."""
         if not self._tags:
             return [Content(text)] if text else []
         self._text += text
         return list(self._events())
 
     def finish(self) -> list[Event]:
-        """Returns what was held back. Missing closing tags end here."""
+        """Returns the events of the text that was held back, at the end of the answer. Closing tags may be missing."""
         events = list(self._events())
-        while self._call is not None:  # what is no call may contain another tag
+        while self._call is not None:  # the text of an invalid call may contain another tag
             self._call.finish()
             events += [*self._read_call(self._call), *self._events()]
-        if not self._awaits_closer:  # else the text is a part of the closer
+        if not self._awaits_closer:  # else the text is a part of the closing tag
             events += self._section(self._text)
         self._text = ""
         if self._space and not (self._is_blank and self._drops_space):
@@ -126,7 +126,7 @@ class ChatParser:
 
     def _tag(self, tag: str) -> Iterator[Event]:
         if tag == OPENER:
-            assert self._new_call is not None, "its tag is looked for"
+            assert self._new_call is not None, "the tag of a call is only found if calls are allowed"
             self._call = self._new_call()
         elif tag == THINK:
             if self._is_blank:
@@ -140,7 +140,7 @@ class ChatParser:
         self.is_reasoning, self._is_blank, self._drops_space, self._space = is_reasoning, True, True, ""
 
     def _section(self, text: str) -> Iterator[Event]:
-        """More text of the section, without whitespace that may be its end."""
+        """Adds text to the section, without whitespace that may be the section's end."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
@@ -154,7 +154,7 @@ class ChatParser:
         return Reasoning(text) if self.is_reasoning else Content(text)
 
     def _read_call(self, call: CallReader) -> Iterator[Event]:
-        """What the call has new. A call that has ended is removed."""
+        """The new events of the call. Removes a call that has ended."""
         if call.name is not None and self._index is None:
             self._index = self._num_calls
             self._num_calls += 1

@@ -53,7 +53,7 @@ class CohereEmbedRequest(ModelBody):
     @model_validator(mode="after")
     def _has_texts(self) -> "CohereEmbedRequest":
         if self.images or self.input_type == "image":
-            raise ValueError("images cannot be embedded here; send `texts`, and another `input_type` than image")
+            raise ValueError("this server cannot embed images; send `texts`, and an `input_type` other than image")
         if bool(self.texts) == bool(self.inputs):
             raise ValueError("either `texts` or `inputs` must be given, and hold at least one item")
         return self
@@ -76,7 +76,7 @@ class Document(Body):
 
 
 class CohereRerankRequest(Ranking):
-    """Cohere's and Jina's rerank. `/rerank` takes it too, if the body has `documents`."""
+    """Cohere's and Jina's rerank. `/rerank` accepts this body too, if it has `documents`."""
 
     documents: list[str | Document]
     top_n: Count | None = None
@@ -101,7 +101,7 @@ async def embed(service: Service, body: CohereEmbedRequest, _headers: Headers, *
     by_type: dict[CohereType, Any] = {
         name: encoded_rows(each, "base64" if name == "base64" else "float") for name, each in vectors.items()
     }
-    # Version 1 without types has the vectors alone.
+    # In version 1 without types the answer has only the vectors.
     alone = version == "1" and not body.embedding_types
     content: dict[str, Any] = {
         "response_type": "embeddings_floats" if alone else "embeddings_by_type",

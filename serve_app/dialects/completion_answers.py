@@ -1,4 +1,4 @@
-"""The responses of OpenAI's completions."""
+"""Writes the responses of OpenAI's completions."""
 
 from collections import defaultdict
 from typing import Any
@@ -18,7 +18,7 @@ class CompletionAnswers(Answers):
         super().__init__(body, model_name, prompts, generation)
         self._echoed = body.prompt if body.echo else None
         self._num_top = body.logprobs or 0
-        self._offsets: dict[int, int] = defaultdict(int)  # of each answer: characters of the tokens that were told
+        self._offsets: dict[int, int] = defaultdict(int)  # by answer: characters of the tokens in earlier log-probabilities
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         text = self._echo(index) + "".join(delta.text for delta in deltas)
@@ -65,7 +65,7 @@ class CompletionAnswers(Answers):
         }
 
     def _top(self, token: Token) -> dict[str, float] | None:
-        """The likeliest tokens and the chosen one. Of tokens with the same text, the likeliest counts. None: a prompt's first."""
+        """The likeliest tokens and the chosen one. Of tokens with equal text, the likeliest counts. None for a prompt's first."""
         if token.logprob is None:
             return None
         top: dict[str, float] = {}
@@ -75,5 +75,5 @@ class CompletionAnswers(Answers):
 
 
 def _tokens(deltas: list[Delta]) -> list[Token]:
-    """The tokens of an answer, with the one that ended it: lm-eval takes all but the last one for the prompt's."""
+    """The tokens of an answer, including the end token: lm-eval expects that only the last token is not the prompt's."""
     return [token for delta in deltas for token in (delta.token, delta.end) if token is not None]

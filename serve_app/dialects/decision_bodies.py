@@ -1,6 +1,6 @@
 """The request body of OpenAI's decisions: typed questions about one input.
 
-The limits are vLLM's. Texts have none of their own: `payload_limit` bounds the whole body, and the context each prompt.
+The limits are vLLM's. Single texts have no limit: `payload_limit` limits the whole body, and the context limits each prompt.
 """
 
 import json
@@ -15,13 +15,13 @@ MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 200, 255, 10
 
 
 class Strict(Body):
-    """A body, or a part of one, with no other fields than its own."""
+    """A body, or a part of a body, that allows no unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class CacheBreakpoint(Strict):
-    """A hint, as is everything that OpenAI has about its cache: our cache needs none, and no answer depends on it."""
+    """OpenAI's hints for its cache. Our cache ignores them, and no answer depends on them."""
 
     mode: Literal["explicit"]
 
@@ -55,7 +55,7 @@ class JsonPart(Strict):
 
 
 def _kind(value: Any) -> str:
-    """Which member of a union of a string and a list an error is to name."""
+    """Chooses the union's member by the value, so that an error names only this member."""
     return "text" if isinstance(value, str) else "list"
 
 
@@ -81,7 +81,7 @@ class Question(Strict):
 
     @property
     def options(self) -> list[tuple[str, str | None]]:
-        """What the model chooses from: each option and what it means."""
+        """The options from which the model chooses, with their meanings."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class ChoiceQuestion(Question):
 
     @property
     def options(self) -> list[tuple[str, str | None]]:
-        """In JSON, where the string "true" is not the boolean."""
+        """The value as JSON, in which the string "true" differs from the boolean."""
         return [(json.dumps(each.value, ensure_ascii=False), each.description) for each in self.choices]
 
 
@@ -153,7 +153,7 @@ class DecisionRequest(ModelBody):
 
     @property
     def state(self) -> str:
-        """What the questions are about. Roles are told where messages have several."""
+        """The text that the questions are about. It names the roles if the messages have several."""
         if isinstance(self.input, str):
             return self.input.strip()
         several = len({each.role for each in self.input}) > 1

@@ -39,7 +39,7 @@ async def decisions(service: Service, body: DecisionRequest, headers: Headers) -
             "answers": answers,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
-                # Every prompt's pages go into the cache: nothing is written on demand, or charged.
+                # 0, because the cache keeps the pages of every prompt anyway, and they cost nothing.
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},

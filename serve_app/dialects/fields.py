@@ -1,7 +1,7 @@
 """Types of the fields in request bodies.
 
-A field like `inputs` takes a string, a list of token ids, or a list of both. Functions here tell these apart by hand: in one
-pass, with an error that names the item. A pydantic union would report every item against every member of the union.
+A field like `inputs` takes a string, a list of token ids, or a list of both. Our own functions check such a field in one pass,
+and the error names the wrong item. A pydantic union would report every item against every member of the union.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,14 +14,14 @@ from serve_app.compute.parameters import MAX_UINT32
 
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_UINT32}}
 _TEXT_SCHEMA = {"type": "string"}
-# TEI's words.
+# TEI's text.
 _CLASSIFIED = (
     "a string, a pair of strings [string, string] or a batch of mixed strings and pairs [[string], [string, string], ...]"
 )
 
 
 def _parse_inputs(value: Any) -> list[TextOrIds]:
-    """A string, one list of token ids (`[]` included, as in TEI), or a list of either -> a list."""
+    """A string, a list of token ids (also `[]`, as in TEI), or a list of both -> a list."""
     if isinstance(value, str):
         return Single([value])
     if not isinstance(value, list):
@@ -131,5 +131,5 @@ Direction = Annotated[
     BeforeValidator(_lower),
     WithJsonSchema({"enum": ["Left", "left", "Right", "right"], "default": "right"}),
 ]
-# Unsigned on the wire: a negative number is a body that does not parse, zero and too large are the model's to refuse.
+# Unsigned, as in TEI: a negative number makes the body invalid. The model refuses zero and numbers that are too large.
 Dimensions = Annotated[int, Field(ge=0, le=MAX_UINT32), WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_UINT32})]

@@ -28,7 +28,7 @@ async def completions(service: Service, body: CompletionRequest, headers: Header
 
 
 def read_generation_qos(headers: Headers) -> Qos:
-    """The request's QoS. A deadline may be later than the server's timeout, which ends with the first token."""
+    """The request's QoS. A deadline may be later than the server's timeout, which counts only until the first token."""
     try:
         return read_qos(headers, inf)
     except BadHeader as error:

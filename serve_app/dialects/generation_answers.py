@@ -1,4 +1,4 @@
-"""What the responses of OpenAI's chat completions and completions share: one object, or chunks."""
+"""The common part of the responses of OpenAI's chat completions and completions: one object, or chunks."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Answers(ABC):
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_last and options is not None and bool(options.continuous_usage_stats)
         self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time()), "model": model_name}
-        # Most chunks differ in their text alone. To encode the rest once halves the cost of a token.
+        # Most chunks differ only in their text. Encoding the other fields once halves the cost of a token.
         self._is_plain = not self._has_logprobs and not self._usage_always
         head = orjson.dumps(self._head | {"object": self.chunk_object})
         self._text_head = head.removesuffix(b"}") + b',"choices":[{"index":'
@@ -52,7 +52,7 @@ class Answers(ABC):
         return self._head | {"object": self.object, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncGenerator[list[bytes]]:
-        """The chunks of a response with `stream`, as JSON: at least one, and all that are there.
+        """Yields lists of the available chunks of a response with `stream`, as JSON; at least one chunk each.
 
         Raises: as `Generation.deltas`.
         """
@@ -71,7 +71,7 @@ class Answers(ABC):
             yield [self._chunk([], {"usage": self._usage()})]
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        """The chunk of a choice that has nothing but text, where `_is_plain`."""
+        """The chunk of a choice that has only text, for deltas that are `_is_plain`."""
         return b"".join((self._text_head, b"%d" % index, self.before_text, orjson.dumps(text), self.after_text))
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
@@ -93,14 +93,14 @@ class Answers(ABC):
         return self._prompts.token_bytes(token_id).decode("utf-8", "replace")
 
     def _prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """vLLM's field of that name, if the request wants it: the log-probabilities by token id, for each token of a prompt."""
+        """vLLM's `prompt_logprobs`, if the request asks for it: log-probabilities by token id, for each token of a prompt."""
         most = self._body.prompt_logprobs
         if most is None:
             return {}
         return {"prompt_logprobs": [self._by_id(token, most) for token in self._generation.prompt_tokens(index)]}
 
     def _by_id(self, token: Token, most: int) -> dict[str, Any] | None:
-        """The likeliest tokens at one place and the prompt's own, whose rank is null where it is none of these."""
+        """The likeliest tokens at one position, and the prompt's token. Its rank is null if it is not one of the likeliest."""
         if token.top is None:
             return None
         ranked: list[tuple[int, float, int | None]] = [(*each, rank) for rank, each in enumerate(token.top[:most], start=1)]
@@ -117,7 +117,7 @@ class Answers(ABC):
 
     @abstractmethod
     def _first_choices(self, index: int) -> list[dict[str, Any]]:
-        """What is sent of a choice before its first text."""
+        """The chunks of a choice before its first text."""
 
     def _is_told(self, delta: Delta) -> bool:
         """Whether a delta has a chunk even if it adds no text."""
@@ -129,12 +129,12 @@ class Answers(ABC):
 
 
 def end_of(delta: Delta) -> dict[str, Any]:
-    """The fields of a choice that tell its end."""
+    """The fields of a choice at its end."""
     end = {"finish_reason": delta.finish_reason}
     return end | {"stop_reason": delta.stop_reason} if delta.finish_reason else end
 
 
 def finite(logprob: float | None) -> float:
-    """A log-probability that JSON can have."""
+    """A log-probability as a number that JSON can represent."""
     assert logprob is not None, "the request asked for log-probabilities"
     return max(logprob, _LEAST_LOGPROB)

@@ -1,6 +1,6 @@
 """The request bodies of OpenAI's chat completions and completions, with vLLM's fields.
 
-A field is honoured, or refused by name if it would change the answer. Fields that nobody knows are ignored.
+A field that would change the answer is supported, or refused with its name. Unknown fields are ignored.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ MAX_TOP_LOGPROBS = 20
 _MAX_STOP_CHARS = 1000
 _MAX_BIAS = 100.0
 _MAX_ERROR_CHARS = 200
-# `<think>` at the end of a prompt has at most so many tokens, with whitespace behind it.
+# The most tokens of `<think>` at the end of a prompt, with the whitespace after it.
 _TAG_TOKENS = 16
 # The default of `max_tokens` in `/v1/completions`. null allows the rest of the context.
 _COMPLETION_TOKENS = 16
 
-# Fields that would change the answer and are not supported, with the values that ask for nothing. null asks for nothing, too.
+# Unsupported fields that would change the answer, with the values that have no effect. null has no effect either.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": ("none", "auto"),  # without tools
@@ -74,12 +74,12 @@ _INSTEAD = {
     "grammar": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
     "ebnf": "; send a Lark grammar as `structured_outputs`: {`grammar`: ...}",
 }
-# To compile a byte of a grammar takes as long as to tokenise so many characters.
+# The compilation of a byte of a grammar takes as long as the tokenisation of this many characters.
 _CHARS_OF_A_GRAMMAR_BYTE = 100
 
 
 def parse_request(schema: type[T], content: bytes) -> T:
-    """Raises: BadRequest naming the first field at fault."""
+    """Parses a body. Raises: BadRequest naming the first wrong field."""
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
@@ -103,7 +103,7 @@ def _parse_stop(value: Any) -> tuple[str, ...]:
 
 
 def _parse_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    """`{"50256": -100}`, with token ids as strings. Values beyond 100 are cut."""
+    """`{"50256": -100}`, with token ids as strings. Values are clipped to -100 and 100."""
     if not isinstance(value, dict):
         raise ValueError("expected an object of numbers by token id")
     biases = []
@@ -128,7 +128,7 @@ Bias = Annotated[
     PlainValidator(_parse_bias),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
-_MAX_N = 128  # as OpenAI's: each is a stream of its own
+_MAX_N = 128  # OpenAI's limit; each answer is a separate stream
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -138,9 +138,9 @@ class StreamOptions(Body):
 
 
 class GenerationBody(ModelBody):
-    """The fields that both routes have. null asks for the default."""
+    """The fields that both routes have. null means the default."""
 
-    honoured: ClassVar[frozenset[str]] = frozenset()  # fields of `_REFUSED` that the route knows
+    honoured: ClassVar[frozenset[str]] = frozenset()  # fields of `_REFUSED` that this route supports
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -200,21 +200,21 @@ class GenerationBody(ModelBody):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that the request allows an answer to have; None where it does not say."""
+        """The most tokens of an answer; None if the request does not limit them."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens the answer tells with each token; None: no log-probabilities at all."""
+        """The number of likeliest tokens that the answer lists with each token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the tokens of the prompt."""
+        """The number of likeliest tokens that the answer lists with each token of the prompt; None: no log-probabilities."""
         return self.prompt_logprobs
 
     def wanted(self, model: GeneratingModel) -> Wanted:
-        """What the request wants of a model. Raises: BadRequest for what the model cannot do."""
+        """The generation that the request asks for. Raises: BadRequest if the model does not support the request."""
         raise NotImplementedError
 
     def _wanted(
@@ -231,7 +231,7 @@ class GenerationBody(ModelBody):
 
         def encode_checked(prompts: Prompts) -> list[TokenIds]:
             if form is not None:
-                form.check()  # here, because this runs on a thread where it takes long
+                form.check()  # here, because a long check runs on a thread
             return encode(prompts)
 
         return Wanted(
@@ -251,7 +251,7 @@ class GenerationBody(ModelBody):
         return form_of(self.__dict__)
 
     def _sampling(self, info: ModelInfo, said: GenerationConfig) -> SamplingOptions:
-        """The request's options, else those of the model's authors, else such as change no logit."""
+        """The request's options, else those of the model's authors, else options that change no logit."""
         stop_ids = tuple(self.stop_token_ids or ())
         given = {
             "logit_bias": tuple(token for token, _ in self.logit_bias or ()),
@@ -308,7 +308,7 @@ class ChatRequest(GenerationBody):
         choice = self.tool_choice
         if self.tools is None and choice not in (None, "none", "auto"):
             raise BadRequest(
-                "`tool_choice` wants a tool call and there are no `tools`; send them, or leave it out", "tool_choice"
+                "`tool_choice` asks for a tool call, but there are no `tools`; send `tools`, or leave it out", "tool_choice"
             )
         if isinstance(choice, NamedTool) and choice.name not in schemas_of(self.tools or ()):
             raise BadRequest(f"`tool_choice` names {choice.name[:_MAX_ERROR_CHARS]!r}, which is not in `tools`", "tool_choice")
@@ -324,18 +324,18 @@ class ChatRequest(GenerationBody):
 
     @property
     def callable(self) -> tuple[dict[str, Any], ...] | None:
-        """The tools that the answer may call; None: none."""
+        """The tools that the answer may call, or None."""
         return None if self.tool_choice == "none" else self.tools
 
     def wanted(self, model: GeneratingModel) -> Wanted:
         chat_format = model.prompts.chat_format
         if self.callable and chat_format.calls is None:
             raise BadRequest(
-                f"`tools`: model `{model.info.served_model_name}` has no chat template that writes tool calls in a form known "
-                "here; leave them out",
+                f"`tools`: the chat template of model `{model.info.served_model_name}` does not write tool calls in a supported "
+                "form; leave them out",
                 "tools",
             )
-        # what the template may put in
+        # the values that the template may use
         num_chars = len(str(self.messages)) + len(str(self.chat_template_kwargs)) + len(str(self.callable))
         shown = ((THINK, END_THINK) if chat_format.thinks else ()) + ((OPENER, CLOSER) if self.callable else ())
         wanted = self._wanted(model, 1, num_chars, self._encode, shown)
@@ -343,7 +343,7 @@ class ChatRequest(GenerationBody):
         if not self.callable or (may_answer and form is None):
             return wanted
         if not may_answer and form is not None:
-            raise BadRequest("`tool_choice` and the form of the answer exclude each other; leave one out", "tool_choice")
+            raise BadRequest("`tool_choice` cannot be combined with a form of the answer; leave one out", "tool_choice")
         return replace(wanted, grammar_after=partial(self._call_grammar, model.prompts, form))
 
     def parser(self, prompts: Prompts, prompt: TokenIds) -> ChatParser:
@@ -366,7 +366,7 @@ class ChatRequest(GenerationBody):
         return "open" if end.endswith(THINK) else "none" if end.endswith(END_THINK) else "may"
 
     def _call_grammar(self, prompts: Prompts, form: str | None, prompt: TokenIds) -> str:
-        """The grammar of the calls that `tool_choice` asks for, or of calls that the answer may have instead of a form."""
+        """The grammar of the calls that `tool_choice` requires, or that the answer may have instead of the form."""
         schemas, choice = schemas_of(self.callable or ()), self.tool_choice
         tags = (THINK, END_THINK, OPENER, CLOSER)
         return of_calls(

@@ -1,4 +1,4 @@
-"""What a handler of a route is: it gets a parsed body and the request's headers, and gives the response's content."""
+"""The types of a route's handler: it gets a parsed body and the request's headers, and returns the response's content."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ from serve_app.admission.request_state import RequestState
 from serve_app.compute.service import Service
 from serve_app.models import ServedModel
 
-Headers = Sequence[tuple[bytes, bytes]]  # raw, names in lower case, as ASGI has them
+Headers = Sequence[tuple[bytes, bytes]]  # raw, with names in lower case, as in ASGI
 
 
 class Reply(NamedTuple):
-    """The content of a response: plain data and numpy arrays, and what the response's headers tell: the model that gave it, and
-    the state of the request."""
+    """The content of a response as plain data and numpy arrays. The model and the request's state are for the response's
+    headers."""
 
     content: Any
     model: ServedModel | None

@@ -51,7 +51,7 @@ async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: 
 
 
 def _chunk_entries(chunks: Chunks, vectors: Vectors, body: OpenAIEmbeddingsRequest) -> Iterator[dict[str, Any]]:
-    """The entries of one input: one for each chunk, or a single one with the pooling mean."""
+    """The entries of one input: one for each chunk, or a single entry with mean pooling."""
     assert body.chunking is not None
     rows = encoded_rows(vectors, body.encoding_format)
     if body.chunking.pooling == "mean":

@@ -1,4 +1,4 @@
-"""Is a value a JSON schema? Checked at every depth, by the rules of draft 2020-12 for the keywords that it knows."""
+"""Checks that a value is a JSON schema, at every depth, by the rules of draft 2020-12 for the keywords of this draft."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,18 +8,18 @@ from serve_app.errors import BadRequest
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAX_PATH_CHARS = 200
 _MAX_VALUE_CHARS = 40
-# Schemas within schemas. The parser of JSON stops at a depth like this one, too.
+# The most nested schemas. The JSON parser has a similar limit.
 _MAX_DEPTH = 100
 
 Path = tuple[str | int, ...]
 
 
 class NoSchema(ValueError):
-    """A value that is no JSON schema. The text has the path to the fault and what is expected there."""
+    """A value that is not a JSON schema. The text has the path to the wrong part and the expected value."""
 
 
 def check_schema(field: str, value: Any) -> None:
-    """`field` is the path to the value in the request's body. Raises: NoSchema."""
+    """Checks a value. `field` is the path to the value in the request's body. Raises: NoSchema."""
     waiting: list[tuple[Path, Any]] = [((), value)]
     while waiting:
         path, schema = waiting.pop()
@@ -40,7 +40,7 @@ def check_schema(field: str, value: Any) -> None:
 
 
 def refuse_no_schema(field: str, value: Any) -> None:
-    """As `check_schema`. Raises: BadRequest."""
+    """Like `check_schema`. Raises: BadRequest."""
     try:
         check_schema(field, value)
     except NoSchema as error:
@@ -97,7 +97,7 @@ _PARTS = {
 }
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
-# What other keywords expect, in words and as a function.
+# The expected values of other keywords, as text and as a function.
 _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "type": (f"one of {', '.join(_TYPES)}, or a list of these", _is_type),
     "required": ("a list of names", _is_names),

@@ -1,4 +1,4 @@
-"""The fields that hold an answer to a form -> a grammar.
+"""Turns the fields that constrain the form of an answer into a grammar.
 
 The fields are OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, llama.cpp's `json_schema` and
 SGLang's `regex`. A request has one of them.
@@ -19,13 +19,13 @@ _MAX_CHOICES = 10_000
 
 
 class Form(NamedTuple):
-    """The form that a request wants its answer to have."""
+    """The form that a request asks for."""
 
-    field: str  # which asks for the form
+    field: str  # the field that asks for the form
     grammar: str
 
     def check(self) -> None:
-        """Compile the grammar without a tokenizer, which takes up to seconds. Raises: BadRequest naming the field."""
+        """Compiles the grammar without a tokenizer, which takes up to seconds. Raises: BadRequest naming the field."""
         try:
             grammar.check(self.grammar)
         except InvalidInput as error:
@@ -33,11 +33,11 @@ class Form(NamedTuple):
 
 
 def form_of(fields: dict[str, Any]) -> Form | None:
-    """The form that a body's fields ask for; None for any text. Raises: BadRequest naming the field at fault."""
+    """The form that a body's fields ask for; None for any text. Raises: BadRequest naming the wrong field."""
     asked = [(name, fields[name]) for name in _MAKERS if fields.get(name) is not None]
     forms = [Form(name, text) for name, value in asked if (text := _MAKERS[name](name, value)) is not None]
     if len(forms) > 1:
-        raise BadRequest(f"`{forms[0].field}` and `{forms[1].field}` both give the answer a form; leave one out", forms[1].field)
+        raise BadRequest(f"`{forms[0].field}` and `{forms[1].field}` both set the answer's form; leave one out", forms[1].field)
     return forms[0] if forms else None
 
 
@@ -67,7 +67,7 @@ def _outputs(field: str, value: Any) -> str:
 
 
 def _json(field: str, value: Any) -> str:
-    """The grammar of a schema, which may be JSON in a string."""
+    """The grammar of a schema. The schema may be JSON in a string."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)

@@ -1,4 +1,4 @@
-"""TEI's routes, and routes of ours in TEI's form."""
+"""The handlers of TEI's routes, and of our own routes in TEI's form."""
 
 import asyncio
 from typing import Any
@@ -15,14 +15,14 @@ from serve_app.errors import BadBody, BadInstance, EmptyBatch
 from serve_app.gather import gather
 from serve_app.models import ServedModel
 
-# The answer to /tokenize takes some 70 times the memory of its text.
+# The answer to /tokenize takes about 70 times the memory of its text.
 _MOST_TOKENIZED_CHARS = 500_000
-# Instances of /vertex that are computed at a time. To begin one takes about 0.2 ms.
+# Instances of /vertex that are computed at the same time. The start of one takes about 0.2 ms.
 _INSTANCES = 64
 
 
 async def task(service: Service, body: TaskBody, _headers: Headers) -> Reply:
-    """The task that the body's schema stands for."""
+    """The task of the body's schema."""
     inputs, model = inputs_of(body), _able_model(service, body)
     with service.admission.admit(len(inputs), model):
         state = service.begin(inputs)
@@ -31,7 +31,7 @@ async def task(service: Service, body: TaskBody, _headers: Headers) -> Reply:
 
 
 def parse_by_task(service: Service, content: bytes) -> TaskBody:
-    """A body of `POST /`, where huggingface_hub sends all tasks: the model's task and the body's fields decide the schema."""
+    """A body of `POST /`, to which huggingface_hub sends all tasks: the model's task and the body's fields decide the schema."""
     model = service.backend.get(parse_body(ModelBody, content).model if b'"model"' in content else None)
     is_embed = model.info.embeds and b'"source_sentence"' not in content and b'"texts"' not in content
     return parse_body(schema_for(model.info, {} if is_embed else fields_of(content)), content)
@@ -57,15 +57,15 @@ async def vertex(service: Service, body: VertexRequest, _headers: Headers) -> Re
     for index, each in enumerate(body.instances):
         instances.append(_instance(service, index, each))
         if index % _INSTANCES == 0:
-            await asyncio.sleep(0)  # other requests may go on
+            await asyncio.sleep(0)  # let other requests run
     inputs = [inputs_of(each) for each in instances]
     models = [_able_model(service, each) for each in instances]
     with service.admission.admit(sum(map(len, inputs)), models[0] if models else None):
-        qos = service.begin(()).qos  # read also without instances, so that a bad header is always refused
+        qos = service.begin(()).qos  # also without instances, so that a wrong header is always refused
         states = [RequestState(each, qos) for each in inputs]
         num_chars = sum(state.num_chars for state in states)
         for state in states:
-            state.chars_to_tokenize = num_chars  # many small instances together would hold up the event loop
+            state.chars_to_tokenize = num_chars  # of all instances: many small ones together would block the event loop
         work = list(zip(states, models, instances, strict=True))
         predictions: list[Any] = []
         for first in range(0, len(work), _INSTANCES):

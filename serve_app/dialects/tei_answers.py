@@ -1,4 +1,4 @@
-"""What a TEI body means: the task it asks for, its inputs, and the content of its response as plain data."""
+"""Finds the task and the inputs of a TEI body, and makes the content of its response as plain data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ from serve_app.models import ModelInfo, ServedModel
 
 
 def schema_for(info: ModelInfo, fields: Mapping[str, Any]) -> type[TaskBody]:
-    """The schema of a body that was sent to a path which all tasks share."""
+    """The schema of a body on a path that all tasks share."""
     if "query" in fields and "texts" in fields:
         return RerankRequest
     if info.task in ("reranker", "classifier"):
@@ -131,7 +131,7 @@ async def _embed(service: Service, state: RequestState, model: ServedModel, body
 async def _hybrid(service: Service, state: RequestState, model: ServedModel, body: EmbedHybridRequest) -> list[dict[str, Any]]:
     wanted = body.outputs or hybrid_outputs(model.info)
     ragged: list[OutputName] = [each for each in ("sparse", "colbert") if each in wanted]
-    dense = "dense" in wanted  # without a dense vector, `dimensions` and `normalize` would cut SPLADE's weights
+    dense = "dense" in wanted  # only then pass `dimensions` and `normalize`, because they would change SPLADE's weights
     options = EmbedOptions(body.normalize and dense, body.dimensions if dense else None, pooled=dense, outputs=tuple(ragged))
     encoding = body.encode_options(service.settings.auto_truncate)
     result = await embed(service, state, model, body.inputs, encoding, options)

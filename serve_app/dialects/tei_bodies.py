@@ -12,7 +12,7 @@ from serve_app.dialects.fields import Classified, Dimensions, Direction, IdLists
 
 
 class Encoding(Prompted):
-    """How the inputs are tokenised. `truncate` null means the server's `auto_truncate`."""
+    """Options of tokenisation. `truncate` null means the server's `auto_truncate`."""
 
     truncate: bool | None = None
     truncation_direction: Direction = "right"
@@ -94,7 +94,7 @@ class DecodeRequest(ModelBody):
     skip_special_tokens: bool = True
 
 
-# The bodies that the model's task can be done for.
+# The bodies of routes that compute a task of a model.
 TaskBody = (
     EmbedRequest | EmbedAllRequest | EmbedSparseRequest | EmbedHybridRequest | SimilarityRequest | PredictRequest | RerankRequest
 )

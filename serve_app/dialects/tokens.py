@@ -1,6 +1,6 @@
-"""vLLM's routes for the tokens of texts, of models that generate: `/tokenize`, `/detokenize` and `/tokenizer_info`.
+"""vLLM's routes for the tokenizer of a generation model: `/tokenize`, `/detokenize` and `/tokenizer_info`.
 
-lm-eval calls them where it has no tokenizer of its own. TEI has a `/tokenize` too, with other fields, for all models.
+lm-eval calls these routes if it has no tokenizer of its own. TEI also has a `/tokenize`, with other fields, for all models.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from serve_app.errors import BadRequest
 class PromptTokenizeRequest(ModelBody):
     """A text, or a conversation that becomes a prompt by the model's chat template.
 
-    `add_special_tokens` null means true for a text and false for a conversation, whose template has them.
+    `add_special_tokens` null means true for a text and false for a conversation, because the template adds special tokens.
     """
 
     prompt: str | None = None
@@ -42,7 +42,7 @@ class PromptTokenizeRequest(ModelBody):
         return self
 
     def encode(self, prompts: Prompts) -> TokenIds:
-        """Raises: InvalidInput for messages that the chat template cannot take."""
+        """Raises: InvalidInput for messages that the chat template refuses."""
         if self.prompt is not None:
             return prompts.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         return prompts.encode_chat(
@@ -82,7 +82,7 @@ async def tokenize(service: Service, body: TokenizeRequest | PromptTokenizeReque
 
 
 def _encoded(body: PromptTokenizeRequest, prompts: Prompts) -> tuple[TokenIds, list[str | None] | None]:
-    """The ids, and the tokens if the request wants them."""
+    """The token ids, and the tokens if the request asks for them."""
     ids = body.encode(prompts)
     return ids, [prompts.token(each) for each in ids.tolist()] if body.return_token_strs else None
 

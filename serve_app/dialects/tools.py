@@ -1,4 +1,4 @@
-"""Tools in the body of a chat: what the client offers, and the calls in its messages."""
+"""Checks the tools in the body of a chat, and the tool calls in its messages."""
 
 import json
 import re
@@ -17,7 +17,7 @@ _MAX_ERROR_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """The one tool that the answer has to call."""
+    """The tool that the answer must call."""
 
     name: str
 
@@ -49,7 +49,7 @@ def _checked_name(index: int, name: Any) -> str:
 
 
 def _check_parameters(where: str, parameters: Any) -> None:
-    """Raises: ValueError for parameters that are no JSON schema of an object."""
+    """Raises: ValueError for parameters that are not a JSON schema of an object."""
     if parameters is None:
         return
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
@@ -110,9 +110,9 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
 
 
 def with_parsed_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with the arguments of their tool calls as objects, as templates expect them. Clients send JSON texts.
+    """Turns the arguments of tool calls into objects, because templates expect objects and clients send JSON texts.
 
-    Arguments that are no object stay as they are: a call that was cut off must not end the conversation.
+    Arguments that are not an object stay as they are, because a truncated call must not end the conversation.
     Raises: BadRequest for tool calls that have no function.
     """
     return [

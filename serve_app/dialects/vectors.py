@@ -1,4 +1,4 @@
-"""Vectors as the dialects' responses have them."""
+"""Puts vectors into the form of the dialects' responses."""
 
 import binascii
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ def encoded_rows(vectors: Vectors, encoding_format: Literal["float", "base64"] |
 
 
 class Deferred:
-    """A value that is built when the response is encoded. A large response is encoded in parts, so the value holds up nobody.
+    """A value that is built while the response is encoded. A large response is encoded in parts, and other requests run between.
 
-    No `ABC`: an answer asks each of its values for its class, and `isinstance` of an `ABC` takes three times as long.
+    Not an `ABC`, because the encoder checks the class of each value, and `isinstance` of an `ABC` takes three times as long.
     """
 
     __slots__ = ()
 
-    json_size: int  # about how many bytes the value's JSON takes
+    json_size: int  # the approximate bytes of the value's JSON
 
     def plain(self) -> Any:
         """The value as plain data."""

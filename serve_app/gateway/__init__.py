@@ -1,1 +1,1 @@
-"""The front of a cluster: it takes requests and sends each one to the replica that finishes it first."""
+"""The gateway: takes requests and sends each one to the replica that should finish it first."""

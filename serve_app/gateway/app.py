@@ -1,4 +1,4 @@
-"""The gateway: the same API as a replica's over all pools of the cluster. It needs no GPU."""
+"""The gateway's application: the API of a replica, in front of all pools of the cluster. It needs no GPU."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ _TELL_TIMEOUT_S = 5.0
 
 
 class Gateway(TeiServicer):
-    """The gateway's deployment. It takes HTTP and gRPC requests, and calls the pools through Serve's handles."""
+    """The gateway's deployment. It takes HTTP and gRPC requests, and calls the pools over wires and Serve's handles."""
 
     def __init__(self, args: GatewayArgs) -> None:
         observe_process("gateway")
@@ -45,17 +45,17 @@ class Gateway(TeiServicer):
         return self._api.app
 
     async def check_health(self) -> None:
-        """Connects to pools that were deployed meanwhile, and tells of trials. Ray Serve calls this every few seconds.
+        """Connects to new pools, and reports the counts of trials. Ray Serve calls this every few seconds.
 
-        It never raises: a new gateway would find no more pools than this one. `/health` tells whether there are any.
+        It never raises, because a new gateway would find the same pools as this one. `/health` tells whether there are any.
         """
         await self._models.connect()
         if self._models.has_trials:
             try:
                 gateway = str(serve.get_replica_context().replica_id.unique_id)
                 await asyncio.wait_for(asyncio.to_thread(self._models.tell_trials, RayStore(), gateway), _TELL_TIMEOUT_S)
-            except Exception as error:  # the head may be away
-                log.warning("the requests of a trial are not told: %r", error)
+            except Exception as error:  # the head may be down
+                log.warning("the counts of a trial could not be reported: %r", error)
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._api.service.usage.write)
@@ -67,7 +67,7 @@ def build(args: GatewayArgs) -> serve.Application:
 
 
 def bind(args: GatewayArgs, **options: Any) -> serve.Application:
-    """As `build`, with deployment options. Benchmarks use it."""
+    """Like `build`, with deployment options. Benchmarks use it."""
     chosen = deployment_options(args.settings) | options
     deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**chosen)
     application: serve.Application = deployment.bind(args)

@@ -1,8 +1,8 @@
-"""The gateway's side of a channel: its streams on one replica.
+"""The gateway's side of a channel, which carries this gateway's streams on one replica.
 
-A channel has one long call, by which the replica sends the tokens of all streams, a message a pass. Short calls begin streams and
-cancel streams whose callers have left. At most one of them is under way, so they arrive in order; what comes meanwhile leaves
-with the next one.
+A channel has one long call, in which the replica sends the tokens of all streams, one message per pass. Short calls begin
+streams, and cancel streams whose callers have left. At most one short call is in flight, so they arrive in order. Changes that
+come in the meantime go into the next short call.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from serve_app.gateway.steps import Ended, NewStream, Steps
 
 log = logging.getLogger(__name__)
 
-# A channel without streams ends after this time. An open one would keep a stopping replica waiting.
+# Seconds after which a channel without streams ends. An open channel would delay a replica that stops.
 IDLE_S = 5.0
-# A replica that no longer reports counts as lost if no message came for this time, either.
+# A replica that no longer reports counts as lost if also no message came for this time.
 SILENT_S = 4.0
-# While no message comes, the channel checks this often that the replica is still there.
+# While no message comes, the channel checks at this interval that the replica still exists.
 _LOOK_EVERY_S = 0.5
 
 
@@ -46,15 +46,15 @@ class Channel:
     ) -> None:
         """
         Args:
-            steps: makes the long call, by the channel's id.
-            change: makes a call that begins streams and cancels others.
-            is_heard: whether the replica reports.
-            on_close: called before the streams hear of the channel's end. The channel takes no stream after it.
+            steps: makes the long call, with the channel's id.
+            change: makes a short call that begins streams and cancels others.
+            is_heard: whether the replica still reports.
+            on_close: called before the streams get the channel's end. After this call the channel takes no stream.
         """
         self.id = uuid4().hex
         self._steps, self._change, self._is_heard, self._on_close = steps, change, is_heard, on_close
         self._streams: dict[int, tuple[Stream, asyncio.Future[None]]] = {}
-        self._on_begun: dict[int, Callable[[int | None], None]] = {}  # of the streams without a token from this replica
+        self._on_begun: dict[int, Callable[[int | None], None]] = {}  # for streams without a token from this replica
         self._numbers = count()
         self._begun: list[NewStream] = []
         self._left: list[int] = []
@@ -64,11 +64,11 @@ class Channel:
         self._reading = in_background(self._read())
 
     async def compute(self, stream: Stream, on_begun: Callable[[int | None], None]) -> None:
-        """Begin the stream on the replica, or go on after the tokens that it has. Returns when it has its end, or nobody waits.
+        """Begins the stream on the replica, or continues it after its tokens. Returns at its end, or when its caller has left.
 
         Args:
-            on_begun: called with the replica's first token, with the number of cached tokens of the prompt. The number is None
-                for a stream that goes on.
+            on_begun: called at the replica's first token, with the number of cached tokens of the prompt. The number is None
+                for a stream that continues.
         Raises: one of LOST. `stream.answer` then has all tokens that came before.
         """
         number, over = next(self._numbers), self._loop.create_future()
@@ -99,7 +99,7 @@ class Channel:
         _, over = self._streams.pop(number)
         self._on_begun.pop(number, None)
         self._used_at = self._loop.time()
-        if over.done():  # nobody waits any more
+        if over.done():  # the caller has left
             return
         if error is None:
             over.set_result(None)
@@ -117,7 +117,7 @@ class Channel:
                 left, self._left = self._left, []
                 await self._change(self.id, begun, left)
         except Exception as error:
-            log.warning("a replica takes no streams: %r", error)
+            log.warning("a replica did not accept streams: %r", error)
             self._reading.cancel()
         finally:
             self._sending = None
@@ -157,7 +157,7 @@ class Channel:
         return not is_used and self._loop.time() - self._used_at > IDLE_S
 
     def _is_lost(self) -> bool:
-        """A replica that stops in order does not report any more, and still finishes its streams."""
+        """Whether the replica is lost. A replica that stops gracefully no longer reports, but still finishes its streams."""
         return not self._is_heard() and self._loop.time() - self._heard_at > SILENT_S
 
     def _take(self, steps: Steps) -> None:
@@ -170,7 +170,7 @@ class Channel:
                 streams[number][0].scores = scores
         pairs = zip(steps.numbers.tolist(), steps.token_ids.tolist(), strict=True)
         for place, (number, token_id) in enumerate(pairs):
-            if number not in streams:  # its caller has left
+            if number not in streams:  # the caller has left
                 continue
             stream = streams[number][0]
             token = logprobs.get(place) or Token(token_id)
@@ -194,7 +194,7 @@ class Channel:
         self._over(number)
         if isinstance(end, EmberError):
             return stream.fail(end)
-        assert not isinstance(end, Exception), "a replica sends errors of ours"
+        assert not isinstance(end, Exception), "a replica sends only our own errors"
         counts = len(stream.prompt), stream.num_cached_tokens
         answer = Answer(tuple(stream.answer), end.finish_reason, *counts, end.queue_s, end.end, stream.prompt_tokens)
         with suppress(InvalidStateError):  # the caller has left

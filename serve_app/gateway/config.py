@@ -13,7 +13,7 @@ Asleep = Literal["wait", "refuse"]
 class PoolRef(BaseModel):
     """One pool of a model. `name` is also the name of the pool's Serve application.
 
-    The number of replicas is not here: Serve would replace all gateways whenever it changes.
+    The number of replicas is not a field, because Serve would replace all gateways at each change of the number.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -21,11 +21,11 @@ class PoolRef(BaseModel):
     name: str
     node_class: str
     tokens_per_s: float = Field(gt=0)
-    sleeps: bool = False  # whether it is scaled to zero when nothing comes
+    sleeps: bool = False  # whether it has no replicas while no requests come
 
 
 class Trial(BaseModel):
-    """A new version of a model, which gets a share of the requests for a time."""
+    """A new version of a model, which gets a share of the requests for a limited time."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,5 +53,5 @@ class GatewayArgs(BaseModel):
     models: tuple[GatewayModel, ...] = Field(min_length=1)
     default: str
     asleep: Asleep = "wait"
-    gateways: int = Field(1, ge=1)  # on one machine: how many gateways share `settings.max_concurrent_requests`
+    gateways: int = Field(1, ge=1)  # on one machine: the number of gateways that share `settings.max_concurrent_requests`
     settings: ServerSettings = ServerSettings()

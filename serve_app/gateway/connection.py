@@ -1,7 +1,7 @@
 """The gateway's connection to one pool: wires to its replicas, Serve's handle, and the load of the replicas.
 
-Requests and streams go over the wires. Without a wire they go through Serve: to a pool that sleeps, and between nodes whose
-firewall lets only Ray's own connections through.
+Requests and streams use the wires. Without a wire they go through Serve: to a pool that sleeps, and between nodes whose firewall
+allows only Ray's own connections.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 
 # The shortest time between two attempts to wake a pool.
 _WAKE_EVERY_S = 10.0
-# A stream looks this often for the first replica of its pool.
+# Seconds between two checks of a stream for the first replica of its pool.
 _REPLICA_EVERY_S = 0.05
-# A half-sent stream waits for a replica for so long. A stream without a token waits until the server's timeout.
+# The longest time for which a stream with tokens waits for a replica. A stream without a token waits until the server's timeout.
 _MOST_RESTART_S = 60.0
-# A replica that lost a stream and reports for so long after it is there. An earlier report may be older than the loss.
+# A replica that lost a stream is usable again if it reports this long after the loss. An earlier report may predate the loss.
 _BACK_AFTER_S = 4.0
-# While a call waits, the gateway checks this often that the replica is still there.
+# While a call waits, the gateway checks at this interval that the replica still exists.
 _LOOK_EVERY_S = 0.5
-# A replica hears of another one's death within this time, or not.
+# The timeout of a message that tells a replica about another replica's death.
 _TELL_S = 5.0
 # A replica that could not be reached by a wire is called through Serve for this time.
 _NO_WIRE_S = 10.0
@@ -51,10 +51,10 @@ _JOINT_CALL_S = 0.02
 
 
 class PoolConnection:
-    """One pool as the gateway calls it."""
+    """The gateway's connection to one pool."""
 
     def __init__(self, ref: PoolRef, kind: type[PoolLoad] = PoolLoad) -> None:
-        """`kind`: of the pool's load. The first connection to a pool decides it."""
+        """`kind`: the class of the pool's load. The first connection to a pool decides it."""
         self.ref = ref
         self.load = load_of(ref.name, ref.tokens_per_s, kind)
         self._handle: DeploymentHandle[Any] | None = None
@@ -62,10 +62,10 @@ class PoolConnection:
         self._wires: dict[str, Wire] = {}  # by replica
         self._no_wire_until: dict[str, float] = {}  # by replica
         self._channels: dict[str, Channel] = {}  # by replica
-        self._lost_at: dict[str, float] = {}  # when a replica last lost a stream
+        self._lost_at: dict[str, float] = {}  # the last time at which a replica lost a stream
 
     async def connect(self) -> None:
-        """Gets the pool's handle if the pool is deployed. From then on `load` follows the replicas."""
+        """Gets the pool's handle if the pool is deployed. After that, `load` follows the replicas."""
         if self._handle is None:
             try:
                 handle = await asyncio.to_thread(serve.get_deployment_handle, "Engine", self.ref.name)
@@ -80,10 +80,10 @@ class PoolConnection:
         return self._handle is not None
 
     def max_tokens(self) -> float:
-        """Tokens of the largest joint call.
+        """The most tokens of a joint call.
 
-        The slowest replica computes it in `_JOINT_CALL_S`, and every replica in one turn: the rest of a call waits behind the
-        first turns of other calls, and with it all requests of the call.
+        The slowest replica computes them in `_JOINT_CALL_S`. Every replica computes them in one turn: a second turn would wait
+        behind the first turns of other calls, and all requests of the call would wait with it.
         """
         heard = self.load.heard
         turns = [each.report.max_batch_tokens / SHARE for each in heard if each.report.max_batch_tokens]
@@ -91,7 +91,7 @@ class PoolConnection:
         return min([_JOINT_CALL_S * rate, *turns])
 
     def has_room(self, num_calls: int) -> bool:
-        """Whether a replica may be without a call while `num_calls` are under way. A pool without replicas gets one call."""
+        """Whether a replica may be idle while `num_calls` are in flight. A pool without replicas gets one call."""
         return num_calls < max(1, len(self.load.heard))
 
     async def send(self, calls: Sequence[ReplicaCall], tickets: Sequence[Ticket]) -> list[Answer]:
@@ -108,7 +108,7 @@ class PoolConnection:
         for each in tickets:
             if each is not ticket:
                 self.load.finished(each, monotonic())
-        failed: bool | None = None  # stays so if the callers leave
+        failed: bool | None = None  # stays None if the callers leave
         try:
             answers = await self._answers(self._handle, calls, tickets, ticket)
             failed = any(isinstance(each, (*LOST, BackendError)) for each in answers)
@@ -152,7 +152,7 @@ class PoolConnection:
             del waiting  # an error refers to this frame, and the task to the error
 
     async def _wire_for(self, ticket: Ticket) -> Wire | None:
-        """A wire to the replica that finishes first, which then has the request. None where Serve has to bring it there."""
+        """A wire to the replica that finishes first, to which the ticket now belongs. None if the call must go through Serve."""
         ranked = self.load.ranked(ticket, monotonic())
         wire = await self._wire_to(ranked[0]) if ranked else None
         if wire is not None:
@@ -172,7 +172,7 @@ class PoolConnection:
             wire = self._wires[replica] = Wire(replica, address)
         try:
             await wire.connect()
-        except OSError as error:  # among them TimeoutError
+        except OSError as error:  # includes TimeoutError
             if self._wires.get(replica) is wire:
                 log.warning("%s: replica %s does not answer at %s:%s: %r", self.ref.name, replica, *wire.address[:2], error)
                 self._no_wire_until[replica] = monotonic() + _NO_WIRE_S
@@ -181,14 +181,14 @@ class PoolConnection:
         return wire
 
     def _forget_wires(self) -> None:
-        """Forgets the replicas that are gone."""
+        """Removes the wires and records of replicas that no longer exist."""
         for replica in [each for each in self._wires if each not in self.load.replicas and self._wires[each].is_idle]:
             self._wires.pop(replica).close()
         for replica in set(self._no_wire_until) - set(self.load.replicas):
             del self._no_wire_until[replica]
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
-        """Computes a stream on `ticket.replica`, or on the next best one. Returns when it has its end, or its caller has left.
+        """Computes a stream on `ticket.replica`, or on the next best one. Returns at its end, or when its caller has left.
 
         Raises: one of LOST. `stream.answer` then has all tokens that came before.
         """
@@ -221,9 +221,9 @@ class PoolConnection:
             self.load.begun(ticket, num_cached)
 
     async def _replica_for(self, stream: Stream, ticket: Ticket) -> str | None:
-        """The ticket's replica, or the next best one, once there is one. None if the caller has left meanwhile.
+        """Waits for the ticket's replica, or for the next best one. None if the caller has left in the meantime.
 
-        A replica that has just lost a stream is not chosen. Serve lists a dead replica for seconds.
+        A replica that has just lost a stream is not chosen, because Serve still lists a dead replica for seconds.
         """
         since = monotonic()
         while True:
@@ -247,7 +247,7 @@ class PoolConnection:
         return lost_at is None or self.load.replicas[replica].heard_at > lost_at + _BACK_AFTER_S
 
     def _open_channel(self, handle: DeploymentHandle[Any], replica: str, wire: Wire | None) -> Channel:
-        """A channel to one replica. Without a wire its calls go through Serve, with tickets that name the replica."""
+        """A channel to one replica. Without a wire its calls go through Serve. They carry tickets that name the replica."""
 
         def change(*args: Any) -> Any:
             return remote(handle.change_streams, *args, ticket=next_ticket(0, 0, batch=False, replica=replica))
@@ -271,7 +271,7 @@ class PoolConnection:
         return self.load.replica_of(ticket) or "unknown"
 
     def tell(self, deaths: Sequence[Death]) -> None:
-        """Tells the replicas which requests were in flight where others died."""
+        """Tells the replicas which requests were in flight at replicas that died."""
         if self._handle is None:
             return
         for replica in set(self.load.replicas) - {each.replica for each in deaths}:
@@ -302,4 +302,4 @@ async def _quietly(response: Any, what: str, most_s: float | None = None) -> Non
             await response
     except Exception as error:
         log.info("%s: %r", what, error)
-        response.cancel()  # a call to a replica that is gone would wait for ever
+        response.cancel()  # a call to a lost replica would wait forever

@@ -1,7 +1,7 @@
 """The frames of a wire, the connection between a gateway and a replica.
 
-A gateway sends the replica's secret first. After that both sides send frames: a head, and a payload in pickle's format. A replica
-unpickles nothing before the secret has come.
+A gateway first sends the replica's secret. After that both sides send frames: a head, and a payload in pickle's format. A replica
+unpickles nothing before it has the secret.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from struct import Struct
 from typing import cast
 
 SECRET_BYTES = 32
-# No frame is longer. A longer one means that the two sides do not speak the same language.
+# The longest frame. A longer one means that the other side does not use this protocol.
 MOST_BYTES = 1 << 31
 
 _HEAD = Struct("<IQB")  # bytes of the payload, the number of the call, the kind
@@ -20,15 +20,15 @@ _HEAD = Struct("<IQB")  # bytes of the payload, the number of the call, the kind
 class Kind(IntEnum):
     CALL = 1  # gateway to replica: a list of parcels
     CANCEL = 2  # gateway to replica: nobody waits for the answer, or the messages, of this call
-    ANSWER = 3  # replica to gateway: what `PoolServer.embed_parcels` gives, or an error
-    LEAVING = 4  # replica to gateway: this replica stops in order and takes no further call
+    ANSWER = 3  # replica to gateway: the result of `PoolServer.embed_parcels`, or an error
+    LEAVING = 4  # replica to gateway: this replica stops gracefully and takes no further call
     READ = 5  # gateway to replica: send the messages of this channel
     CHANGE = 6  # gateway to replica: the streams to begin and to cancel in a channel; it has no answer
-    STEPS = 7  # replica to gateway: a message of a channel. The channel's end is an ANSWER with an error.
+    STEPS = 7  # replica to gateway: a message of a channel. If the channel ends, an ANSWER with an error follows.
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Cuts what arrives into frames."""
+    """Splits the received bytes into frames."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -38,7 +38,7 @@ class FrameProtocol(asyncio.Protocol):
     def frame_received(self, number: int, kind: Kind, payload: bytes) -> None: ...
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of no class of asyncio's
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from asyncio's classes
 
     def data_received(self, data: bytes) -> None:
         arrived = self._arrived
@@ -55,11 +55,11 @@ class FrameProtocol(asyncio.Protocol):
             self.frame_received(number, Kind(kind), payload)
 
     def send(self, number: int, kind: Kind, payload: bytes = b"") -> None:
-        """Does nothing once the connection has ended."""
+        """Sends a frame. Does nothing after the connection has ended."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.writelines((_HEAD.pack(len(payload), number, kind), payload))
 
     def close(self) -> None:
-        """Ends the connection when everything is sent."""
+        """Closes the connection after everything is sent."""
         if self._transport is not None:
             self._transport.close()

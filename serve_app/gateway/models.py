@@ -1,4 +1,4 @@
-"""The models of a cluster as the gateway serves them: each request goes to the pool that finishes it first."""
+"""The models of a cluster in a gateway. Each request goes to the pool that should finish it first."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ from serve_app.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Sleeping pools are woken if every awake replica would finish a request later than this.
+# If every running replica would finish a request later than this, the request also starts sleeping pools.
 _WAKE_FROM_S = 2.0
 
 
@@ -53,7 +53,7 @@ class PooledModel:
     _load_kind = PoolLoad
 
     def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
-        """Reads the model's tokenizer, not its weights. `timeout_s` is what a request may take."""
+        """Reads the model's tokenizer, not its weights. `timeout_s` is the timeout of a request."""
         spec = given.spec
         if config.idle_prompts:
             log.info(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
@@ -61,8 +61,8 @@ class PooledModel:
         self.tokenizer = Tokenizer.load(folder, config)
         self.pools = [PoolClient(ref, self._load_kind) for ref in given.pools]
         self.suspects, self._untold = Suspects(), list[Death]()
-        self._open_tokens = Counter[str]()  # of the requests that are not answered, by owner
-        # Hears the seconds that a request took and its error. Of a model that generates: the seconds per token.
+        self._open_tokens = Counter[str]()  # tokens of open requests, by owner
+        # Gets the seconds and the error of each request. For a generation model: the seconds per token.
         self.on_end: Callable[[float, Exception | None], None] | None = None
         for pool in self.pools:
             pool.load.on_deaths = self.suspects.learn
@@ -87,18 +87,18 @@ class PooledModel:
 
     @property
     def info(self) -> ModelInfo:
-        """`info.dtype` and `info.revision` are the replicas', or the spec's before any report. Several are joined by commas."""
+        """The model's properties. `dtype` and `revision` are the replicas', joined by commas; before any report the spec's."""
         return self._info
 
     def _note_loaded(self) -> None:
-        """A request reads `info` a dozen times, so it is made when the replicas report something else."""
+        """Makes `info` again when the replicas' reports change, because a request reads `info` a dozen times."""
         loaded = [(pool.load.dtypes, pool.load.revisions) for pool in self.pools]
         dtypes, revisions = (", ".join(sorted(frozenset().union(*each))) for each in zip(*loaded, strict=True))
         spec, pools = self.given.spec, tuple(pool.info for pool in self.pools)
         self._info = replace(self._info, dtype=dtypes or spec.dtype, revision=revisions or spec.revision, pools=pools)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """As `ServedModel.embed`. A request is split over several replicas if that is sooner done."""
+        """Like `ServedModel.embed`. Splits a request over several replicas if they finish it sooner."""
         if self.on_end is None:
             return await self._embed(sequences, options, qos)
         start = monotonic()
@@ -120,7 +120,7 @@ class PooledModel:
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:
-        """Predicted seconds until a new request of `num_tokens` is done; 0 if nothing is known."""
+        """Predicted seconds until a new request of `num_tokens` is finished; 0 without a prediction."""
         ticket = Ticket(-1, num_tokens, 0)
         return min((s for pool in self.pools if (s := pool.load.finish_s(ticket, monotonic())) is not None), default=0.0)
 
@@ -145,11 +145,11 @@ class PooledModel:
         return self.info.overview() | {"state": _state_of(pools), "aliases": list(self.given.aliases), "pools": pools}
 
     async def _compute(self, mark: int, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """Computes on one replica, and on another one if the first is lost. To compute twice harms nobody.
+        """Computes on one replica, and again on another one if the first is lost. A repeated computation does no harm.
 
         Args:
             mark: the fingerprint of the whole request.
-        Raises: Quarantined for a request that has ended two replicas, in this call or before.
+        Raises: Quarantined for a request with which two replicas died, in this call or before.
         """
         lengths, start, sent_at = [len(ids) for ids in sequences], monotonic(), self.suspects.now()
 
@@ -163,7 +163,7 @@ class PooledModel:
         num_losses = 0
         self._open_tokens[qos.owner] += sum(lengths)
         try:
-            for number in (1, 2, 3):  # a third time for a request that was sent to a replica already known to be dead
+            for number in (1, 2, 3):  # a third attempt for a request that was sent to a replica already known to be dead
                 try:
                     return await self.suspects.run(mark, attempt)
                 except LOST as error:
@@ -177,9 +177,9 @@ class PooledModel:
                 del self._open_tokens[qos.owner]
 
     def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> bool:
-        """A replica was lost with this request. If the replica died with the request, the request is a suspect from now on.
+        """Records that a replica was lost with this request. If the replica died, the request is now a suspect.
 
-        Returns: whether the request may have ended the replica. A replica that was known to be dead before is no such loss.
+        Returns: whether the request may have killed the replica. False if the replica was already known to be dead.
         """
         log.warning("%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
         if not isinstance(error, ReplicaDied):
@@ -193,13 +193,13 @@ class PooledModel:
         return True
 
     def _tell(self) -> None:
-        """Tells the replicas of deaths. Through their reports all gateways hear of them."""
+        """Tells the replicas of deaths. All gateways learn of them through the replicas' reports."""
         deaths, self._untold = self._untold, []
         for pool in self.pools:
             pool.connection.tell(deaths)
 
     def given_up(self, mark: int) -> EmberError:
-        """What the client hears after the last attempt."""
+        """The error for the client after the last attempt."""
         try:
             self.suspects.check(mark)
         except Quarantined as error:
@@ -207,7 +207,7 @@ class PooledModel:
         return Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
 
     def _choose(self, ticket: Ticket, qos: Qos) -> PoolClient:
-        """The pool that finishes first, as `_admitted`.
+        """The pool that should finish first, checked by `_admitted`.
 
         Raises: InvalidInput for an input that fits into no replica.
         """
@@ -218,18 +218,18 @@ class PooledModel:
 
     def _fits_nowhere(self, ticket: Ticket) -> InvalidInput:
         return InvalidInput(
-            f"an input of {ticket.longest} tokens fits into the memory of no card that has {self.given.spec.name}"
+            f"an input of {ticket.longest} tokens does not fit into the memory of any card that has {self.given.spec.name}"
         )
 
     def _admitted(self, load: PoolLoad, ticket: Ticket, qos: Qos) -> PoolClient:
-        """The pool of this load. Wakes sleeping pools if the request takes long.
+        """The pool of this load. Starts sleeping pools if the request would take long.
 
-        Raises: Asleep if all are asleep and the operator chose `refuse`;
-            DeadlineOutOfReach if even the first pool would be late: after the deadline or, without one, after the server's
-            timeout. An idle replica is tried in any case, because it may be faster than predicted. So is a pool whose replicas
-            have not measured their rate yet. Without a deadline a sleeping pool is waited for, because the time that it takes to
-            start is a guess. Of several API keys only those with an equal share of the work or more are refused here: the
-            queue of a replica knows when it computes a request of another key.
+        Raises: Asleep if all pools sleep and the operator chose `refuse`;
+            DeadlineOutOfReach if even the first pool would finish after the deadline or, without a deadline, after the server's
+            timeout. An idle replica always gets the request, because it may be faster than predicted. So does a pool whose
+            replicas have not measured their rate yet. Without a deadline a request waits for a sleeping pool, because the time
+            of its start is only a guess. Of several API keys, only keys with at least an equal share of the work are refused
+            here: for the other keys, the queue of a replica knows when it computes their requests.
         """
         now, name = monotonic(), self.given.spec.name
         pool = next(pool for pool in self.pools if pool.load is load)
@@ -242,14 +242,14 @@ class PooledModel:
         limit_s = qos.deadline_s
         if limit_s is None:
             limit_s = self._timeout_s if load.replicas else inf
-        if finish_s > limit_s:  # the sums below are not for every request
+        if finish_s > limit_s:  # otherwise the sums below are not needed
             is_known = not load.replicas or (load.is_measured and load.queued_tokens(now))
             if is_known and self._has_share(qos.owner):
                 raise DeadlineOutOfReach(finish_s, limit_s)
         return pool
 
     def _has_share(self, owner: str) -> bool:
-        """Whether an owner has an equal share of this gateway's open work, or more."""
+        """Whether an owner has at least an equal share of this gateway's open work."""
         return self._open_tokens[owner] * len(self._open_tokens) >= self._open_tokens.total()
 
 
@@ -259,14 +259,14 @@ class PooledGenerator(PooledModel):
     _load_kind = StreamLoad
 
     def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
-        """An answer may take as long as it takes: `timeout_s` is for its first token."""
+        """`timeout_s` is the timeout of an answer's first token. The whole answer has no timeout."""
         assert config.generation is not None, "the model generates"
         super().__init__(given, asleep, folder, config, timeout_s)
         self.prompts, self.generation = Prompts.of(folder, self.tokenizer.shared), config.generation
 
     @property
     def info(self) -> ModelInfo:
-        """`info.max_input_length` is what the replicas' caches hold, if that is less than the model's context."""
+        """`info.max_input_length` is the size of the replicas' caches if this is less than the model's context."""
         info, context = super().info, self._context
         return info if info.max_input_length <= context else replace(info, max_input_length=context)
 
@@ -282,7 +282,7 @@ class PooledGenerator(PooledModel):
 
     def new_stream(self, prompt: TokenIds, options: SamplingOptions) -> Stream:
         if options.grammar is not None:
-            grammar.check(options.grammar)  # the replica finds the faults that show only with a tokenizer
+            grammar.check(options.grammar)  # the replica finds errors that depend on the tokenizer
         return Stream.begin(prompt, options, self.info.vocab_size, self.info.max_input_length)
 
     def submit(self, streams: Sequence[Stream]) -> None:
@@ -290,12 +290,12 @@ class PooledGenerator(PooledModel):
             in_background(self._generate(stream))
 
     async def _generate(self, stream: Stream) -> None:
-        """Computes a stream on one replica. If the replica is lost, a second one goes on after the tokens that came.
+        """Computes a stream on one replica. If the replica is lost, a second one continues after the tokens that came.
 
-        A stream may be what ends a replica, so there is no third one. A replica that stops in order does not count: an update
-        stops all replicas, one after another.
+        There is no third replica, because the stream itself may have killed the first two. A replica that stops gracefully does
+        not count. An update stops all replicas, one after another.
         """
-        request_tags.set(stream.tags)  # this task is outside of the request's own
+        request_tags.set(stream.tags)  # this task does not inherit the request's context
         start = monotonic()
         error = await self._generated(stream)
         if error is not None:
@@ -304,7 +304,7 @@ class PooledGenerator(PooledModel):
             self.on_end((monotonic() - start) / max(1, len(stream.answer)), error)
 
     async def _generated(self, stream: Stream) -> Exception | None:
-        """Computes a stream. Returns: the error that it failed with."""
+        """Computes a stream. Returns: its error, or None."""
         name = self.given.spec.name
         mark = fingerprint(name, [stream.prompt])
 
@@ -393,7 +393,7 @@ class PooledModels:
         return bool(self._versions)
 
     def tell_trials(self, store: Store, gateway: str) -> None:
-        """As `Versions.tell`, of every model with two versions."""
+        """Like `Versions.tell`, for every model with two versions."""
         for versions in self._versions.values():
             versions.tell(store, gateway)
 
@@ -406,7 +406,7 @@ class PooledModels:
             able = [] if check is None else [self._default, *self._models]
             return self._version(next((model for model in able if check and passes(check, model.info)), self._default))
         if name not in self._by_name:
-            raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._by_name)}")
+            raise UnknownModel(f"model `{name}` is not served here; the models are {', '.join(self._by_name)}")
         return self._version(self._by_name[name])
 
     def _version(self, model: PooledModel) -> PooledModel:
@@ -444,7 +444,7 @@ def _joined(parts: list[list[int]], results: list[Embeddings], options: EmbedOpt
     """The results of all parts, in the order of the request's inputs."""
     queue_s, inference_s = max(each.queue_s for each in results), max(each.inference_s for each in results)
     order = [index for part in parts for index in part]
-    place = np.argsort(order)  # where each input's result stands
+    place = np.argsort(order)  # the position of each input's result
     vectors = np.concatenate([each.vectors for each in results if each.vectors is not None])[place] if options.pooled else None
     ragged = {}
     for name in options.outputs:

@@ -1,12 +1,12 @@
-"""Joins requests for one pool into calls, where that delays no request by much.
+"""Joins requests for one pool into calls, if no request waits much longer for this.
 
-Requests that arrive in one turn of the event loop leave as one call. While every replica has a call, requests wait for the next
-call to return and leave together then (Nagle's algorithm, RFC 896).
+Requests that arrive in one turn of the event loop leave as one call. While every replica has a call, new requests wait until a
+call returns, and then leave together (Nagle's algorithm, RFC 896).
 
-All requests of a call have one owner: they are answered when the last of them is done, and the queue of a replica makes a request
-wait for others of its owner.
+All requests of a call have one owner, because they are answered when the last of them is finished, and the queue of a replica
+lets a request wait only for other requests of its owner.
 
-A call through Serve costs each side a millisecond or more, however small it is. With one short text in each call, a replica would
+A call through Serve costs each side at least a millisecond, even a small one. With one short text in each call, a replica would
 spend more time on calls than on computing (docs/decisions/024).
 """
 
@@ -59,7 +59,7 @@ class _Group:
     """Requests of one priority and one owner that leave as one call."""
 
     kind: _Kind
-    due: float  # on the event loop's clock; the group leaves then at the latest
+    due: float  # the latest time at which the group leaves, on the event loop's clock
     leaving: asyncio.Handle  # the next check whether the group leaves
     members: list[_Waiting] = field(default_factory=list)
     num_tokens: int = 0
@@ -71,7 +71,7 @@ class _Group:
             each.answer.cancel()
 
     def answer(self, answers: "Sequence[Embeddings | BaseException]") -> None:
-        """Give each caller that still waits its answer."""
+        """Gives each waiting caller its answer."""
         for each, answer in zip(self.members, answers, strict=True):
             if each.answer.done():
                 continue
@@ -93,11 +93,11 @@ class Outbox:
         """
         Args:
             send: sends several requests, each with its ticket, as one call. An error among the answers concerns one caller only.
-            most_tokens: the largest number of tokens in one call. All requests of a call are answered when the last one is done.
-            has_room: whether a small call may leave while the given number of calls is under way.
+            most_tokens: the most tokens of a call. All requests of a call are answered when the last one is finished.
+            has_room: whether a small call may leave while the given number of calls is in flight.
         """
         self._send, self._most_tokens, self._has_room = send, most_tokens, has_room
-        self._groups: dict[_Kind, _Group] = {}  # the groups that have not left
+        self._groups: dict[_Kind, _Group] = {}  # groups that have not left
         self._under_way = Counter[_Kind]()  # the number of calls without an answer
 
     async def put(self, call: ReplicaCall, ticket: Ticket) -> Embeddings:
@@ -118,7 +118,7 @@ class Outbox:
         finally:
             group.num_waiting -= 1
             if group.sending is not None and not group.num_waiting:
-                group.sending.cancel()  # does nothing once the call has ended
+                group.sending.cancel()  # does nothing if the call has ended
             del waiting, group  # an error refers to this frame, and both refer to the error
 
     def _group_for(self, kind: _Kind, num_tokens: int) -> _Group:
@@ -137,7 +137,7 @@ class Outbox:
         group.leaving = asyncio.get_running_loop().call_soon(self._check, group.kind)
 
     def _check(self, kind: _Kind) -> None:
-        """Lets the group leave if it is large, if a replica is without a call, or later when it is due."""
+        """Sends the group if it is large or if a replica is idle; otherwise later, when the group is due."""
         group = self._groups[kind]
         is_much = len(group.members) >= _WORTH_A_CALL or group.num_tokens >= self._most_tokens()
         if is_much or self._has_room(self._under_way[kind]):
@@ -151,7 +151,7 @@ class Outbox:
         group.members = [each for each in group.members if not each.answer.done()]
         if group.members:
             self._under_way[group.kind] += 1
-            # A context of its own, so that no request's id travels with the other requests.
+            # In a new context, so that one request's id is not used for the other requests.
             group.sending = asyncio.get_running_loop().create_task(self._deliver(group), context=Context())
             group.sending.add_done_callback(lambda _: self._returned(group.kind))
 

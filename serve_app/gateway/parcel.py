@@ -1,6 +1,6 @@
-"""The messages between gateway and replica: requests with equal options travel as one array of tokens and one of vectors.
+"""The messages between gateway and replica: requests with equal options share one array of tokens and one array of vectors.
 
-Sent one by one, each short text costs a replica 60 us more for tasks, futures and pickling (docs/decisions/024).
+If sent separately, each short text costs a replica 60 us more for tasks, futures and pickling (docs/decisions/024).
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ Answer: TypeAlias = Embeddings | Exception
 # The answer to a parcel: one for all of its calls together, or one for each call.
 Answered: TypeAlias = Answer | list[Answer]
 
-# Deadlines before this are one: they have passed, or will have when the replica gets the call.
+# Earlier deadlines count as equal, because they will have passed when the replica gets the call.
 _SOONEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Calls with equal options and equal QoS, but for their deadlines: none is twice as far away as another."""
+    """Calls with equal options and equal QoS. Their deadlines may differ by a factor of less than two."""
 
     token_ids: TokenIds  # [T], all sequences end to end
     lengths: tuple[int, ...]  # tokens of each sequence
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
-    qos: Qos  # of the calls together: with the soonest deadline
+    qos: Qos  # of the joined calls, with the earliest deadline
     deadlines_s: tuple[float | None, ...]  # of each call
-    fingerprints: tuple[int, ...]  # of the request that each call belongs to; 0 for one that nobody watches
-    tags: tuple[RequestTag | None, ...] = ()  # of the request that each call belongs to
+    fingerprints: tuple[int, ...]  # of each call's request; 0 for a request that is not watched
+    tags: tuple[RequestTag | None, ...] = ()  # of each call's request
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Parcel:
         return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.qos
 
     def calls(self, after_s: float = 0.0) -> list[ReplicaCall]:
-        """Each call by itself, `after_s` seconds after the parcel came."""
+        """Each call separately, `after_s` seconds after the parcel came."""
         sequences, options, qos = self.as_one()
         return [
             (sequences[part], options, replace(qos, deadline_s=deadline_s).after(after_s))
@@ -86,7 +86,7 @@ class Parcel:
 def pack(
     calls: Sequence[ReplicaCall], fingerprints: Sequence[int] = (), tags: Sequence[RequestTag | None] = ()
 ) -> list[tuple[list[int], Parcel]]:
-    """Few parcels. Each parcel comes with the indices of its calls in `calls`."""
+    """Packs calls into few parcels. Each parcel comes with the indices of its calls in `calls`."""
     alike: dict[tuple[EmbedOptions, Qos], list[int]] = {}
     for index, (_, options, qos) in enumerate(calls):
         alike.setdefault((options, _rounded(qos)), []).append(index)
@@ -99,7 +99,7 @@ def pack(
 
 
 def _rounded(qos: Qos) -> Qos:
-    """The QoS with a deadline that is a power of two. No two deadlines are equal, and calls would never leave together."""
+    """The QoS with the deadline rounded to a power of two. Exact deadlines all differ, so calls would never leave together."""
     if qos.deadline_s is None:
         return qos
     return replace(qos, deadline_s=2.0 ** round(log2(max(qos.deadline_s, _SOONEST_S))))

@@ -1,4 +1,4 @@
-"""One pool as the models see it: an outbox that joins requests into calls, and the connection that sends the calls."""
+"""One pool for the gateway's models: an outbox that joins requests into calls, and the connection that sends the calls."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -35,7 +35,7 @@ class PoolClient:
     async def embed(
         self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos, ticket: Ticket, alone: bool = False
     ) -> Embeddings:
-        """Computes on the replica that should finish first. With `alone` no other request leaves in the same call.
+        """Computes on the replica that should finish first. With `alone` no other request is in the same call.
 
         Raises: the engine's error, or one of `connection.LOST`.
         """
@@ -51,7 +51,7 @@ class PoolClient:
             self.load.finished(ticket, monotonic(), failed=None)  # does nothing if the connection has closed or replaced it
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
-        """As `PoolConnection.generate`."""
+        """Like `PoolConnection.generate`."""
         self.load.opened(ticket)
         failed: bool | None = None
         try:
@@ -95,7 +95,7 @@ class PoolClient:
         }
 
     def overview(self) -> dict[str, Any]:
-        """The pool for the console. Its replicas are those that report."""
+        """The pool, as data for the console. Its replicas are those that report."""
         heard = [(name, each.report) for name, each in self.load.replicas.items() if self.load.is_heard(name)]
         return self.describe() | {"replicas": [replica_overview(name, report) for name, report in heard]}
 

@@ -1,4 +1,4 @@
-"""Calls to replicas through Serve's handles, and the errors of a replica that is gone."""
+"""Calls replicas through Serve's handles, and defines the errors of a lost replica."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,7 +15,7 @@ from engine.errors import DeviceLost, EngineStopped
 LOST = (RayActorError, RayServeException, RequestCancelledError, EngineStopped, DeviceLost)
 
 
-# gRPC's words for a connection that the other side has ended.
+# gRPC's texts for a connection that the other side has closed.
 _CLOSED = ("closed", "reset", "broken pipe")
 
 
@@ -24,11 +24,11 @@ class Lost(EngineStopped):
 
 
 class Stopping(Lost):
-    """The replica stops in order. What it had goes on at another replica."""
+    """The replica stops gracefully. Its requests and streams continue at another replica."""
 
 
 class ReplicaDied(Lost):
-    """The replica's process, or its device, died while the request was there."""
+    """The replica's process or device died while the request was in flight there."""
 
     def __init__(self, replica: str, reason: BaseException) -> None:
         super().__init__(f"replica {replica} died: {reason!r}")
@@ -36,9 +36,9 @@ class ReplicaDied(Lost):
 
 
 def has_died(error: BaseException | None) -> bool:
-    """Whether the error tells of the death of a replica that had the request. The loss of a whole node is no request's fault.
+    """Whether the error means that a replica died with the request. The loss of a whole node is no request's fault.
 
-    The end of a process closes its connections. A node that is lost leaves them open, or lets them time out.
+    When a process ends, its connections are closed. When a node is lost, they stay open or time out.
     """
     match error:
         case ActorDiedError():
@@ -50,10 +50,10 @@ def has_died(error: BaseException | None) -> bool:
 
 
 def remote(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `method.remote(...)` in a context of its own.
+    """Calls `method.remote(...)` in a new context.
 
-    Calls out of one HTTP request would share the request id. Serve's router tells waiting calls apart by this id, and would
-    never send the second one.
+    Otherwise all calls of one HTTP request would share the request id. Serve's router distinguishes waiting calls by this id, and
+    would never send the second one.
     """
     return Context().run(method.remote, *args, **kwargs)
 
@@ -62,7 +62,7 @@ _background: set["asyncio.Task[None]"] = set()
 
 
 def in_background(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """Runs `work` as a task that nobody awaits, outside of the request that begins it."""
+    """Runs `work` as a task that nobody awaits, outside of the current request's context."""
     task = asyncio.get_running_loop().create_task(work, context=Context())
     _background.add(task)  # the event loop keeps only a weak reference
     task.add_done_callback(_background.discard)

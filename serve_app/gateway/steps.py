@@ -1,7 +1,7 @@
 """The messages between gateway and replica about streams.
 
-A replica sends one message after a pass, for all streams that a gateway has there. A call through Serve for each token would cost
-each side a millisecond (docs/decisions/032).
+A replica sends one message after a pass, for all streams of one gateway. A call through Serve for each token would cost each side
+a millisecond (docs/decisions/032).
 """
 
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ from engine.schedule.stream import FinishReason, Token
 
 
 class NewStream(NamedTuple):
-    """A stream to begin, or to go on with. `number` tells the streams of one channel apart."""
+    """A stream to begin or to continue. `number` identifies the stream in its channel."""
 
     number: int
     prompt: TokenIds
     options: SamplingOptions  # with a seed, so that another replica would give the same answer
     priority: Priority
-    deadline_s: float  # seconds that are left for the whole answer; inf for no deadline
+    deadline_s: float  # remaining seconds for the whole answer; inf for no deadline
     answered: NDArray[np.int32]  # [n] the tokens of the answer that another replica has computed
-    owner: str = ""  # as `Qos.owner`
+    owner: str = ""  # see `Qos.owner`
     tags: tuple[RequestTag, ...] = ()  # of the stream's request
 
 
@@ -41,13 +41,13 @@ Ended: TypeAlias = End | Exception
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What the streams of one channel got since the last message. Tokens of one stream are in their order."""
+    """The new tokens and ends of one channel's streams since the last message. Tokens of a stream are in order."""
 
     numbers: NDArray[np.int32]  # [T] the stream of each token
     token_ids: NDArray[np.int32]  # [T]
-    logprobs: dict[int, Token]  # the whole token by its place among the tokens, where the request asks for more than its id
-    cached: dict[int, int]  # cached tokens of the prompt, by stream: with the first token of an answer, or its end
-    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream: as `cached`
+    logprobs: dict[int, Token]  # the whole token, by its index in `token_ids`, if the request asks for more than the id
+    cached: dict[int, int]  # cached tokens of the prompt, by stream; sent with the first token of an answer, or with its end
+    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream; sent at the same time as `cached`
     ends: dict[int, Ended]  # by stream
 
 

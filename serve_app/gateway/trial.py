@@ -1,4 +1,4 @@
-"""Two versions of a model at one gateway: which of them a request gets, and how their requests end (docs/decisions/047)."""
+"""Divides requests between two versions of a model, and counts how their requests end (docs/decisions/047)."""
 
 import hashlib
 from functools import partial
@@ -14,7 +14,7 @@ from serve_app.observe.requests import current_id
 if TYPE_CHECKING:
     from serve_app.gateway.models import PooledModel
 
-# The fields of a spec whose change gives other vectors, which do not belong into one index with the vectors before.
+# Fields of a spec whose change gives other vectors. An index must not mix them with vectors of the old version.
 _VECTORS = ("model", "revision", "dtype", "pooling", "default_prompt", "default_prompt_name")
 
 
@@ -30,10 +30,10 @@ class Versions:
             model.on_end = partial(_count, tally)
 
     def choose(self) -> "PooledModel":
-        """The version for the request that runs. All calls for one request give the same one.
+        """The version for the current request. All calls for one request return the same version.
 
-        Where the vectors of the versions differ, all requests of an API key get the same version. Requests without a key then
-        get the old one. No request gets a new version that is not ready.
+        If the vectors of the versions differ, all requests of an API key get the same version, and requests without a key get
+        the old one. No request gets a new version that is not ready.
         """
         if not self._keeps_keys_apart:
             unit = current_id()
@@ -45,13 +45,13 @@ class Versions:
         return self.new if is_new else self.old
 
     def tell(self, store: Store, gateway: str) -> None:
-        """Notes the counts where `emberforge apply` reads them. `gateway` is Serve's id of this process."""
+        """Writes the counts for `emberforge apply`. `gateway` is Serve's id of this process."""
         version = version_of([{"name": pool.ref.name} for pool in self.new.pools])
         tell(store, self.old.given.spec.name, gateway, version, *self._tallies)
 
 
 def _percentile(unit: str) -> int:
-    """0 to 99, the same for a unit at every gateway and in every process."""
+    """A number from 0 to 99. It is the same for a unit in every gateway process."""
     return int.from_bytes(hashlib.sha256(unit.encode()).digest()[:8]) % 100
 
 
@@ -60,5 +60,5 @@ def _count(tally: Tally, seconds: float, error: Exception | None) -> None:
         tally.add(seconds, failed=False)
         return
     status = describe(error)[0] if isinstance(error, EmberError) else 500
-    if status == 424 or status >= 500:  # 424 is TEI's for a failed pass
+    if status == 424 or status >= 500:  # 424 is TEI's status for a failed pass
         tally.add(seconds, failed=True)

@@ -1,4 +1,4 @@
-"""The gateway's side of a wire: calls to one replica over a connection of our own.
+"""The gateway's side of a wire, our own connection for calls to one replica.
 
 A call through Ray Serve costs each side about a millisecond, and an answer of more than 100 kB goes through Ray's object store
 (docs/decisions/048).
@@ -28,7 +28,7 @@ class Wire(FrameProtocol):
         """
         Args:
             replica: Serve's id of the replica.
-            address: `Report.wire` of its reports.
+            address: `Report.wire` of the replica's reports.
         """
         super().__init__()
         self.address = address
@@ -36,7 +36,7 @@ class Wire(FrameProtocol):
         self._open: dict[int, asyncio.Future[Any]] = {}  # the calls without an answer
         self._read: dict[int, WireSteps] = {}  # the channels
         self._numbers = count()
-        self.is_left = False  # the replica stops in order
+        self.is_left = False  # the replica stops gracefully
         self._connecting: asyncio.Task[None] | None = None
 
     @property
@@ -49,7 +49,7 @@ class Wire(FrameProtocol):
         return self._transport is not None and self._transport.is_closing()
 
     async def connect(self) -> None:
-        """Returns when the connection is there. Raises: OSError if it cannot be made."""
+        """Waits for the connection. Raises: OSError if it cannot be made."""
         if self._transport is None:
             # One attempt for all callers. A caller that leaves ends only its own wait.
             self._connecting = self._connecting or asyncio.get_running_loop().create_task(self._connect())
@@ -70,7 +70,7 @@ class Wire(FrameProtocol):
         self._transport.write(bytes.fromhex(secret))
 
     async def call(self, parcels: Sequence[Parcel]) -> list[Answered]:
-        """The replica's answer to each parcel. A caller that leaves cancels the call there.
+        """The replica's answer to each parcel. If the caller leaves, the replica cancels the call.
 
         Raises: ReplicaDied if the replica's process ends first. Lost if the connection ends for another reason. An error of the
             replica that concerns all parcels.
@@ -93,7 +93,7 @@ class Wire(FrameProtocol):
         """The messages of a channel, as `Channel` reads them.
 
         Args:
-            may_move: whether another replica can go on with the streams when this one stops in order.
+            may_move: whether another replica can continue the streams when this one stops gracefully.
         """
         number = next(self._numbers)
         steps = self._read[number] = WireSteps(lambda: self._end_reading(number), may_move)
@@ -107,7 +107,7 @@ class Wire(FrameProtocol):
             self.send(number, Kind.CANCEL)
 
     async def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
-        """Begins and cancels streams of a channel. Whether the replica takes them, the channel's messages tell."""
+        """Begins and cancels streams of a channel. If the replica refuses a stream, a message of the channel says so."""
         self.send(0, Kind.CHANGE, pickle.dumps((channel_id, begun, left), protocol=5))
 
     def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
@@ -115,13 +115,13 @@ class Wire(FrameProtocol):
             self.is_left = True
             for each in self._read.values():
                 if each.may_move():
-                    each.arrived.put_nowait(Stopping("the replica stops, and another one goes on"))
+                    each.arrived.put_nowait(Stopping("the replica stops, and another one continues"))
             return
         if (steps := self._read.get(number)) is not None:
             steps.arrived.put_nowait(pickle.loads(payload))  # noqa: S301 - it comes from the replica whose secret we have
             return
         answer = self._open.get(number)
-        if answer is None or answer.done():  # its caller has left
+        if answer is None or answer.done():  # the caller has left
             return
         answered = pickle.loads(payload)  # noqa: S301 - it comes from the replica whose secret we have
         if isinstance(answered, Exception):
@@ -132,7 +132,7 @@ class Wire(FrameProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self.is_idle:
             return
-        # The end of a process closes its connections. A node that is lost leaves them open, or lets them time out.
+        # When a process ends, its connections are closed. When a node is lost, they stay open or time out.
         has_died = error is None or isinstance(error, ConnectionError)
         num_open = len(self._open) + len(self._read)
         log.warning("the connection to replica %s ended with %d calls: %r", self._replica, num_open, error)

@@ -1,4 +1,4 @@
-"""What all gRPC methods share: the call's context, and how a call ends."""
+"""The common part of all gRPC methods: the call's context, and the end of a call."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Context(Protocol):
-    """The common part of Ray Serve's call context and of grpc.aio's own."""
+    """The common interface of Ray Serve's and grpc.aio's call contexts."""
 
     def invocation_metadata(self) -> Any: ...
 
@@ -34,7 +34,7 @@ class Context(Protocol):
 
 @contextmanager
 def counted_call(method: str, context: Context, service: Service) -> Iterator[None]:
-    """Count a call, and name its request. End it with a status if its method raises, unless the client has disconnected."""
+    """Counts a call, and sets its request id. Ends the call with a status if its method raises, unless the client has left."""
     start, code, metrics, is_logged = perf_counter(), grpc.StatusCode.OK, service.metrics, service.settings.access_log
     record = requests.begin(requests.GRPC, headers(context.invocation_metadata()), is_logged)
     context.set_trailing_metadata(with_id({}))
@@ -64,7 +64,7 @@ def with_id(trailing: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def end_with_error(context: Context, error: EmberError) -> grpc.StatusCode:
-    """Set the call's status. The caller still has to return a message, which the client does not see."""
+    """Sets the call's status. The caller still has to return a message, which the client does not get."""
     name, details, trailing = grpc_status(error)
     code: grpc.StatusCode = grpc.StatusCode[name]
     context.set_code(code)

@@ -1,4 +1,4 @@
-"""What stands before a gRPC message is parsed: its size, the bytes in flight, and the time of its request."""
+"""Checks a gRPC message before it is parsed: its size, the bytes in flight, and the time of its request."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ from serve_app.grpc.unread import Unread
 
 @asynccontextmanager
 async def opened(service: Service, unread: Unread, headers: Sequence[tuple[bytes, bytes]]) -> AsyncIterator[Any]:
-    """The message, while it is computed: within the request's time, its bytes counted.
+    """The message during its computation. Limits the request's time, and counts its bytes.
 
     Raises: as `parsed` and `Service.whole_request`; Overloaded if the messages in flight take too much memory.
     """
@@ -27,7 +27,7 @@ async def opened(service: Service, unread: Unread, headers: Sequence[tuple[bytes
 
 
 def parsed(unread: Unread, limit: int) -> Message:
-    """Raises: MessageTooLong for more than `limit` bytes, BadMessage for bytes that are no such message."""
+    """Parses a message. Raises: MessageTooLong for more than `limit` bytes, BadMessage for bytes that do not parse."""
     if len(unread.content) > limit:
         raise MessageTooLong(
             f"the message has {len(unread.content)} bytes, the limit is {limit}; send less, or set --payload-limit"

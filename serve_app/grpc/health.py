@@ -36,7 +36,7 @@ class HealthServicer:
 
     async def List(self, request: Unread, grpc_context: Context) -> health_pb2.HealthListResponse:
         try:
-            self._parsed(request)  # for its errors: the message has no fields
+            self._parsed(request)  # only for its errors, because the message has no fields
             statuses = await self._statuses()
         except EmberError as error:
             end_with_error(grpc_context, error)
@@ -44,8 +44,8 @@ class HealthServicer:
         return health_pb2.HealthListResponse(statuses={name: _HEALTH(status=each) for name, each in statuses.items()})
 
     async def Watch(self, request: Unread, grpc_context: Context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Not implemented, and clients take that for healthy. The load balancer watches the replicas; an endless stream would
-        delay each redeploy (docs/decisions/018)."""
+        """Answers `unimplemented`, which clients treat as healthy. The load balancer watches the replicas. An endless stream
+        would delay each redeploy (docs/decisions/018)."""
         grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         grpc_context.set_details("ask grpc.health.v1.Health/Check")
         return
@@ -55,7 +55,8 @@ class HealthServicer:
         return parsed(request, self._service.settings.payload_limit)
 
     async def _statuses(self) -> dict[str, int]:
-        """The status of each service; the server's has an empty name. A service that the model cannot do is NOT_SERVING."""
+        """The status of each service; the server's own has an empty name. A service that the model does not support is
+        NOT_SERVING."""
         try:
             await self._service.backend.check_health()
             healthy = _HEALTH.SERVING

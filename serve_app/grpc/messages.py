@@ -1,4 +1,4 @@
-"""TEI's gRPC messages: what each asks for, computed, as a response message."""
+"""Computes TEI's gRPC messages and makes their response messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from serve_app.models import ModelInfo, ServedModel
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: the call's metadata as headers, and the model that `x-model` names, or the server's default."""
+    """The call's metadata as headers, and the model that `x-model` names, or the server's default."""
 
     headers: Sequence[tuple[bytes, bytes]]
     model: ServedModel
@@ -111,7 +111,7 @@ async def decode(service: Service, request: tei.DecodeRequest, caller: Caller) -
 
 
 def metadata(states: Sequence[RequestState]) -> tei.Metadata:
-    """The metadata of a response to several messages: sums of characters and tokens, means of times, as TEI has them."""
+    """The metadata of a response to several messages: sums of characters and tokens, and means of times, as in TEI."""
     total, tokenization, queue, inference = (
         int(sum(each) / len(states) * 1e9) for each in zip(*(state.seconds() for state in states), strict=True)
     )
@@ -143,7 +143,7 @@ def _check_rerank(info: ModelInfo) -> None:
 
 
 def _encoding(request: Any) -> EncodeOptions:
-    """How the inputs are encoded. `truncate` false means false here, whatever the server's `auto_truncate` is."""
+    """The options of tokenisation. In gRPC `truncate` false means false, independent of the server's `auto_truncate`."""
     left = request.truncation_direction == tei.TRUNCATION_DIRECTION_LEFT
     prompted = "prompt_name" in request.DESCRIPTOR.fields_by_name and request.HasField("prompt_name")
     return EncodeOptions(request.truncate, "left" if left else "right", request.prompt_name if prompted else None)

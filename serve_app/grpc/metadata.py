@@ -1,8 +1,8 @@
-"""A call's metadata as HTTP headers."""
+"""Turns a call's metadata into HTTP headers."""
 
 from collections.abc import Iterable, Iterator
 
-# The name that `cluster/haproxy.py` gives `grpc-timeout`: Serve does not pass `grpc-timeout` on.
+# `cluster/haproxy.py` copies `grpc-timeout` into this header, because Serve drops `grpc-timeout`.
 _TIMEOUT = "x-grpc-timeout"
 _MS = {"H": 3_600_000.0, "M": 60_000.0, "S": 1000.0, "m": 1.0, "u": 1e-3, "n": 1e-6}
 _MOST_DIGITS = 8  # of `TimeoutValue`

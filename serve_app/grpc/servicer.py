@@ -1,8 +1,8 @@
-"""TEI's gRPC methods. They share `Service` with the HTTP routes; metadata means what HTTP's headers mean.
+"""TEI's gRPC methods. They share `Service` with the HTTP routes. Metadata have the meaning of HTTP headers.
 
-Ray Serve's gRPC ingress calls the methods on the deployment, by name; a plain grpc.aio server can call them too. A call that
-fails sets its code and details and returns an empty message. If it raised, Serve would log a traceback. Only a failed stream that
-came through Serve's proxy raises.
+Ray Serve's gRPC ingress calls the methods of the deployment by name. A plain grpc.aio server can call them too. A call that fails
+sets its code and details and returns an empty message. If it raised, Serve would log a traceback. Only a failed stream that came
+through Serve's proxy raises.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -42,7 +42,7 @@ Stream = Callable[["TeiServicer", AsyncIterator[Any], Context], AsyncIterator[Re
 def _unary(
     method: str, response_type: type[Response], answer: "Answer[Response]", num_inputs: Callable[[Any], int] = lambda _: 1
 ) -> "Unary[Response]":
-    """A method with one message. It is refused at once while all slots are taken."""
+    """A method with one message. The call is refused at once while all slots are taken."""
 
     async def call(self: "TeiServicer", request: Unread, grpc_context: Context) -> Response:
         with counted_call(method, grpc_context, self._service):
@@ -83,14 +83,14 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
 def _is_through_proxy(messages: AsyncIterator[Unread]) -> bool:
     """Whether a stream of messages has come through Ray Serve's proxy, which HAProxy uses while no replica is up.
 
-    The proxy learns a call's code and details only from an exception, or from the next answer. After a failed stream no answer
-    comes, so the proxy would end the call as OK.
+    The proxy reads a call's code and details only from an exception or with the next answer. After a failed stream no answer
+    comes, so without an exception the proxy would end the call as OK.
     """
     return isinstance(getattr(messages, "_request_iterator", None), AsyncGenerator)
 
 
 async def _at_most(limit: int, answers: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The answers. Raises: BatchTooLarge at the first one beyond `limit`: the response has to hold all of them."""
+    """Collects the answers. Raises: BatchTooLarge for more than `limit`, because the response has to hold all of them."""
     count = 0
     async for each in answers:
         count += 1
@@ -110,10 +110,10 @@ class TeiServicer(HealthServicer):
     async def Info(self, request: Unread, grpc_context: Context) -> tei.InfoResponse:
         with counted_call("/tei.v1.Info/Info", grpc_context, self._service):
             info, settings = self._caller(grpc_context).model.info, self._service.settings
-            parsed(request, settings.payload_limit)  # for its errors: the message has no fields
+            parsed(request, settings.payload_limit)  # only for its errors, because the message has no fields
             if info.task == "generation" and not info.embeds:
                 raise WrongModel(
-                    f"model `{info.served_model_name}` generates text, which this protocol has no name for; use HTTP"
+                    f"model `{info.served_model_name}` generates text, and this protocol has no such model type; use HTTP"
                 )
             return tei.InfoResponse(
                 version=VERSION,

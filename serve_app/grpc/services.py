@@ -1,4 +1,4 @@
-"""The services of Ray Serve's gRPC ingress. Serve calls `add_services` in each process that listens (`Settings.grpc_options`).
+"""Registers the services of Ray Serve's gRPC ingress. Serve calls `add_services` in each process (`Settings.grpc_options`).
 
 Serve's proxy imports this file, so it must not import the engine.
 """
@@ -12,9 +12,9 @@ from serve_app.grpc.unread import UnreadMessages
 
 
 def add_services(servicer: Any, server: Any) -> None:
-    """Register TEI's services and the standard health service. Serve adds reflection.
+    """Registers TEI's services and the standard health service. Serve adds reflection.
 
-    All methods get their messages unread. A message is parsed only for a caller with a key, and gRPC itself would answer
+    All methods get their messages as unparsed bytes. We parse a message only for a caller with a key. gRPC itself would answer
     UNKNOWN to bytes that do not parse.
     """
     for add in (

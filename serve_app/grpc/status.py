@@ -1,4 +1,4 @@
-"""Errors as gRPC's status: the same texts as over HTTP, with a code for each error type."""
+"""Turns errors into gRPC statuses: the same texts as over HTTP, with a code for each error type."""
 
 from engine.errors import EmberError
 from serve_app.errors import ApiError, Unauthorized, WrongTask, describe
@@ -16,7 +16,7 @@ _CODES = {
     "NotFound": "NOT_FOUND",
     "Timeout": "DEADLINE_EXCEEDED",
 }
-# These go before the type. gRPC's own code for a message that is too long is this one.
+# Codes of single errors, before the codes by type. gRPC itself uses this code for a message that is too long.
 _STATUS_CODES = {413: "RESOURCE_EXHAUSTED", 500: "INTERNAL"}
 
 
@@ -24,8 +24,8 @@ def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
     """Name of the code, details and trailing metadata of a call that failed."""
     status, error_type, message = describe(error)
     if isinstance(error, Unauthorized):
-        message = "No valid auth token"  # TEI's words
+        message = "No valid auth token"  # TEI's text
     if isinstance(error, WrongTask):
-        message = message.removeprefix("Backend error: ")  # TEI's gRPC leaves it out
+        message = message.removeprefix("Backend error: ")  # as in TEI's gRPC
     code = _STATUS_CODES.get(status) or _CODES[error_type]
     return code, message, error.headers if isinstance(error, ApiError) else {}

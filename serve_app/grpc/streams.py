@@ -1,4 +1,4 @@
-"""Streams of messages: computed concurrently, answered in order."""
+"""Computes the messages of a stream concurrently and answers them in order."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
@@ -47,6 +47,6 @@ async def in_order(
 
 
 def _retrieve_exception(task: "asyncio.Task[Any]") -> None:
-    """Read the exception of a task that nobody awaits. Otherwise asyncio logs it as never retrieved."""
+    """Reads the exception of a task that nobody awaits. Otherwise asyncio logs it as never retrieved."""
     if not task.cancelled():
         task.exception()

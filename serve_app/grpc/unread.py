@@ -1,4 +1,4 @@
-"""Messages as they come: bytes, that are parsed once the caller has been checked (`guard.py`).
+"""Passes messages as unparsed bytes, which are parsed after the caller was checked (`guard.py`).
 
 Serve's proxy imports this file, so it must not import the engine.
 """
@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A message as it has come."""
+    """The unparsed bytes of a message."""
 
     parse: Callable[[bytes], Message]
     content: bytes

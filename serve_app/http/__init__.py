@@ -1,1 +1,1 @@
-"""The HTTP edge: the table of routes, the guard around each route, reading bodies, encoding responses, the OpenAPI document."""
+"""The HTTP API: the table of routes, the guard around each route, request bodies, response bytes, the OpenAPI document."""

@@ -25,7 +25,7 @@ async def health(service: Service, _request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """TEI's `/info`, with our fields beside. The parameter `model` names one of several models; without it, it is the first."""
+    """TEI's `/info`, with additional fields. The parameter `model` names one of several models; the default is the first."""
     model, settings = service.backend.get(request.query_params.get("model")).info, service.settings
     content = {
         "model_id": split_revision(model.model_id)[0],
@@ -56,7 +56,7 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def metrics(service: Service, _request: Request) -> Response:
-    """The metrics of this process. HAProxy sends `/metrics` of the server elsewhere (`cluster/node_metrics.py`)."""
+    """The metrics of this process. HAProxy sends `/metrics` of the node to another process (`cluster/node_metrics.py`)."""
     service.metrics.tasks.set(len(asyncio.all_tasks()))
     return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -71,7 +71,7 @@ async def model(service: Service, request: Request) -> Response:
     for entry in entries:
         if name in (entry["id"], *entry.get("aliases", ())):
             return json_response(to_json(entry))
-    raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(each['id'] for each in entries)}")
+    raise UnknownModel(f"model `{name}` is not served here; the models are {', '.join(each['id'] for each in entries)}")
 
 
 async def openapi(_service: Service, request: Request) -> Response:
@@ -85,7 +85,7 @@ async def docs(_service: Service, _request: Request) -> Response:
 
 @cache
 def _swagger_page() -> str:
-    """Swagger UI for the `openapi.json` beside it. Script and style are inside the page, so that it works without internet."""
+    """Swagger UI for `openapi.json`. Script and style are inside the page, so that it works without internet."""
     vendor = next(path for path in (files("swagger_ui_bundle") / "vendor").iterdir() if path.name.startswith("swagger-ui-"))
     script, style = ((vendor / name).read_text(encoding="utf-8") for name in ("swagger-ui-bundle.js", "swagger-ui.css"))
     return (
@@ -96,7 +96,7 @@ def _swagger_page() -> str:
 
 
 def _closeness(dtype: str) -> dict[str, Any] | None:
-    """The measured loss of a dtype that somebody has to opt for. None for other dtypes."""
+    """The measured loss of a dtype that `auto` never chooses. None for other dtypes."""
     measured = CLOSENESS.get(cast(DtypeName, dtype))
     return None if measured is None else {"model": EMBEDDED_MODEL} | asdict(measured)
 

@@ -30,7 +30,7 @@ class Api:
     ) -> None:
         """
         Args:
-            in_serve: HAProxy, or Ray Serve's proxy, adds the request's id to the answer.
+            in_serve: whether HAProxy or Ray Serve's proxy adds the request's id to the answer.
             sharing: the number of processes that share `max_concurrent_requests`.
         """
         self.service = Service(backend, settings, metrics, sharing)
@@ -43,7 +43,7 @@ class Api:
         starlette.state.console = State(self.service, frozenset(route.path for route in ROUTES if route.computes))
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            # Starlette's layers take 20 us. A POST to a known path needs none of them, unless a web page sends it (CORS).
+            # Starlette's layers take 20 us. A POST to a known path needs none of them, except from a web page (CORS).
             if (
                 scope["type"] == "http"
                 and scope["method"] == "POST"

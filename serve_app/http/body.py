@@ -1,4 +1,4 @@
-"""Reading request bodies, within limits of time, bytes and number of values."""
+"""Reads request bodies, within limits of time, bytes and number of values."""
 
 import asyncio
 
@@ -9,17 +9,17 @@ from serve_app.compute.service import Service
 from serve_app.errors import BadBody
 from serve_app.http.json_shape import num_backslashes, shape_of
 
-# A client that sends nothing for this time is given up.
+# Seconds without data after which a request is refused.
 _PAUSE_S = 10.0
-# A body of up to this size is parsed quickly, whatever is in it.
+# Parsing a body of up to this size is always fast.
 SMALL_BYTES = 1 << 16
-# What a larger body may have at most, besides an object for each input. With more, parsing alone would take over 20 ms. A parser
-# holds the GIL, so a thread would not help.
+# The limits of a larger body, besides an object for each input. With more, parsing alone would take over 20 ms. A parser holds
+# the GIL, so a thread would not help.
 _MOST_VALUES, _MOST_STRINGS, _MOST_BACKSLASHES, _OTHER_OBJECTS = 130_000, 1 << 16, 1_000_000, 1024
 
 
 async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
-    """The body. `hold` gets its bytes.
+    """Reads the body. `hold` gets the number of its bytes.
 
     Raises: BadBody for another content type (415), more bytes or values than the limits (413), or a pause (408), as early as
         possible; Overloaded if the bodies and answers in flight take too much memory.
@@ -41,8 +41,8 @@ async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
 async def _read_all(request: Request, limit: int, hold: Hold) -> bytes:
     """The bytes of the body.
 
-    One timer serves all messages. `Request.stream` and a timer for each message take longer than all else that is done to a
-    short body.
+    One timer serves all messages. `Request.stream` and a timer for each message take longer than all other work on a short
+    body.
     """
     chunks, num_bytes, clock = list[bytes](), 0, asyncio.get_running_loop().time
     try:
@@ -70,7 +70,7 @@ def _too_long(limit: int) -> BadBody:
 
 def _check(content: bytes, most_inputs: int) -> None:
     """Raises: BadBody naming the count that is too high."""
-    _refuse("escaped characters", num_backslashes(content), _MOST_BACKSLASHES)  # first: `shape_of` takes memory for each
+    _refuse("escaped characters", num_backslashes(content), _MOST_BACKSLASHES)  # first, because `shape_of` needs memory for each
     shape = shape_of(content)
     _refuse("objects", shape.objects, most_inputs + _OTHER_OBJECTS)
     _refuse("values (texts, numbers, lists)", shape.values, _MOST_VALUES)

@@ -1,4 +1,4 @@
-"""The outermost part of the HTTP API: names each request, and notes what became of it."""
+"""The outermost part of the HTTP API: gives each request its id, and records its result."""
 
 from collections.abc import Awaitable
 
@@ -8,11 +8,11 @@ from serve_app.observe import requests
 
 
 class Edge:
-    """An ASGI application within this one.
+    """Wraps an ASGI application.
 
     Args:
         access_log: whether each request writes a line.
-        adds_id: whether answers get the header `x-request-id`. Ray Serve adds it itself.
+        adds_id: whether to add the header `x-request-id` to answers. Ray Serve adds it itself.
     """
 
     def __init__(self, app: ASGIApp, *, access_log: bool, adds_id: bool) -> None:
@@ -26,7 +26,7 @@ class Edge:
             return await self._app(scope, receive, send)
         request_id, status = requests.current_id().encode(), 499
 
-        def noted(message: Message) -> Awaitable[None]:  # no coroutine: each token of a stream passes here
+        def noted(message: Message) -> Awaitable[None]:  # not a coroutine, because each token of a stream passes here
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]

@@ -1,4 +1,4 @@
-"""JSON responses, encoded straight from numpy arrays: Python floats are never made.
+"""Encodes JSON responses directly from numpy arrays, without Python floats.
 
 A large response is encoded and sent in parts, so that no other request waits long for the event loop.
 """
@@ -19,15 +19,15 @@ from serve_app.compute.service import Service
 from serve_app.dialects.vectors import Deferred
 from serve_app.http.connection import abort
 
-# Bytes of a part. To encode 1 MB takes 6 to 20 ms. A part takes a turn of the event loop, and other requests need several turns.
+# Bytes of a part. Encoding 1 MB takes 6 to 20 ms. A part takes a turn of the event loop, and other requests need several turns.
 _PART_BYTES = 1 << 17
-# Of a float in an array, of any value with its name, and of a token of `/tokenize`, roughly.
+# Approximate bytes of a float in an array, of any value with its name, and of a token of `/tokenize`.
 _NUMBER_BYTES, _VALUE_BYTES, _TOKEN_BYTES = 12, 64, 80
 _PLAIN = frozenset({int, float, bool, type(None)})
 
 
 def to_json(content: Any) -> bytes:
-    """JSON of plain data, `Deferred` and C-contiguous arrays. A float32 gets the shortest decimals that give the number back."""
+    """JSON of plain data, `Deferred` and C-contiguous arrays. A float32 becomes the shortest decimal of the same value."""
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY, default=_plain)
 
 
@@ -43,7 +43,7 @@ def json_response(content: bytes, headers: Mapping[str, str] | None = None, stat
 
 
 async def json_answer(service: Service, content: Any, headers: Mapping[str, str] | None, hold: Hold) -> Response:
-    """A response with the JSON of `content`. `hold` gets the response's bytes, and is released when the response was sent.
+    """A response with the JSON of `content`. `hold` gets the number of its bytes, and is released when the response was sent.
 
     A client that does not read a part within `send_timeout_s` loses its connection.
 
@@ -54,12 +54,12 @@ async def json_answer(service: Service, content: Any, headers: Mapping[str, str]
     if size <= _PART_BYTES:
         return _Whole(to_json(content), headers, hold)
     parts = json_parts(content, size)
-    first = await _next(service, parts)  # what cannot be encoded fails here, before the status is sent
+    first = await _next(service, parts)  # an encoding error must come here, before the status is sent
     return _InParts(service, first, parts, headers, hold)
 
 
 def json_size(content: Any) -> int:
-    """About how many bytes the JSON takes."""
+    """The approximate number of bytes of the JSON."""
     kind = type(content)
     if kind is np.ndarray:
         return int(_NUMBER_BYTES * content.size)
@@ -71,10 +71,10 @@ def json_size(content: Any) -> int:
         return len(content) + _VALUE_BYTES
     elif not isinstance(content, list | tuple):
         return _VALUE_BYTES
-    elif content and isinstance(content[0], Token):  # a text may have half a million
+    elif content and isinstance(content[0], Token):  # a text may have half a million tokens
         return _TOKEN_BYTES * len(content)
     size = _VALUE_BYTES
-    for each in content:  # most are plain, and a call for each would take as long as to encode them
+    for each in content:  # inline, because most values are plain, and a call for each would take as long as the encoding
         kind = type(each)
         if kind in _PLAIN:
             size += _VALUE_BYTES
@@ -87,7 +87,7 @@ def json_size(content: Any) -> int:
 
 def json_parts(content: Any, size: int) -> Iterator[bytes]:
     """The JSON in parts of about `_PART_BYTES`. A single string or number is not cut. `size`: the `json_size` of `content`."""
-    pieces: list[bytes] = []  # names and small values travel with others: each part costs 0.1 ms to send
+    pieces: list[bytes] = []  # names and small values are joined, because sending a part costs 0.1 ms
     num_bytes = 0
     for piece in _pieces(content, size):
         if pieces and num_bytes + len(piece) > _PART_BYTES:
@@ -105,7 +105,7 @@ def _pieces(content: Any, size: float) -> Iterator[bytes]:
     elif isinstance(content, dict):
         for index, (key, value) in enumerate(content.items()):
             yield (b"," if index else b"{") + to_json(key) + b":"
-            yield from _pieces(value, inf if type(value) is list else json_size(value))  # a list's size is counted as it goes
+            yield from _pieces(value, inf if type(value) is list else json_size(value))  # a list's size is counted on the way
         yield b"}"
     else:
         begin, size, separator = 0, 0, b"["
@@ -126,7 +126,7 @@ def _pieces(content: Any, size: float) -> Iterator[bytes]:
 
 
 class _Whole(Response):
-    """A response in one part. uvicorn takes all of it at once."""
+    """A response in one part, which uvicorn takes at once."""
 
     def __init__(self, content: bytes, headers: Mapping[str, str] | None, hold: Hold) -> None:
         super().__init__(content, 200, headers, media_type="application/json")
@@ -140,9 +140,9 @@ class _Whole(Response):
 
 
 class _InParts(Response):
-    """A response that is encoded while it is sent. uvicorn takes a part when the client has read most of the one before.
+    """A response that is encoded while it is sent. uvicorn takes a part when the client has read most of the previous part.
 
-    The server cancels the request of a client that leaves, so nothing here watches the connection.
+    The server cancels the request of a client that leaves, so this class does not watch the connection.
     """
 
     media_type = "application/json"

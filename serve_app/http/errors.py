@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in the form that the path has (`cluster/error_forms.py`)."""
+"""Turns errors into HTTP responses, in the path's form (`cluster/error_forms.py`)."""
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -10,7 +10,7 @@ from engine.errors import EmberError
 from serve_app.errors import ApiError, BadBody, Unauthorized, UnknownRoute, WrongTask, describe
 from serve_app.http.encode import json_response, to_json
 
-# Cohere answers 400 to everything that is wrong with a request, and has no 424.
+# Cohere answers 400 to every wrong request, and has no 424.
 COHERE_STATUS = {422: 400, 424: 500}
 
 
@@ -28,13 +28,13 @@ def error_response(error: EmberError, form: Form) -> Response:
 
 
 async def no_such_route(request: Request, error: Exception) -> Response:
-    """The response to a path that does not exist, or does not take this method."""
+    """The response to a path that does not exist, or that does not support this method."""
     assert isinstance(error, HTTPException)
     path, allow = request.url.path, ""
     if error.status_code == 405:
-        message = f"{path} does not take {request.method}"
+        message = f"{path} does not support {request.method}"
         matching = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
         allow = ", ".join(sorted(set().union(*(route.methods for route in matching))))
     else:
-        message = f"there is no route {path}; GET /docs lists them"
+        message = f"there is no route {path}; GET /docs lists all routes"
     return error_response(UnknownRoute(message, error.status_code, allow), form_of(path))

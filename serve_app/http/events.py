@@ -1,4 +1,4 @@
-"""Server-sent events: a response whose parts are sent as they come."""
+"""Sends server-sent events: a response in parts, each sent as soon as it is ready."""
 
 import asyncio
 import logging
@@ -17,18 +17,18 @@ from serve_app.http.encode import to_json
 log = logging.getLogger(__name__)
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
-# A stream without an event for this time sends a comment. Proxies close a connection that is silent for a minute or so.
+# Seconds without an event after which a stream sends a comment. Proxies close a connection without data after about a minute.
 _KEEP_ALIVE_S = 15.0
-# Events that are sent together. One event of a token has about 250 bytes.
+# The most bytes of events that are sent together. The event of a token has about 250 bytes.
 _EVENTS_AT_ONCE = 64
 _KEEP_ALIVE = b": keep-alive\n\n"  # clients skip lines that begin with a colon
 
 
 class EventStream(StreamingResponse):
-    """An event for each JSON object, then `[DONE]`. The objects that come together are sent together.
+    """Sends an event for each JSON object, then `[DONE]`. Objects that come together are sent together.
 
-    An error becomes an event of its own, because the status was sent before. A client that does not read for `send_timeout_s`
-    loses its stream and its connection. Until then the engine does not wait for the client.
+    An error becomes an event, because the status was sent before. A client that does not read for `send_timeout_s` loses its
+    stream and its connection. Until then the engine does not wait for the client.
     """
 
     media_type = "text/event-stream"
@@ -50,9 +50,9 @@ class EventStream(StreamingResponse):
     async def begin(
         cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]], headers: Mapping[str, str]
     ) -> "EventStream":
-        """Waits for the first object. What goes wrong before it is raised, and gets its HTTP status.
+        """Waits for the first object. Raises errors that come before it, so that they get their HTTP status.
 
-        No comment is sent before the first object: a comment would need the status 200, and clients retry by the status. The
+        No comment is sent before the first object, because it would need the status 200, and clients retry by the status. The
         server's timeout limits the wait, as for every other route.
         """
         return cls(service, form, await anext(contents), contents, {**_HEADERS, **headers})
@@ -70,10 +70,10 @@ class EventStream(StreamingResponse):
                 self._service.metrics.cancelled.inc()
 
     async def stream_response(self, send: Send) -> None:
-        """Sends the response, and comments while no event comes. Ends early where the client does not read.
+        """Sends the response, and comments while no event comes. Ends early if the client does not read.
 
-        The events have a task of their own: each token wakes it, and a wake-up walks through all frames of a task. Here they are
-        those of the whole application.
+        The events are sent in a separate task: each token wakes the task, and a wake-up walks through all frames of a task. The
+        current task has the frames of the whole application.
         """
         client = _Client(send, self._service.settings.send_timeout_s)
         self._sending = asyncio.create_task(self._send_events(client.send))
@@ -85,10 +85,10 @@ class EventStream(StreamingResponse):
         else:
             self._sending.result()
         finally:
-            self._sending.cancel()  # does nothing if it has ended
+            self._sending.cancel()  # does nothing if the task has ended
 
     async def _send_events(self, send: Send) -> None:
-        """Sends the response. There is one loop, because each generator in between costs every token of every stream."""
+        """Sends the response. It is one loop, because every additional generator costs time for every token of every stream."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         contents, end = self._first, b"data: [DONE]\n\n"
         while True:
@@ -117,7 +117,7 @@ class EventStream(StreamingResponse):
 
 
 def _parts(contents: list[bytes]) -> Iterable[bytes]:
-    """The events, in parts: a slow client has `send_timeout_s` for each part."""
+    """Divides the events into parts, because a slow client has `send_timeout_s` for each part."""
     if len(contents) == 1:
         return (b"data: %b\n\n" % contents[0],)
     return (
@@ -127,12 +127,12 @@ def _parts(contents: list[bytes]) -> Iterable[bytes]:
 
 
 class _Client:
-    """The way to the client. A send ends once the connection's buffer has space: uvicorn's holds 64 KiB."""
+    """The connection to the client. A send ends when the connection's buffer has space: uvicorn's buffer holds 64 KiB."""
 
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send, self._timeout_s = send, timeout_s
         self._time = asyncio.get_running_loop().time
-        self._is_sending, self._since = False, self._time()  # when the last send began, or a comment was sent
+        self._is_sending, self._since = False, self._time()  # the time at which the last send or comment began
 
     async def send(self, message: Message) -> None:
         self._is_sending, self._since = True, self._time()
@@ -140,18 +140,18 @@ class _Client:
         self._is_sending = False
 
     async def watch(self, sending: "asyncio.Task[None]") -> None:
-        """Sends the comments until `sending` has ended. A timer for each send would cost more.
+        """Sends comments until `sending` has ended. A timer for each send would cost more.
 
-        Raises: TimeoutError when a send takes too long.
+        Raises: TimeoutError if a send takes too long.
         """
         while not sending.done():
             most = self._timeout_s if self._is_sending else _KEEP_ALIVE_S
             left = self._since + most - self._time()
             if left > 0:
-                await asyncio.wait({sending}, timeout=min(left, _KEEP_ALIVE_S))  # a send may end, or begin, meanwhile
+                await asyncio.wait({sending}, timeout=min(left, _KEEP_ALIVE_S))  # a send may end or begin in the meantime
             elif self._is_sending:
                 raise TimeoutError
             else:
-                async with asyncio.timeout(self._timeout_s):  # the comment may wait for the client, too
+                async with asyncio.timeout(self._timeout_s):  # the comment may also wait for the client
                     await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
                 self._since = self._time()

@@ -1,4 +1,4 @@
-"""What happens around every route: the API key, errors as responses, metrics."""
+"""Wraps every route: checks the API key, turns errors into responses, counts metrics."""
 
 import asyncio
 import logging
@@ -32,13 +32,13 @@ def guarded(route: Route, service: Service) -> Callable[[Request], Awaitable[Res
                 called_by(keys.account(request.scope["headers"]))
             response = await endpoint(service, request)
         except EmberError as error:
-            if request.method == "POST":  # TEI counts no failed health check
+            if request.method == "POST":  # TEI does not count failed health checks
                 metrics.tei.failed(error)
             response = error_response(error, form)
         except (asyncio.CancelledError, ClientDisconnect) as error:
             metrics.cancelled.inc()
             metrics.tei.dropped()
-            if isinstance(error, ClientDisconnect):  # Serve would log a traceback. Nobody gets this response.
+            if isinstance(error, ClientDisconnect):  # without a response Serve would log a traceback; nobody gets this response
                 return Response(status_code=499)
             raise
         except Exception:

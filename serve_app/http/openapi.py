@@ -32,8 +32,8 @@ _ERRORS: dict[Form, dict[str, Any]] = {
     "cohere": {"type": "object", "required": ["message"], "properties": {"message": {"type": "string"}}},
 }
 _STATUSES = {
-    400: "The JSON is broken, or an input is empty",
-    401: "The server wants an API key, and the request has no valid one. TEI's routes answer without a body",
+    400: "The JSON is invalid, or an input is empty",
+    401: "The server requires an API key, and the request has no valid key. TEI's routes answer without a body",
     404: "Unknown model, or a model that the API key may not use",
     413: "The body is too large",
     415: "The content type is not application/json",
@@ -43,10 +43,10 @@ _STATUSES = {
     503: "The engine does not answer",
     504: "The request took longer than request_timeout_s or than its deadline",
 }
-_GENERATION_STATUS = "The JSON is broken, or the model cannot take a field, which `param` names"
+_GENERATION_STATUS = "The JSON is invalid, or the model does not support a field, which `param` names"
 _COHERE_STATUSES = {400: "The model cannot take the body, an input or a field", 500: "The forward pass failed"}
 _COMPUTING = (424, 503, 504)
-# On TEI's routes, a body that the route cannot parse is answered in plain text, as TEI does.
+# TEI's routes answer in plain text to a body that does not parse, as in TEI.
 _PLAIN = (400, 413, 415, 422)
 _ONLY_PLAIN = (413, 415)
 # Headers of the routes that compute.
@@ -60,7 +60,7 @@ _QOS_HEADERS: list[dict[str, Any]] = [
     {
         "name": "x-request-deadline-ms",
         "in": "header",
-        "description": "Milliseconds until the response must be there. 429: it cannot be there in time. 504: it was not",
+        "description": "Milliseconds until the deadline of the response. 429: the deadline is out of reach. 504: it has passed",
         "schema": {"type": "number", "minimum": 0, "exclusiveMinimum": True},
     },
     {
@@ -74,7 +74,7 @@ _QOS_HEADERS: list[dict[str, Any]] = [
 
 @cache
 def document(root_path: str) -> dict[str, Any]:
-    """The OpenAPI document. `root_path` is the path that the API is mounted at."""
+    """The OpenAPI document. `root_path` is the path prefix of the API."""
     documented = [route for route in ROUTES if route.summary]
     bodies = [(body, "validation") for route in documented for body in route.bodies]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
@@ -139,14 +139,14 @@ def _response(text: str, schema: dict[str, Any] | None, media_type: str = "appli
 
 
 def _without_null(schema: Any) -> Any:
-    """The schema in OpenAPI 3.0's words: an optional field is `nullable`, where pydantic writes `anyOf: [..., null]`."""
+    """Converts a schema to OpenAPI 3.0: an optional field becomes `nullable`; pydantic writes `anyOf: [..., null]`."""
     if isinstance(schema, list):
         return [_without_null(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if (bound := schema.get("exclusiveMinimum", True)) is not True:
         schema = schema | {"minimum": bound, "exclusiveMinimum": True}  # a flag in OpenAPI 3.0
-    if "const" in schema:  # a word of OpenAPI 3.1
+    if "const" in schema:  # a keyword of OpenAPI 3.1
         schema = {key: value for key, value in schema.items() if key != "const"} | {"enum": [schema["const"]]}
     members = [member for member in schema.get("anyOf", []) if member != {"type": "null"}]
     rest = {key: _without_null(value) for key, value in schema.items() if key != "anyOf"}

@@ -1,7 +1,7 @@
 """The table of routes.
 
-`app.py` makes Starlette's routes from the table, `openapi.py` the OpenAPI document. A path's error form comes from
-`cluster/error_forms.py`, where HAProxy finds it too.
+`app.py` makes Starlette's routes from the table, and `openapi.py` the OpenAPI document. A path's error form comes from
+`cluster/error_forms.py`, which HAProxy's configuration uses too.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from serve_app.http.encode import json_answer
 from serve_app.http.events import EventStream
 from serve_app.observe.requests import step
 
-# A body of up to this size is parsed as it comes, within 0.1 ms.
+# A body of up to this size is parsed without waiting for a turn, within 0.1 ms.
 _AT_ONCE_BYTES = 1 << 12
 
 T = TypeVar("T", bound=BaseModel)
@@ -65,10 +65,10 @@ class Route:
     summary: str = ""  # empty: the OpenAPI document leaves the route out
     answer: Schema | None = None  # JSON schema of the response; None for a response without content
     media_type: str = "application/json"  # of the response
-    bodies: tuple[type[BaseModel], ...] = ()  # the route takes any of these
-    computes: bool = False  # runs the model: takes QoS headers, and can fail as a computation does
-    streams: bool = False  # answers with events if the body says `stream`
-    only_400: bool = False  # answers 400 to every bad field, and to a model of another kind
+    bodies: tuple[type[BaseModel], ...] = ()  # the route accepts any of these
+    computes: bool = False  # runs the model: takes QoS headers, and has the errors of a computation
+    streams: bool = False  # answers with events if the body has `stream`
+    only_400: bool = False  # answers 400 to every wrong field, and to a model of another kind
     checks_health: bool = False  # answers 503 while the engine is down
     public: bool = False  # needs no API key
 
@@ -103,7 +103,7 @@ def _post_any(
     computes: bool = True,
     only_400: bool = False,
 ) -> Route:
-    """A route that takes several kinds of body, or has a `parse` of its own. `parse` tells the kinds apart."""
+    """A route that accepts several kinds of body, or has its own `parse`. `parse` decides the kind of a body."""
     endpoint = _endpoint(parse, handler)
     return Route("POST", path, endpoint, summary, answer, bodies=bodies, computes=computes, only_400=only_400)
 

@@ -1,7 +1,7 @@
 """The HTTP server of a process that takes requests: uvicorn, which calls the API without Ray Serve's layers around it.
 
-Serve's layers take 100 us or more of each request (docs/decisions/039). Serve still chooses the port, tells HAProxy of it, and
-stops the server in order. HAProxy's health checks and Serve's other paths below `/-/` go to Serve's application.
+Serve's layers take 100 us or more of each request (docs/decisions/039). Serve still chooses the port, passes it to HAProxy, and
+stops the server gracefully. HAProxy's health checks and Serve's other paths below `/-/` go to Serve's application.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ _TASK = "emberforge.task"  # in a request's scope: the task that answers the req
 
 
 def answer_directly(app: ASGIApp) -> None:
-    """Makes the HTTP server that Serve will start in this process call `app`. To be called on the event loop of `app`."""
+    """Makes Serve's HTTP server in this process call `app`. Call this function on the event loop of `app`."""
     replica: Any = import_module("ray.serve._private.replica")
     starts, loop = replica.start_asgi_http_server, asyncio.get_running_loop()
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients can cause the warnings as often as they like
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # without warnings, because clients can cause any number of them
 
     async def start_asgi_http_server(serves: Any, options: Any, *, event_loop: asyncio.AbstractEventLoop, **others: Any) -> Any:
-        if event_loop is not loop:  # Serve was told to run applications in a thread of their own
+        if event_loop is not loop:  # Serve is configured to run applications in a separate thread
             return await starts(serves, options, event_loop=event_loop, **others)
         server = uvicorn.Server(
             uvicorn.Config(
@@ -52,7 +52,7 @@ def answer_directly(app: ASGIApp) -> None:
 
 
 class _Front:
-    """The ASGI application of the server. `serves` is Serve's own application, a method of Serve's replica."""
+    """The server's ASGI application. `serves` is Serve's own application, a method of Serve's replica."""
 
     def __init__(self, app: ASGIApp, serves: Any) -> None:
         self._app, self._serves, self._replica = app, serves, serves.__self__

@@ -1,4 +1,4 @@
-"""Every counter, gauge and histogram of a process, for `GET /metrics`. docs/metrics.md lists them.
+"""All counters, gauges and histograms of a process, for `GET /metrics`. docs/metrics.md lists them.
 
 A replica labels its series with its model, a gateway with "gateway".
 """
@@ -30,7 +30,7 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 # The buckets of TEI's te_batch_next_tokens and te_batch_next_size, which are made from our series.
 _TOKENS = tuple(float(2**k) for k in range(21))
 _SEQUENCES = tuple(float(2**k) for k in range(13))
-# API keys with series of their own.
+# The most API keys with their own series.
 _MOST_KEYS = 1000
 
 disable_created_metrics()  # type: ignore[no-untyped-call] # a gauge beside each counter and histogram, which nobody reads
@@ -50,20 +50,22 @@ class Metrics:
         self.batch_tokens = self._histogram("batch_tokens", "Tokens in a forward pass", _TOKENS).labels(model)
         self.batch_seqs = self._histogram("batch_sequences", "Sequences in a forward pass", _SEQUENCES).labels(model)
         self.tokens = self._counter("tokens", "Tokens computed").labels(model)
-        self.duplicates = self._counter("duplicate_inputs", "Inputs that the same one in their forward pass stood for").labels(
-            model
-        )
+        self.duplicates = self._counter(
+            "duplicate_inputs", "Inputs that got the result of an equal input in their forward pass"
+        ).labels(model)
         self.proposed_tokens = self._counter("proposed_tokens", "Tokens of answers that were proposed and verified").labels(model)
         self.accepted_tokens = self._counter("accepted_tokens", "Proposed tokens that were right").labels(model)
         self.inputs = self._counter("inputs", "Inputs embedded").labels(model)
-        self.cancelled = self._counter("cancelled_requests", "Requests whose client went away").labels(model)
+        self.cancelled = self._counter(
+            "cancelled_requests", "Requests whose client closed the connection before the answer"
+        ).labels(model)
         self.unread_answers = self._counter(
-            "unread_answers", "Answers and streams ended because their client did not read"
+            "unread_answers", "Answers and streams that the server ended because the client did not read them"
         ).labels(model)
         self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
         self.splits = self._counter("split_batches", "Batches halved because they did not fit into memory").labels(model)
         self.cache_hits = self._counter("cache_hits", "Inputs whose vectors were in the cache").labels(model)
-        self.cache_misses = self._counter("cache_misses", "Inputs that were looked for in the cache and computed").labels(model)
+        self.cache_misses = self._counter("cache_misses", "Inputs whose vectors were not in the cache").labels(model)
         self.cache_bytes = self._gauge("cache_bytes", "Bytes that the cache holds").labels(model)
         self.in_flight = self._gauge("requests_in_flight", "Requests being answered").labels(model)
         self.tasks = self._gauge("tasks", "Tasks of the event loop; /metrics counts them").labels(model)
@@ -77,34 +79,34 @@ class Metrics:
             "first_token_seconds", "From a request for text to the first token of an answer", _SECONDS
         ).labels(model)
         self.tei = TeiMetrics()
-        self.answers_requests = False  # a pool's replica has TEI's series of the queue and the batches alone
+        self.answers_requests = False  # a pool's replica has only TEI's series of the queue and the batches
         self._queued_inputs: Callable[[], int] | None = None
         self._model = model
-        self._of_route = cache(self._series_of_route)  # `labels` looks series up under a lock, which costs 10 us a request
+        self._of_route = cache(self._series_of_route)  # `labels` takes a lock, which would cost each request 10 us
         self._key_requests = self._counter("key_requests", "Requests of an API key that were computed", "key", "served_model")
         self._key_tokens = self._counter("key_tokens", "Tokens of an API key: inputs, prompts and answers", "key", "served_model")
         self._key_refusals = self._counter("key_refusals", "Requests of an API key answered 429", "key", "served_model")
         self._of_key = cache(self._series_of_key)
         self._keys: set[str] = set()
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
-        self._pool_sleeps = self._gauge("pool_sleeps", "1 if a pool without requests may have no replica", "pool")
+        self._pool_sleeps = self._gauge("pool_sleeps", "1 if the pool has no replicas while it has no requests", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
         self._pool_pages = self._gauge("pool_kv_pages_held", "Pages of a pool's KV caches that streams hold", "pool")
         self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
 
     def watch_queue(self, tokens: Callable[[], int], requests: Callable[[], int], inputs: Callable[[], int]) -> None:
-        """Add gauges of this process's engine. They are read at each scrape."""
+        """Adds gauges of this process's engine. They are read at each scrape."""
         self.queued_tokens.set_function(tokens)
         self.queued_requests.set_function(requests)
         self._queued_inputs = inputs
 
     def watch_kv_cache(self, held: Callable[[], float], total: Callable[[], float]) -> None:
-        """Add gauges of the KV cache of this process's engine. They are read at each scrape."""
+        """Adds gauges of the KV cache of this process's engine. They are read at each scrape."""
         self._gauge("kv_pages_held", "Pages of the KV cache that streams hold").labels(self._model).set_function(held)
         self._gauge("kv_pages", "Pages of the KV cache").labels(self._model).set_function(total)
 
     def watch_memory(self, device: str, planned: float, used: Callable[[], float]) -> None:
-        """Add gauges of the memory that this process's engine takes. `used` is read at each scrape."""
+        """Adds gauges of the memory of this process's engine. `used` is read at each scrape."""
         text = "Bytes of the device that the plan gives a replica of this model"
         self._gauge("memory_planned_bytes", text, "device").labels(self._model, device).set(planned)
         text = "Bytes of the device that this replica has taken"
@@ -119,18 +121,18 @@ class Metrics:
         queued: Callable[[], float],
         rate: Callable[[], float],
     ) -> None:
-        """Add gauges of a pool, as the gateway sees it. They are read at each scrape."""
+        """Adds gauges of a pool, as the gateway sees it. They are read at each scrape."""
         self._pool_sleeps.labels(model, pool).set(sleeps)
         self._pool_replicas.labels(model, pool).set_function(replicas)
         self._pool_queued.labels(model, pool).set_function(queued)
         self._pool_rate.labels(model, pool).set_function(rate)
 
     def watch_pool_pages(self, model: str, pool: str, held: Callable[[], float]) -> None:
-        """Add a gauge of the KV caches of a pool whose model generates."""
+        """Adds a gauge of the KV caches of a generation model's pool."""
         self._pool_pages.labels(model, pool).set_function(held)
 
     def observe_request(self, route: str, status: int | str, seconds: float) -> None:
-        """Count a request. `status` is an HTTP status, or the name of a gRPC code."""
+        """Counts a request. `status` is an HTTP status, or the name of a gRPC code."""
         count, histogram = self._of_route(route, status)
         count.inc()
         histogram.observe(seconds)
@@ -139,7 +141,7 @@ class Metrics:
         return self.requests.labels(self._model, route, str(status)), self.request_seconds.labels(self._model, route)
 
     def observe_usage(self, key: str, served_model: str, counts: Counts) -> None:
-        """Count the usage of an API key. Keys beyond the first thousand are counted together."""
+        """Counts the usage of an API key. Keys beyond the first thousand are counted together."""
         if key not in self._keys:
             key = key if len(self._keys) < _MOST_KEYS else "others"
             self._keys.add(key)
@@ -163,7 +165,7 @@ class Metrics:
         self.accepted_tokens.inc(report.num_accepted)
 
     def totals(self, routes: Collection[str]) -> dict[str, Any]:
-        """The counts since the process began, for the console. Requests and their seconds are those of `routes` alone."""
+        """The counts since the start of the process, for the console. Requests and their seconds count only `routes`."""
         requests = Tally[str]()
         for sample in _samples(self.requests, "_total"):
             if sample.labels["route"] in routes:
@@ -222,7 +224,7 @@ def _value(metric: Counter | Gauge) -> float:
 
 
 def _so_far(buckets: Iterable[Sample]) -> list[int]:
-    """For each bound of `_SECONDS`, and for infinity, the number of observations up to the bound, over all series together."""
+    """For each bound of `_SECONDS` and for infinity: the number of observations up to the bound, summed over all series."""
     counts = dict.fromkeys((*_SECONDS, inf), 0)
     for each in buckets:
         counts[float(each.labels["le"])] += int(each.value)

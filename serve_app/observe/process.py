@@ -1,4 +1,4 @@
-"""What each process of a server does first: its logs, its traces and its metrics get their way out."""
+"""Sets up logs, traces and metrics at the start of each process of a server."""
 
 import asyncio
 from concurrent.futures import Future
@@ -21,14 +21,14 @@ def observe_process(name: str) -> None:
 
 
 def publish(metrics: Metrics, *, of_pool: bool = False) -> None:
-    """Show the metrics of this replica or gateway at the node's address. Called on the event loop that counts.
+    """Shows the metrics of this replica or gateway at the node's address. Called on the event loop that counts.
 
     Args:
-        of_pool: the label `pool` is the application's name. A gateway has series of all pools.
+        of_pool: whether the label `pool` is the application's name. A gateway has series of all pools.
     """
     try:
         context = serve.get_replica_context()
-    except RayServeException:  # a test, or a benchmark, without Serve
+    except RayServeException:  # a test or a benchmark without Serve
         return
     from ray.serve._private.constants import RAY_SERVE_HAPROXY_CONFIG_FILE_LOC
 
@@ -39,7 +39,7 @@ def publish(metrics: Metrics, *, of_pool: bool = False) -> None:
 
 
 def _exposition(metrics: Metrics, loop: asyncio.AbstractEventLoop) -> str:
-    """The metrics, read on the event loop, where they are counted. Raises: TimeoutError if the loop is busy for too long."""
+    """Reads the metrics on the event loop that counts them. Raises: TimeoutError if the loop is busy for too long."""
     read, asked_at = Future[bytes](), perf_counter()
 
     def exposition() -> None:

@@ -1,7 +1,7 @@
-"""What is known of one request while it runs: its id, and the figures for the access log and its span.
+"""Keeps a request's id, and its values for the access log and its span.
 
 The id comes from the header `x-request-id` or from the trace id in `traceparent`; else it is made here. HAProxy does the same
-before (`cluster/haproxy.py`), so that its own answers have the id, too.
+earlier (`cluster/haproxy.py`), so that its own answers have the id too.
 """
 
 import logging
@@ -24,15 +24,15 @@ log = logging.getLogger(ACCESS)
 
 HEADER = b"x-request-id"
 _TRACEPARENT_HEADER = b"traceparent"
-GRPC = "grpc"  # stands for the method in the access log
-# The server's failures, besides HTTP's from 500 on. 424 and FAILED_PRECONDITION are TEI's for a failed pass.
+GRPC = "grpc"  # the method in the access log
+# Statuses of server failures besides 500 and above. 424 and FAILED_PRECONDITION are TEI's statuses for a failed pass.
 _FAILED = (424, "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 _ID = re.compile(rb"[!-~]{1,128}")
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
 
 
 class Record:
-    """The figures of one request. `begin` makes it if somebody wants them."""
+    """The values of one request for the access log and its span. `begin` makes it if one of them needs it."""
 
     def __init__(self, start: float, span: "Span | None") -> None:
         self.start, self.span = start, span
@@ -55,7 +55,7 @@ record: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 class step:
-    """`with step("encode"):` measures a step of the request that runs, if anybody wants to know."""
+    """`with step("encode"):` measures a step of the current request, if the access log or a span needs it."""
 
     __slots__ = ("_name", "_record", "_start")
 
@@ -72,12 +72,12 @@ class step:
 
 
 def begin(method: str, headers: Iterable[tuple[bytes, bytes]], is_logged: bool) -> Record | None:
-    """Name the request that the current task works on. The task must be of this request alone.
+    """Sets the request of the current task. The task must belong only to this request.
 
     Args:
         headers: names in lower case.
         is_logged: whether the access log is on.
-    Returns: a record for `end`. None if neither the access log nor a trace wants the figures.
+    Returns: a record for `end`. None if neither the access log nor a trace needs it.
     """
     start, span = perf_counter(), None
     if traces.are_on():
@@ -90,7 +90,7 @@ def begin(method: str, headers: Iterable[tuple[bytes, bytes]], is_logged: bool) 
 
 
 def end(found: Record, method: str, path: str, status: int | str, is_logged: bool) -> None:
-    """Write the request's line of the access log, and end its span. `status` is an HTTP status, or the name of a gRPC code."""
+    """Writes the request's line of the access log, and ends its span. `status` is an HTTP status, or the name of a gRPC code."""
     ms = round((perf_counter() - found.start) * 1000, 1)
     fields = {
         "method": method,
@@ -112,7 +112,7 @@ def end(found: Record, method: str, path: str, status: int | str, is_logged: boo
 
 
 def current_id() -> str:
-    """The id of the request that the current task works on."""
+    """The id of the current task's request."""
     tags = request_tags.get()
     return tags[0].id if tags else ""
 
@@ -130,7 +130,7 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _attributes(fields: Mapping[str, Any], route: str) -> dict[str, Any]:
-    """A span's attributes, by OpenTelemetry's names where it has some."""
+    """A span's attributes, with OpenTelemetry's names if they exist."""
     protocol = (
         {"rpc.system": "grpc", "rpc.method": route}
         if fields["method"] == GRPC

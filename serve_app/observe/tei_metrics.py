@@ -1,6 +1,6 @@
-"""TEI's series, `te_*`, with TEI's names, types, labels and buckets: dashboards made for TEI work.
+"""TEI's series, `te_*`, with TEI's names, types, labels and buckets, so that dashboards for TEI work.
 
-Series of the engine are made from our own series at each scrape (`metrics.py`). This file counts the rest in plain numbers,
+`metrics.py` makes the engine's series from our own series at each scrape. This file counts all other series in plain numbers,
 which only the API's event loop changes. prometheus_client's histograms take a lock, and cannot take many values in one call.
 """
 
@@ -47,7 +47,7 @@ class _Histogram:
 
 
 class TeiMetrics:
-    """Called from one thread."""
+    """TEI's counts. Called from one thread."""
 
     def __init__(self) -> None:
         self._requests = dict.fromkeys(_METHODS, 0)
@@ -61,22 +61,22 @@ class TeiMetrics:
         self._pending_times: list[tuple[Task, int, Sequence[float]]] = []
 
     def started(self, method: str, num_inputs: int, task: Task = "embed") -> None:
-        """Count an admitted request. `method` is `single` or `batch`."""
+        """Counts an admitted request. `method` is `single` or `batch`."""
         self._requests[method] += 1
         self._inputs[task] += num_inputs
 
     def refused(self, num_inputs: int) -> None:
-        """Count a request that was not admitted. `failed` counts the reason."""
+        """Counts a request that was not admitted. `failed` counts the reason."""
         self._requests["single" if num_inputs == 1 else "batch"] += 1
 
     def tokenized(self, lengths: Iterable[int]) -> None:
-        """Count the inputs' lengths in tokens."""
+        """Counts the inputs' lengths in tokens."""
         self._pending_lengths.extend(lengths)
         if len(self._pending_lengths) >= _MOST_PENDING_LENGTHS:
             self._flush()
 
     def succeeded(self, method: str, num_inputs: int, seconds: Sequence[float], task: Task = "embed") -> None:
-        """Count a finished request, and its inputs with the same times. `seconds`: request, tokenisation, queue, inference."""
+        """Counts a finished request, and its inputs with the same times. `seconds`: request, tokenisation, queue, inference."""
         self._successes[method] += 1
         self._inputs_done[task] += num_inputs
         self._pending_times.append((task, num_inputs, seconds))
@@ -84,13 +84,13 @@ class TeiMetrics:
             self._flush()
 
     def failed(self, error: EmberError) -> None:
-        """Count a request that was answered with an error. Errors that TEI does not count are not counted."""
+        """Counts a request that was answered with an error. Errors that TEI does not count are not counted."""
         name = next((name for kinds, name in _FAILURES if isinstance(error, kinds)), None)
         if name is not None:
             self._failures[name] += 1
 
     def dropped(self) -> None:
-        """Count a request whose client has disconnected."""
+        """Counts a request whose client has disconnected."""
         self._failures["dropped"] += 1
 
     def exposition(self) -> Iterator[str]:
@@ -108,7 +108,7 @@ class TeiMetrics:
         yield from histogram("te_request_input_length", _LENGTHS, self._lengths.counts, self._lengths.total)
 
     def _flush(self) -> None:
-        """Put the stored values into the histograms. That would cost each request 10 us, more than all other counting."""
+        """Puts the stored values into the histograms. Doing it in each request would cost 10 us, more than all other counting."""
         for task, num_inputs, seconds in self._pending_times:
             for value, request, single in zip(seconds, self._request_s, self._input_s[task], strict=True):
                 bucket = bisect_left(_SECONDS, value)
@@ -130,12 +130,12 @@ def sample(name: str, kind: str, value: float) -> Iterator[str]:
 
 
 def histogram(name: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Iterator[str]:
-    """The lines of a histogram. `counts` has one more item than `bounds`; an item counts one bucket, without those below."""
+    """The lines of a histogram. `counts` has one more item than `bounds`; an item counts one bucket, without lower buckets."""
     yield f"# TYPE {name} histogram"
     so_far = 0
     for bound, count in zip([*bounds, np.inf], counts, strict=True):
         so_far += count
-        # As TEI writes it (le="0.000015"), so that sums over TEI's and our series work.
+        # In TEI's form (le="0.000015"), so that sums over TEI's and our series work.
         le = "+Inf" if bound == np.inf else np.format_float_positional(bound, trim="-")
         yield f'{name}_bucket{{le="{le}"}} {so_far!r}'
     yield f"{name}_sum {total!r}"

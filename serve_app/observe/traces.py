@@ -1,7 +1,7 @@
-"""Traces: the spans of a request, exported with OpenTelemetry.
+"""Makes the spans of a request and exports them with OpenTelemetry.
 
-A span is made when its step has ended, from the times that the server measures anyway. Without an endpoint this module imports
-nothing and does nothing. OpenTelemetry's own variables (`OTEL_*`) choose endpoint, sampler and service name.
+A span is made after its step has ended, from the times that the server measures anyway. Without an endpoint this module imports
+nothing and does nothing. OpenTelemetry's own variables (`OTEL_*`) set endpoint, sampler and service name.
 """
 
 import os
@@ -22,24 +22,24 @@ _propagating = frozenset[bytes]()  # the headers that name a trace
 
 
 class TracesError(EmberError):
-    """Traces are wanted and cannot be exported. The text names the way out."""
+    """Traces are configured but cannot be exported. The text says what to do."""
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> str:
-    """The variable that asks for traces. Empty if none does."""
+    """The environment variable that configures traces. Empty if none does."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
         return ""
     return next((name for name in _ENDPOINTS if environ.get(name)), "")
 
 
 def check() -> None:
-    """Raises: TracesError if traces are wanted and the package that exports them is missing."""
+    """Raises: TracesError if traces are configured and the package that exports them is missing."""
     if wanted():
         _exporter()
 
 
 def set_up(process: str, exporter: "SpanExporter | None" = None) -> None:
-    """Export the spans of this process from now on, if an endpoint is given.
+    """Exports the spans of this process from now on, if an endpoint is given.
 
     Args:
         process: becomes `service.instance.id`.
@@ -64,7 +64,7 @@ def set_up(process: str, exporter: "SpanExporter | None" = None) -> None:
 
 
 def tear_down() -> None:
-    """Make no more spans. For tests."""
+    """Stops making spans. For tests."""
     global _tracer
     _tracer = None
 
@@ -84,7 +84,7 @@ def begin(name: str, headers: Iterable[tuple[bytes, bytes]], start: float) -> "S
     from opentelemetry.propagate import extract
     from opentelemetry.trace import SpanKind
 
-    # To read them costs 10 us, also for a request that is not sampled. Most requests have none.
+    # Only if there are such headers, because reading them costs 10 us, and most requests have none.
     given = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers if key in _propagating}
     context = extract(given) if given else None
     span = _tracer.start_span(name, context, SpanKind.SERVER, start_time=_ns(start))
@@ -100,7 +100,7 @@ def traceparent(span: "Span | None") -> str:
 
 
 def end(span: "Span", name: str, steps: Iterable[tuple[str, float, float]], attributes: Mapping[str, Any], failed: bool) -> None:
-    """End the span of a request now, with a child for each of its `steps`: name, start and end."""
+    """Ends the span of a request now, with a child for each of its `steps`: name, start and end."""
     assert _tracer is not None, "there is a span"
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
@@ -115,7 +115,7 @@ def end(span: "Span", name: str, steps: Iterable[tuple[str, float, float]], attr
 
 
 def computed(waiting: Waiting) -> None:
-    """Make the spans `queue` and `pass` of work that has just ended, for each traced request that it belongs to."""
+    """Makes the spans `queue` and `pass` of work that has just ended, for each traced request of the work."""
     if _tracer is None:
         return
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -137,7 +137,7 @@ def _exporter() -> "SpanExporter":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise TracesError(
-            f"{wanted()} asks for traces, and the package that exports them is not installed ({error}): "
+            f"{wanted()} asks for traces, but the package that exports them is not installed ({error}): "
             f"pip install 'emberforge[otel]', or unset {wanted()}"
         ) from error
     exporter: SpanExporter = OTLPSpanExporter()

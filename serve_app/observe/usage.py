@@ -1,7 +1,7 @@
-"""The usage of each API key: counters for Prometheus, and a file with a line a minute for each key and model.
+"""Counts the usage of each API key, for Prometheus and for a file with one line per minute for each key and model.
 
-`emberforge keys usage` reads the file. This module imports neither the engine nor prometheus_client, so that the command begins
-quickly.
+`emberforge keys usage` reads the file. This module imports neither the engine nor prometheus_client, so that the command starts
+fast.
 """
 
 import json
@@ -29,10 +29,10 @@ class UsageError(EmberError):
 
 @dataclass(slots=True)
 class Counts:
-    """What a key has used."""
+    """The usage of a key."""
 
-    requests: int = 0  # that were tokenised to be computed
-    tokens: int = 0  # of inputs, prompts and answers
+    requests: int = 0  # requests that were tokenised and computed
+    tokens: int = 0  # tokens of inputs, prompts and answers
     refusals: int = 0  # requests answered 429
 
     def add(self, other: "Counts") -> None:
@@ -52,7 +52,7 @@ class Usage:
         self._observe, self._file = observe, file
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], Counts] = {}  # since the last line
-        self.totals: dict[tuple[str, str], Counts] = {}  # since the process began
+        self.totals: dict[tuple[str, str], Counts] = {}  # since the start of the process
         if file is not None:
             threading.Thread(target=_write_for_ever, args=[weakref.ref(self)], name="usage", daemon=True).start()
 
@@ -65,7 +65,7 @@ class Usage:
                 self._counts.setdefault((key, model), Counts()).add(counts)
 
     def write(self) -> None:
-        """Append a line for each key and model with usage since the last call. If that fails, the next call tries again."""
+        """Appends a line for each key and model with usage since the last call. After a failure the next call tries again."""
         with self._lock:
             counts, self._counts = self._counts, {}
         if self._file is None or not counts:
@@ -73,7 +73,7 @@ class Usage:
         about = {"at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "host": socket.gethostname(), "pid": os.getpid()}
         lines = [json.dumps(about | {"key": key, "model": model} | asdict(each)) for (key, model), each in counts.items()]
         try:
-            with self._file.open("ab", buffering=0) as file:  # one call, so that lines of several processes stay whole
+            with self._file.open("ab", buffering=0) as file:  # one write, so that lines of several processes do not mix
                 file.write("\n".join([*lines, ""]).encode())
         except OSError as error:
             log.error("the usage log %s cannot be written (%s); the counts go into the next minute's lines", self._file, error)
@@ -103,13 +103,15 @@ def total(files: Iterable[Path], since: datetime | None) -> dict[tuple[str, str]
                 if since is None or at >= since:
                     sums.setdefault((entry["key"], entry["model"]), Counts()).add(counts)
             except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{file}, line {number} is no line of a usage log: {error!r}") from None
+                raise UsageError(f"{file}, line {number} is not a line of a usage log: {error!r}") from None
     return sums
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     try:
         with file.open(encoding="utf-8") as opened:
-            yield from ((number, line) for number, line in enumerate(opened, 1) if line.endswith("\n"))  # a last one may be half
+            yield from (
+                (number, line) for number, line in enumerate(opened, 1) if line.endswith("\n")
+            )  # not an incomplete last line
     except (OSError, ValueError) as error:
         raise UsageError(f"the usage log {file} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""A cache of vectors in front of a replica's queue. An input found here does not wait for a forward pass."""
+"""A cache of vectors before a replica's queue. An input with a cached vector needs no forward pass."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,9 +23,9 @@ _Key = tuple[bytes, EmbedOptions, str]
 class CachedModel:
     """A model with a cache of its vectors. New vectors replace the least recently used ones.
 
-    An entry is found by the token ids, the options and the API key's name. The time of an answer would otherwise tell a key what
-    other keys have sent. A replica has one model. Only the event loop calls the cache, so nothing is locked. A cached vector is
-    bit for bit a vector that a pass has given. Computed again in another batch, it may differ by rounding.
+    The token ids, the options and the API key's name identify an entry. Without the name, the time of an answer would show a key
+    what other keys have sent. A replica has one model. Only the event loop calls the cache, so it needs no lock. A cached vector
+    is exactly the vector of an earlier pass. Computed again in another batch, it may differ by rounding.
     """
 
     def __init__(self, model: ServedModel, max_bytes: int, metrics: Metrics, shared: bool = False) -> None:
@@ -37,7 +37,7 @@ class CachedModel:
         metrics.cache_bytes.set_function(lambda: self._vectors.currsize)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """As `ServedModel.embed`. Only vectors are cached: other results are as large as hundreds of vectors."""
+        """Like `ServedModel.embed`. Only vectors are cached, because other results are as large as hundreds of vectors."""
         if options.outputs or not options.pooled or not qos.store:
             return await self._model.embed(sequences, options, qos)
         owner = "" if self._shared else qos.owner

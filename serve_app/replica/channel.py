@@ -1,4 +1,4 @@
-"""The replica's side of a channel: the streams of one gateway, and the messages with their tokens."""
+"""The replica's side of a channel: it computes the streams of one gateway, and sends messages with their tokens."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ from serve_app.models import GeneratingModel
 
 log = logging.getLogger(__name__)
 
-# A gateway that lets so many tokens wait, or a message for so long, reads no more. Its streams end. It may be on a node whose
-# cable is pulled, which no connection tells of for minutes.
+# If this many tokens wait for a gateway, or a message waits for this long, the gateway no longer reads, and its streams end. Its
+# node may be unplugged, and a connection does not show that for minutes.
 MOST_UNSENT = 1 << 17
 UNREAD_S = 10.0
 
@@ -31,24 +31,24 @@ class Channels:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens that the streams under way may still generate."""
+        """The most tokens that the running streams may still generate."""
         return sum(channel.tokens_left for channel in self._channels.values())
 
     @property
     def num_answering(self) -> int:
-        """Streams under way that have a token."""
+        """The number of running streams that have a token."""
         return sum(channel.num_answering for channel in self._channels.values())
 
     def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
-        """Begin streams, and cancel the streams whose callers have left. The messages tell of everything else, errors too."""
+        """Begins streams, and cancels the streams whose callers have left. The messages carry all results, errors too."""
         channel = self._channel(channel_id)
         channel.begin(begun)
         channel.cancel(left)
 
     async def steps(self, channel_id: str) -> AsyncGenerator[Steps]:
-        """The messages of a channel. To close the generator cancels the channel's streams.
+        """The messages of a channel. Closing the generator cancels the channel's streams.
 
-        Raises: EngineStopped where the gateway does not read for too long.
+        Raises: EngineStopped if the gateway does not read for too long.
         """
         channel = self._channel(channel_id)
         channel.is_read = True
@@ -60,7 +60,7 @@ class Channels:
             channel.close()
 
     def _channel(self, channel_id: str) -> "Channel":
-        """The call that comes first makes the channel: the first streams, or the wish for messages."""
+        """Finds or makes the channel: the first call makes it, whether it begins streams or asks for messages."""
         channel = self._channels.get(channel_id)
         if channel is None:
             channel = self._channels[channel_id] = Channel(self._model)
@@ -74,16 +74,16 @@ class Channels:
 
 
 class Channel:
-    """The streams of one gateway. Tokens that come while a message is under way join the next message."""
+    """The streams of one gateway. Tokens that come while a message is sent go into the next message."""
 
     def __init__(self, model: GeneratingModel) -> None:
         self.is_read = False
         self._model, self._loop = model, asyncio.get_running_loop()
         self._delivery = Delivery(self._loop)
         self._streams: dict[int, Stream] = {}
-        self._fresh: set[int] = set()  # the streams whose first token is still to come
+        self._fresh: set[int] = set()  # the streams without a token yet
         self._unsent, self._ready = Unsent(), asyncio.Event()
-        self._sent_at: float | None = None  # when the message under way was handed over
+        self._sent_at: float | None = None  # the time at which the current message was handed over
         self._is_closed = False
 
     @property
@@ -126,7 +126,7 @@ class Channel:
                 stream.future.cancel()
 
     def close(self) -> None:
-        """Cancel all streams. Their pages are free again."""
+        """Cancels all streams, which frees their pages."""
         self._is_closed, self._unsent = True, Unsent()
         self._ready.set()
         self.cancel(list(self._streams))
@@ -143,11 +143,11 @@ class Channel:
         return unsent.packed()
 
     def _got(self, number: int, token: Token) -> None:
-        """The engine's threads call this."""
+        """Adds a token. The engine's threads call this."""
         self._delivery.add(self._keep, (number, token))
 
     def _ended(self, number: int, future: "Future[Answer]") -> None:
-        """Any thread calls this."""
+        """Adds the end of a stream. Any thread may call this."""
         if not future.cancelled():
             self._delivery.add(self._keep_end, (number, future))
             self._delivery.wake()
@@ -155,7 +155,7 @@ class Channel:
     def _keep(self, event: tuple[int, Token]) -> None:
         number, token = event
         stream = self._streams.get(number)
-        if stream is None:  # its caller has left
+        if stream is None:  # the caller has left
             return
         if not self._unsent.numbers:
             self._ready.set()
@@ -167,7 +167,7 @@ class Channel:
             self.close()
 
     def _tell_prompt(self, number: int, stream: Stream) -> None:
-        """What is known of a prompt goes with the stream's first token, or with its end."""
+        """Adds the prompt's cached tokens and scores, with the stream's first token or with its end."""
         if number in self._fresh:
             self._fresh.discard(number)
             self._unsent.cached[number] = stream.num_cached_tokens

@@ -1,8 +1,8 @@
-"""Whether the engine computes. `/health` and Ray Serve's health check of a replica ask this.
+"""Checks whether the engine computes, for `/health` and for Ray Serve's health check of a replica.
 
-A recent forward pass that gave a vector is proof enough. Without one, the check sends one short input, the canary, through the
-real queue. The engine is stuck if it computes nothing in the time that the canary and the pass under way may take. A long queue
-alone is healthy: every pass that ends starts the wait anew.
+A recent successful forward pass is sufficient. Without one, the check sends a short input, the canary, through the real queue.
+The engine is stuck if it computes nothing within the allowed time of the canary and of the current pass. A long queue is healthy,
+because every finished pass restarts this time.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from engine.loop import EngineLoop
 from engine.schedule.request import Waiting
 from serve_app.errors import Unhealthy
 
-# A pass within this time is proof enough.
+# A pass within this time is sufficient.
 FRESH_S = 10.0
-# A canary may take this long, plus ten times the predicted time of the pass under way. Long texts are slower than predicted.
+# The allowed time of a canary, plus ten times the predicted time of the current pass, because long texts may be slower.
 DEADLINE_S = 10.0
 _SLOWEST = 10.0
-# A check waits this long for its canary, because load balancers give up soon after. A later check sees the canary's outcome.
+# A check waits this long for its canary, because load balancers give up soon after. A later check sees the canary's result.
 _WAIT_S = 1.0
 
 
@@ -34,10 +34,10 @@ class Health:
         self._sent_at = 0.0
 
     async def check(self) -> None:
-        """Raises: Unhealthy, after at most 1 s.
+        """Checks the engine. Raises: Unhealthy, after at most 1 s.
 
-        A stuck engine is found after its last pass within the sum of: FRESH_S, an interval between checks, DEADLINE_S, and ten
-        times the predicted time of the pass under way.
+        The check finds a stuck engine within the sum of: FRESH_S, an interval between checks, DEADLINE_S, and ten times the
+        predicted time of the current pass.
         """
         if not self._loop.alive:
             raise Unhealthy("unhealthy")
@@ -53,7 +53,7 @@ class Health:
             if canary.future.exception() is not None:
                 raise Unhealthy("unhealthy")
         elif self._clock() - max(self._sent_at, self._loop.computed_at) > DEADLINE_S + _SLOWEST * self._loop.running_s:
-            raise Unhealthy("unhealthy")  # the canary stays in the queue: there is never a second one, and the engine may recover
+            raise Unhealthy("unhealthy")  # the canary stays in the queue as the only one, because the engine may recover
 
     def _send(self) -> Waiting:
         canary = self._new_canary()

@@ -1,4 +1,4 @@
-"""The requests in flight at this replica: written into its journal, and refused or run alone after a death."""
+"""Writes this replica's requests in flight into its journal, and refuses them or runs them alone after a death."""
 
 import logging
 from asyncio import CancelledError
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds between two looks at which journals there are.
+# Seconds between two searches for new journals.
 _LOOK_EVERY_S = 1.0
 # A request whose client has left stays in the journal for this time.
 _LAST_PASS_S = 5.0
@@ -29,33 +29,33 @@ _LAST_PASS_S = 5.0
 
 @dataclass(slots=True)
 class Entry:
-    """Requests in the journal. `error` is their end, if it is no result."""
+    """Requests in the journal. `error` is their error at the end, or None."""
 
     error: BaseException | None = None
 
 
 class InFlight:
-    """Called on one event loop. Any thread may call what `enter` gives."""
+    """The requests in flight. Called on one event loop. Any thread may call the callback of `enter`."""
 
     def __init__(self, folder: Path | None, replica: str) -> None:
         """
         Args:
-            folder: of the pool's journals on this node; None writes no file.
+            folder: the folder of the pool's journals on this node; None writes no file.
             replica: Serve's id of this replica.
         """
         self.suspects = Suspects()
         self._journal = Journal(journal_file(folder, replica))
         self._others = OtherJournals(folder, replica)
-        self._left: deque[tuple[float, Sequence[int]]] = deque()  # until when, and the slots of requests whose clients have left
+        self._left: deque[tuple[float, Sequence[int]]] = deque()  # (end time, slots) of requests whose clients have left
         self._answered = deque[int]()  # suspects with an answer, to be cleared on the event loop
         self._looked_at = -_LOOK_EVERY_S
 
     @classmethod
     def of_this_replica(cls) -> "InFlight":
-        """The journals are in Ray's folder of this session, so those of an earlier server do not count."""
+        """Uses journals in Ray's folder of this session, so journals of an earlier server do not count."""
         try:
             context = serve.get_replica_context()
-        except RayServeException:  # a test, or a benchmark, without Serve
+        except RayServeException:  # a test or a benchmark without Serve
             return cls(None, "")
         from ray._private.worker import global_worker
 
@@ -64,7 +64,7 @@ class InFlight:
         return cls(folder, str(context.replica_id.unique_id))
 
     def look(self) -> None:
-        """Learns of replicas that have died on this node. A look takes microseconds."""
+        """Finds replicas that have died on this node. A call takes microseconds."""
         now = monotonic()
         if now - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = now
@@ -83,7 +83,7 @@ class InFlight:
         return bool(self.suspects) and any(mark in self.suspects for mark in marks)
 
     def enter(self, mark: int) -> Callable[[BaseException | None], None]:
-        """Writes a request down. Returns a callback for its end, which takes the request's error."""
+        """Writes a request into the journal. Returns: a callback for the request's end, which takes its error."""
         slots = self._journal.enter([mark])
 
         def leave(error: BaseException | None) -> None:
@@ -95,7 +95,7 @@ class InFlight:
 
     @contextmanager
     def written(self, marks: Sequence[int]) -> Iterator["Entry"]:
-        """The requests are in the journal while the context lasts. An answer clears those that became suspects meanwhile."""
+        """Keeps the requests in the journal within the context. An answer clears requests that became suspects."""
         slots, entry = self._journal.enter(marks), Entry()
         try:
             yield entry
@@ -109,14 +109,15 @@ class InFlight:
                 self.suspects.clear(mark)
 
     def _leave(self, slots: Sequence[int], error: BaseException | None) -> None:
-        """A lost device ends the replica a little later, and a request whose client has left may still be in a pass."""
+        """Removes requests from the journal. Not if the device is lost, which will end the replica, and later if the client has
+        left, because the request may still be in a pass."""
         if isinstance(error, CancelledError):
             self._left.append((monotonic() + _LAST_PASS_S, slots))
         elif not isinstance(error, DeviceLost):
             self._journal.leave(slots)
 
     async def run(self, mark: int, work: Callable[[], Awaitable[T]], is_proven: Callable[[], bool] | None = None) -> T:
-        """As `Suspects.run`, and the request is in the journal while it runs."""
+        """Like `Suspects.run`. The request is in the journal while it runs."""
         self.look()
         if mark not in self.suspects:
             with self.written([mark]):
@@ -132,5 +133,5 @@ class InFlight:
         return result
 
     def close(self) -> None:
-        """The replica stops in order."""
+        """Removes the journal when the replica stops gracefully."""
         self._journal.remove()

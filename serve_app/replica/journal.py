@@ -1,7 +1,7 @@
-"""The fingerprints of the requests in flight, in a file that outlives its process.
+"""Keeps the fingerprints of the requests in flight in a file that survives its process.
 
-A replica holds a lock on its journal. The kernel frees the lock when the process ends, however it ends. A journal without a lock
-is therefore that of a dead replica, and the requests in it were in flight at its death. A replica that stops in order removes its
+A replica holds a lock on its journal. The kernel frees the lock when the process ends for any reason. So a journal without a
+lock belongs to a dead replica, and the requests in it were in flight at its death. A replica that stops gracefully removes its
 journal.
 """
 
@@ -16,7 +16,7 @@ from time import time
 
 from serve_app.admission.suspects import REFUSED_S, Death
 
-# Requests beyond so many are not written down. A replica takes fewer.
+# The most requests in a journal. A replica has fewer in flight.
 _SLOTS = 8192
 _SIZE = 8 * _SLOTS
 _SUFFIX = ".journal"
@@ -25,14 +25,14 @@ _SUFFIX = ".journal"
 class Journal:
     """The journal of this replica. Threads may call it.
 
-    A request costs two writes into mapped memory. Without a file the journal is memory of this process alone.
+    A request costs two writes into mapped memory. Without a file the journal is in memory of this process only.
     """
 
     def __init__(self, file: Path | None) -> None:
         self._file, self._fd = file, -1
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(".part")  # other replicas must not see it before it is locked
+            part = file.with_suffix(".part")  # other replicas must not see the file before it is locked
             self._fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             os.ftruncate(self._fd, _SIZE)
@@ -42,7 +42,7 @@ class Journal:
         self._free = list(range(_SLOTS))
 
     def enter(self, marks: Sequence[int]) -> list[int]:
-        """Writes fingerprints down. Returns their slots, for `leave`."""
+        """Writes fingerprints into the journal. Returns: their slots, for `leave`."""
         slots = []
         for mark in marks:
             try:
@@ -59,7 +59,7 @@ class Journal:
         self._free.extend(slots)
 
     def remove(self) -> None:
-        """The replica stops in order: what it leaves undone has not killed it."""
+        """Removes the journal when the replica stops gracefully, because its open requests have not killed it."""
         self.leave([slot for slot in range(_SLOTS) if self._slots[slot]])
         if self._file is not None:
             self._file.unlink(missing_ok=True)
@@ -69,16 +69,16 @@ class OtherJournals:
     """The journals of the other replicas of a pool that are, or were, on this node."""
 
     def __init__(self, folder: Path | None, own: str) -> None:
-        """`own` is the name of the replica that asks."""
+        """`own` is the name of this replica."""
         self._folder, self._own = folder, own
         self._dead: dict[str, list[int]] = {}  # by replica: the fingerprints in a dead replica's journal
         self._alive: dict[str, int] = {}  # by replica: a file descriptor
 
     def look(self) -> None:
-        """Finds the journals that are there now. Old journals of dead replicas are removed."""
+        """Finds the present journals. Removes old journals of dead replicas."""
         for file in sorted(self._folder.glob(f"*{_SUFFIX}")) if self._folder is not None else ():
             name = file.name.removesuffix(_SUFFIX)
-            with suppress(OSError):  # another replica removes it at the same time
+            with suppress(OSError):  # another replica may remove it at the same time
                 if name in self._dead:
                     if file.stat().st_mtime < time() - REFUSED_S:
                         file.unlink()
@@ -94,13 +94,13 @@ class OtherJournals:
             marks = sorted(set(_read(fd)) - {0})
             del self._alive[name]
             self._dead[name] = marks
-            os.utime(fd)  # from now on the journal ages
+            os.utime(fd)  # the journal's age counts from now on
             os.close(fd)
             found += [Death(mark, name, time()) for mark in marks]
         return found
 
     def erase(self, mark: int) -> None:
-        """Takes a fingerprint out of the journals of dead replicas, so that no replica reads it again."""
+        """Removes a fingerprint from the journals of dead replicas, so that no replica reads it again."""
         for name, marks in self._dead.items():
             if mark not in marks or self._folder is None:
                 continue

@@ -1,4 +1,4 @@
-"""The model of this process, behind the protocols of `serve_app/models.py`."""
+"""Implements the protocols of `serve_app/models.py` with the model of this process."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
@@ -26,9 +26,9 @@ from serve_app.replica.health import Health
 
 
 class LocalModel:
-    """The model of this replica. `collect` submits a request to the loop, through `@serve.batch`.
+    """The model of this replica. `collect` submits a request to the engine loop, through `@serve.batch`.
 
-    A request that would take longer than `timeout_s` behind those that wait already is refused at once, as with a deadline.
+    A request is refused at once if the queue is so long that the request would take longer than `timeout_s`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LocalModel:
             await self._collect(request)
             return await self._loop.answer(request)
         finally:
-            request.future.cancel()  # does nothing to a request that has ended; one whose caller has left leaves the queue
+            request.future.cancel()  # removes the request of a caller that has left; does nothing to a request that has ended
             traces.computed(request)
             del request  # an error refers to this frame, and the request to the error
 
@@ -60,7 +60,7 @@ class LocalGenerator:
     """The model of this replica, if it generates text."""
 
     def __init__(self, info: ModelInfo, engine: Engine, loop: EngineLoop, embedder: ServedModel | None = None) -> None:
-        """`embedder`: the same model, for vectors. None if it gives none."""
+        """`embedder`: the same model, for vectors. None if the model gives no vectors."""
         assert engine.prompts is not None and engine.config.generation is not None, "the model generates"  # noqa: PT018
         self.info, self.tokenizer, self._embedder = info, engine.tokenizer, embedder
         self.prompts: Prompts = engine.prompts
@@ -90,11 +90,11 @@ class LocalModels:
     """The one model of this process."""
 
     def __init__(self, model: ServedModel, loop: EngineLoop, health: Health, report: Callable[[], Report] = Report) -> None:
-        """`report` tells of this process."""
+        """`report` makes the report of this process."""
         self._model, self._loop, self._health, self._report = model, loop, health, report
 
     def get(self, name: str | None, check: Check | None = None) -> ServedModel:
-        """The model. Any name means it, as in TEI."""
+        """Returns the model for any name, as in TEI."""
         return self._model
 
     def models(self) -> list[dict[str, Any]]:

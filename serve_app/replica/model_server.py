@@ -1,4 +1,4 @@
-"""The replicas of a server without a gateway, and what they share with the replicas of a pool (`pool.py`).
+"""The replica of a server without a gateway, and the base class of the replicas of a pool (`pool.py`).
 
 A replica is one Ray actor with one engine.
 """
@@ -43,10 +43,10 @@ _SHORTEST_READING_S = 0.5
 
 
 class EngineServer:
-    """Loads one model and computes with it. `_collect` gathers the requests; the packer cuts them into batches."""
+    """Loads one model and computes with it. `_collect` collects the requests; the engine's queue makes batches of them."""
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
-        """`num_threads` None takes the CPUs that Ray gave this replica.
+        """`num_threads` None means the CPUs that Ray gave this replica.
 
         Raises: ModelError for a model that cannot be loaded, or has another revision than the spec's.
         """
@@ -99,7 +99,7 @@ class EngineServer:
         publish(self._metrics, of_pool=True)
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
-        """Benchmarks and tests replace this method, and no other."""
+        """Loads the engine. Benchmarks and tests replace only this method."""
         return Engine.load(
             spec.model,
             num_threads=num_threads,
@@ -110,7 +110,7 @@ class EngineServer:
         )
 
     def report(self) -> Report:
-        """This replica's report on itself. `busy` is since the last report."""
+        """This replica's report. `busy` covers the time since the last report."""
         loop, pages = self._loop, self._engine.pages
         return Report(
             time(),
@@ -133,7 +133,7 @@ class EngineServer:
     async def _collect(self, jobs: list[Request]) -> list[None]:
         """Puts all requests that have arrived into the engine's queue at once. Each caller then waits for its own future.
 
-        This call only collects. It never takes long, and it never gives one caller's error to another.
+        This call only collects requests. It is fast, and it never gives one caller's error to another caller.
         """
         self._loop.submit(jobs, polled=True)
         return [None] * len(jobs)
@@ -173,7 +173,7 @@ class ModelServer(EngineServer, TeiServicer):
 
 
 def canary_of(engine: Engine) -> Callable[[], Waiting]:
-    """Makes short requests that prove that the engine computes."""
+    """Makes the short requests of the health check."""
     ids = engine.tokenizer.encode(["health"], EncodeOptions())[0]
     if engine.config.generation is None:
         return lambda: Request([ids], EmbedOptions())
@@ -181,13 +181,13 @@ def canary_of(engine: Engine) -> Callable[[], Waiting]:
 
 
 def _context(engine: Engine) -> int:
-    """Tokens of the longest input. A model that generates keeps the tokens of prompt and answer in its cache."""
+    """The most tokens of an input. For a generation model: the tokens of prompt and answer that its cache holds."""
     longest = engine.tokenizer.max_input_length
     return longest if engine.pages is None else min(longest, engine.pages.num_pages * engine.pages.page_size)
 
 
 class BusyShare:
-    """The share of the time since the last reading in which the engine computed. Readings within half a second share a value."""
+    """The share of time since the last reading in which the engine computed. Readings within half a second get the same value."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop, self._share = loop, 0.0
@@ -202,11 +202,11 @@ class BusyShare:
 
 
 def _node_id() -> str:
-    """Ray's id of this machine. Empty in a test, or a benchmark, without Ray."""
+    """Ray's id of this machine. Empty in a test or a benchmark without Ray."""
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 def _assigned_cpus() -> int:
-    """The number of threads that compute: the whole cores that Ray gave this replica, and at least one."""
+    """The number of compute threads: the whole cores that Ray gave this replica, at least one."""
     assigned = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
     return max(1, int(assigned.get("CPU", 1)))

@@ -1,4 +1,4 @@
-"""One pool as a Serve application: the replicas of one model on one class of nodes. The gateway calls them through a handle."""
+"""The Serve application of one pool: the replicas of one model on one node class. Gateways call them over wires or a handle."""
 
 import asyncio
 import logging
@@ -35,14 +35,14 @@ from serve_app.replica.wire import Wires, listening_host
 
 log = logging.getLogger(__name__)
 
-# A pass that takes host memory leaves this much of it free.
+# Bytes of host memory that a pass on the host leaves free.
 _HOST_FLOOR_BYTES = 1 << 30
 
 
 class PoolArgs(BaseModel):
     """The `args` of a pool's application. A misspelt key is refused.
 
-    The number of replicas is not here: Serve would replace all of them whenever it changes. It is among the deployment's options.
+    The number of replicas is an option of the deployment, because at a change of the `args` Serve would replace all replicas.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,12 +50,12 @@ class PoolArgs(BaseModel):
     pool: str  # also the application's name
     spec: ModelSpec
     num_threads: int | None = Field(None, ge=1)
-    tokens_per_s: float = Field(gt=0)  # the plan's figure, used until a replica has measured its own
+    tokens_per_s: float = Field(gt=0)  # the plan's value, used until a replica has measured its own rate
     settings: ServerSettings = ServerSettings()
 
 
 class PoolServer(EngineServer):
-    """A replica behind the gateway."""
+    """A replica behind gateways."""
 
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         super().__init__(spec, settings, num_threads)
@@ -68,11 +68,11 @@ class PoolServer(EngineServer):
         self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host, self._channels)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """As `ServedModel.embed`."""
+        """Like `ServedModel.embed`."""
         return await self._model.embed(sequences, options, qos)
 
     async def embed_parcels(self, parcels: Sequence[Parcel], *, ticket: Ticket) -> list[Answered]:
-        """As `answer_parcels`, through Serve. The router on the caller's side reads `ticket`."""
+        """Like `answer_parcels`, through Serve. The router on the caller's side reads `ticket`."""
         return await self.answer_parcels(parcels)
 
     async def answer_parcels(self, parcels: Sequence[Parcel]) -> list[Answered]:
@@ -89,12 +89,12 @@ class PoolServer(EngineServer):
         with self._in_flight.written(parcel.fingerprints) as entry:
             answer = await self._answer(parcel.as_one())
             entry.error = answer if isinstance(answer, Exception) else None
-        if isinstance(answer, Exception) and len(parcel.counts) > 1:  # one of its calls is at fault: compute each one alone
+        if isinstance(answer, Exception) and len(parcel.counts) > 1:  # one call caused the error: compute each call separately
             return await self._answer_each(parcel, monotonic() - start)
         return answer
 
     async def _answer_each(self, parcel: Parcel, after_s: float = 0.0) -> list[Answer]:
-        """The answer to each call of the parcel, computed as a call of its own `after_s` seconds after the parcel came."""
+        """The answer to each call of the parcel, computed as a separate call `after_s` seconds after the parcel came."""
         tags = parcel.tags or [None] * len(parcel.counts)
         return list(await asyncio.gather(*map(self._answer_watched, parcel.fingerprints, tags, parcel.calls(after_s))))
 
@@ -125,7 +125,7 @@ class PoolServer(EngineServer):
                 yield message
 
     async def change_streams(self, channel: str, begun: Sequence[NewStream], left: Sequence[int], *, ticket: Ticket) -> None:
-        """Begins streams, and cancels streams whose callers have left. `steps` tells what becomes of them."""
+        """Begins streams, and cancels streams whose callers have left. `steps` sends the results."""
         self._generating().change(channel, begun, left)
 
     def _generating(self) -> Channels:
@@ -133,11 +133,11 @@ class PoolServer(EngineServer):
         return self._channels
 
     async def learn(self, deaths: Sequence[Death], *, ticket: Ticket) -> None:
-        """A gateway tells of replicas that died, and of the requests that were in flight there."""
+        """Gets from a gateway the deaths of replicas, and the requests that were in flight there."""
         self._in_flight.suspects.learn(deaths)
 
     async def wake(self, *, ticket: Ticket) -> None:
-        """Does nothing. Serve starts a replica for the call if there is none."""
+        """Does nothing. If the pool has no replica, Serve starts one for this call."""
 
     def record_routing_stats(self) -> dict[str, Any]:
         loop = self._loop
@@ -179,7 +179,7 @@ class PoolServer(EngineServer):
         await super().__del__()
 
     def _longest_input(self) -> int:
-        """Tokens of the longest input that fits into memory now. A card's memory is reserved at load."""
+        """The most tokens of an input that fits into memory now. A card's memory is reserved at load."""
         if self._channels is not None:
             return self._model.info.max_input_length
         longest = self._engine.longest_input
@@ -190,7 +190,7 @@ class PoolServer(EngineServer):
 
 
 def _raised(answer: Answer) -> Embeddings:
-    """Raises: the answer, if the answer is an error."""
+    """Returns the answer, or raises it if it is an error."""
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -212,9 +212,9 @@ def build(args: PoolArgs) -> serve.Application:
 
 
 def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any) -> serve.Application:
-    """As `build`, with deployment options, as of `cluster.autoscale`. Tests and benchmarks give another server class."""
+    """Like `build`, with deployment options, for example of `cluster.autoscale`. Tests give another server class."""
     own = {
-        "max_surge_percent": 0,  # a card may have no room for the new replica beside the old one
+        "max_surge_percent": 0,  # a card may lack memory for the new replica beside the old one
         "request_router_config": routing_options(args.pool, args.tokens_per_s),
     }
     chosen = deployment_options(args.settings) | own | options

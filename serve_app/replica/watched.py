@@ -1,4 +1,4 @@
-"""A replica's model with its requests in the journal. A request that has killed two replicas is refused."""
+"""Wraps a replica's model: writes its requests into the journal, and refuses a request that has killed two replicas."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class WatchedModel:
         self._model, self._in_flight = model, in_flight
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
-        """As `ServedModel.embed`. Raises: Quarantined."""
+        """Like `ServedModel.embed`. Raises: Quarantined."""
         mark = fingerprint(self.info.served_model_name, sequences)
         return await self._in_flight.run(mark, lambda: self._model.embed(sequences, options, qos))
 
@@ -38,7 +38,7 @@ class WatchedGenerator(WatchedModel):
         self._generator = model
 
     def submit(self, streams: Sequence[Stream]) -> None:
-        """As `GeneratingModel.submit`. A stream that is refused fails with Quarantined."""
+        """Like `GeneratingModel.submit`. A refused stream fails with Quarantined."""
         marks = [fingerprint(self.info.served_model_name, [stream.prompt]) for stream in streams]
         if self._in_flight.knows(marks):
             for stream, mark in zip(streams, marks, strict=True):
@@ -58,7 +58,7 @@ class WatchedGenerator(WatchedModel):
         try:
             await self._in_flight.run(mark, work, innocence(stream))
         except Exception as error:
-            stream.fail(error)  # does nothing to a stream that has its end
+            stream.fail(error)  # does nothing to a stream that has ended
 
 
 def _leave(leave: Callable[[BaseException | None], None], future: "Future[Any]") -> None:

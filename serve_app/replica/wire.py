@@ -1,4 +1,4 @@
-"""The replica's side of the wires: it listens for gateways, and answers their calls."""
+"""The replica's side of the wires: listens for gateways, and answers their calls."""
 
 import asyncio
 import logging
@@ -22,9 +22,9 @@ from serve_app.replica.channel import UNREAD_S, Channels
 
 log = logging.getLogger(__name__)
 
-# A connection that has not sent the secret by then is ended.
+# Seconds after which a connection without the secret is closed.
 _SECRET_S = 5.0
-# A replica that leaves takes calls for this time: they were on their way before the gateway knew.
+# A replica that stops accepts calls for this time, because gateways sent them before they knew of the stop.
 _LEAVING_S = 0.1
 
 Answer = Callable[[Sequence[Parcel]], Awaitable[list[Answered]]]
@@ -34,15 +34,15 @@ class Wires:
     """All connections of gateways to this replica. Used on one event loop."""
 
     def __init__(self, answer: Answer, host: str, channels: Channels | None = None) -> None:
-        """Listens from now on, at a port that the kernel chooses.
+        """Starts to listen, at a port that the kernel chooses.
 
         Args:
-            answer: computes a call's parcels.
-            channels: those of a replica that generates.
+            answer: computes the parcels of a call.
+            channels: the channels of a replica that generates.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        # Connections inherit it: one ends if the gateway's machine acknowledges nothing for so long.
+        # Connections inherit the option. A connection ends if the gateway's machine acknowledges nothing for this time.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
         self.answer, self.channels, self.secret = answer, channels, secrets.token_bytes(SECRET_BYTES)
         self.address = (host, self._socket.getsockname()[1], self.secret.hex())
@@ -57,19 +57,19 @@ class Wires:
 
     @property
     def num_open(self) -> int:
-        """Calls without an answer, and channels."""
+        """The number of calls without an answer, and of channels."""
         return sum(len(each.tasks) for each in self.connections)
 
     def note_call(self) -> None:
         self._calls += 1
 
     def calls_since_last(self) -> int:
-        """Calls that came since this method was called last, or that are under way."""
+        """The number of calls in flight, plus those that came since the last call of this method."""
         calls, self._calls = self._calls, 0
         return calls or self.num_open
 
     async def close(self) -> None:
-        """Tells the gateways that this replica leaves, and returns when every call has its answer."""
+        """Tells the gateways that this replica stops, and returns when every call has its answer."""
         await self._starting
         assert self._server is not None, "the start has ended"
         self._server.close()
@@ -125,7 +125,7 @@ class _Connection(FrameProtocol):
             self.tasks[number].cancel()
 
     def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
-        # A context of its own: the tags of one request must not reach the next one.
+        # In a new context, because the tags of one request must not reach the next one.
         task = self.tasks[number] = asyncio.get_running_loop().create_task(work, context=Context())
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
@@ -172,7 +172,7 @@ class _Connection(FrameProtocol):
 
 
 def listening_host() -> str | None:
-    """Where a replica of this process listens for gateways. None if Ray encrypts its own connections, because wires do not."""
+    """The address on which a replica listens for gateways. None if Ray encrypts its connections, because wires do not."""
     if os.environ.get("RAY_USE_TLS", "0") == "1":
         return None
     return "127.0.0.1" if ALONE_VARIABLE in os.environ else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

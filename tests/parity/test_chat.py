@@ -45,7 +45,7 @@ def run(*arguments: str, lines: str = "") -> Any:
 def test_chat_answers_one_question(loads: list[dict[str, Any]]) -> None:
     done = run("chat", "-p", "What is the capital of France?", "-n", "24", "--temp", "0", "-v", "-c", "4096", "-t", "2")
     assert done.stdout == f"{PARIS}\n"
-    assert "37 tokens of prompt, the first token after " in done.stderr
+    assert "prompt of 37 tokens, first token after " in done.stderr
     assert loads == [
         {"model": EMBEDDED_GENERATOR, "devices": ("cpu",), "dtype": "auto", "max_input_tokens": 4096, "num_threads": 2}
     ]
@@ -101,7 +101,7 @@ def test_an_answer_is_held_to_a_form(smollm2: Engine) -> None:
 
 
 def test_a_model_of_vectors_does_not_chat_and_the_other_way_round(smollm2: Engine) -> None:
-    with pytest.raises(ModelError, match="all-MiniLM-L6-v2 gives vectors and no text; `emberforge serve"):
+    with pytest.raises(ModelError, match="all-MiniLM-L6-v2 does not generate text; `emberforge serve"):
         run("chat", "-m", "all-MiniLM-L6-v2", "-p", "x")
     with pytest.raises(InvalidInput, match="load it with pooling last_token to get vectors, too"):
         smollm2.embed(["x"])

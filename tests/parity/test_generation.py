@@ -171,7 +171,7 @@ def test_the_check_of_the_command_line_finds_a_difference(
     assert run().stderr.count("12 of 12 tokens are those of transformers, log-probabilities differ by at most ") == 5
     forward = LanguageHead.__call__
     monkeypatch.setattr(LanguageHead, "__call__", lambda head, hidden: forward(head, hidden.roll(1, 1)))
-    with pytest.raises(ModelError, match="the engine does not give what transformers gives"):
+    with pytest.raises(ModelError, match="the engine does not generate the same tokens as transformers"):
         run()
 
 

@@ -132,7 +132,7 @@ BAD_ARGUMENTS = [
     (("/nowhere/model",), "/nowhere/model is not a folder"),
     (("no/such-model",), "neither a folder here nor"),
     (("--config", "/nowhere.yaml"), "--config /nowhere.yaml cannot be read"),
-    (("a/x", "b/x"), "share a name"),
+    (("a/x", "b/x"), "have the same name"),
     (("--default-prompt-name", "query"), "`query` but no prompts were found"),
 ]
 

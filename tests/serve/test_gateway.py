@@ -64,7 +64,10 @@ def test_metadata_name_the_model_of_a_grpc_call(two_models: httpx.Client, client
 def test_an_unknown_model_is_told_what_there_is(two_models: httpx.Client) -> None:
     answer = two_models.post("v1/embeddings", json={"input": "x", "model": "nope"})
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"] == "model `nope` is not served here; there is mini, mini-alias, small, small-alias"
+    assert (
+        answer.json()["error"]["message"]
+        == "model `nope` is not served here; the models are mini, mini-alias, small, small-alias"
+    )
 
 
 def test_models_are_listed_with_state_and_size(two_models: httpx.Client) -> None:

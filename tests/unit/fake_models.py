@@ -72,7 +72,7 @@ class FakeBackend:
 
     def get(self, name: str | None, check: Any = None) -> ServedModel:
         if name == "missing":
-            raise UnknownModel("model `missing` is not served here; there is fake")
+            raise UnknownModel("model `missing` is not served here; the models are fake")
         return self._model
 
     def models(self) -> list[dict[str, Any]]:

@@ -291,7 +291,7 @@ class Models:
             able = (each for each in self._models.values() if check is None or passes(check, each.info))
             return next(able, next(iter(self._models.values())))
         if name not in self._models:
-            raise UnknownModel(f"model `{name}` is not served here; there is {', '.join(self._models)}")
+            raise UnknownModel(f"model `{name}` is not served here; the models are {', '.join(self._models)}")
         return self._models[name]
 
     def models(self) -> list[dict[str, Any]]:
@@ -362,7 +362,7 @@ def test_a_key_has_its_models_and_no_others(tokenizer: Tokenizer, file: Path) ->
         assert server.embed(bound, model=name).status_code == 200
     assert (len(server.large.qos), len(server.small.qos)) == (3, 0)  # without a name it is the first of its own
     assert server.embed(free, model="small").status_code == 200
-    text = "the API key `bound`: model `{}` is not open to it; it may use large"
+    text = "the API key `bound`: it may not use model `{}`; it may use large"
     for name in ("small", "missing"):
         refused = server.embed(bound, model=name)
         assert (refused.status_code, refused.json()) == (404, {"error": text.format(name), "error_type": "NotFound"})

@@ -600,7 +600,7 @@ def test_the_commands(command: Callable[..., tuple[int, list[str]]]) -> None:
     assert command("diff", "wrong") == (2, ["error: wrong cannot be read", "2"])
     for refused in (["apply", "float16"], ["rollback"], ["destroy"]):
         status, lines = command(*refused)
-        assert (status, lines[-1].partition(":")[0]) == (1, "there is no terminal to ask on")
+        assert (status, lines[-1].partition(":")[0]) == (1, "there is no terminal to ask for confirmation")
     status, lines = command("apply", "float16", "--yes")
     assert (status, lines[-1]) == (0, "ready: http://127.0.0.1:8000")
     status, lines = command("rollback", "--yes")

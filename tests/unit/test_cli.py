@@ -72,7 +72,7 @@ def test_whatever_ends_a_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     assert started(TimeoutError(), port) == "the server did not start: TimeoutError"
     assert started(ModelError("as it is"), port) == "as it is"
     with socket.create_server(("127.0.0.1", port)):
-        assert f"port {port} has been taken by process {os.getpid()}" in started(traced, port)
+        assert f"process {os.getpid()} (python) uses port {port} now" in started(traced, port)
         problems.append("/tmp has 0 MiB left")
         assert started(traced, port).endswith("/tmp/ray/port; /tmp has 0 MiB left")
 
@@ -222,7 +222,7 @@ def test_the_servers_own_address_is_a_url(host: str, address: str) -> None:
 def test_a_port_in_use_is_named(host: str) -> None:
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"cannot listen on {host}:{port} .*; choose another with --port"):
+        with pytest.raises(SettingsError, match=rf"cannot listen on {host}:{port} .*; choose another port with --port"):
             _check_port(host, port, "--port")
     _check_port(host, port, "--port")
 

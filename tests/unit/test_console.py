@@ -153,7 +153,7 @@ def test_a_plan_uses_the_nodes_that_models_find() -> None:
         ("models: [", "models.yaml cannot be read: .*line 1"),
         ("models:\n  - name: a\n    model: BAAI/bge-m3\n    dtyp: float32", r"models.yaml, line 4: models.0.dtyp is not a key"),
         ("models:\n  - name: a\n    model: b\n    min_replicas: -1", "models.yaml, line 4: models.0.min_replicas = -1"),
-        ("models:\n  - name: a\n    model: /etc", "model a is the path /etc, and the console reads only paths"),
+        ("models:\n  - name: a\n    model: /etc", "model a is the path /etc, but the console reads only paths"),
         ("models:\n  - {name: a, model: b/c, backend: transformers, trust_remote_code: true}", "the console runs no code"),
         ("models:\n  - {name: a, model: nobody/nothing}", "nobody/nothing"),
         ("models:\n  - {name: a, model: BAAI/bge-m3, nodes: [moon]}", "moon"),

@@ -236,7 +236,7 @@ FAILURES = [
         "instances.0: inputs: expected a string, a list of token ids, or a list of these, got null", None,
     ),
     Failure(
-        "an unknown model", ALL, 404, "NotFound", "model `missing` is not served here; there is fake",
+        "an unknown model", ALL, 404, "NotFound", "model `missing` is not served here; the models are fake",
         fields={"model": "missing"},
         bodies={"/similarity": _similarity("x") | {"model": "missing"}},
     ),

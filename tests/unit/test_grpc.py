@@ -422,7 +422,7 @@ def test_metadata_say_what_headers_say(make: Make) -> None:
         await server.embed.Embed(request, metadata=[("x-request-deadline-ms", "3000"), ("x-grpc-timeout", "6S")])
         expected = Code.INVALID_ARGUMENT, "`x-priority` is `urgent`; send interactive or batch"
         assert await refused(server.embed.Embed(request, metadata=[("x-priority", "urgent")])) == expected
-        expected = Code.NOT_FOUND, "model `missing` is not served here; there is fake"
+        expected = Code.NOT_FOUND, "model `missing` is not served here; the models are fake"
         assert await refused(server.embed.Embed(request, metadata=[("x-model", "missing")])) == expected
         assert (await server.embed.Embed(request, metadata=[("x-model", "fake"), ("trace-bin", b"\xff\x00")])).embeddings
 
@@ -886,5 +886,5 @@ def test_the_port_turns_grpc_on() -> None:
     config = deploy_config(load_settings({"grpc_port": "9100"}, {}), machine_share(1, 2, 0))
     options = gRPCOptions(**config["grpc_options"])
     assert (options.port, options.grpc_servicer_func_callable) == (9100, [add_services])
-    with pytest.raises(SettingsError, match="port and grpc_port are both 8000; HTTP and gRPC need one each"):
+    with pytest.raises(SettingsError, match="port and grpc_port are both 8000; HTTP and gRPC need different ports"):
         load_settings({"grpc_port": "8000", "models": [EMBEDDED_MODEL]}, {})

@@ -90,7 +90,7 @@ def test_the_command_prints_a_row_for_each_kernel(monkeypatch: pytest.MonkeyPatc
         (arch, kernel) for arch in ("sm_120", "sm_75") for kernel in ("embed", "geglu", "geglu_tanh", "gelu", "swiglu")
     ]
     assert "10 of 10 kernels compiled" in result.stdout
-    assert "before sm_80 without attention and in fp16 only; nothing spills" in result.stdout
+    assert "chips before sm_80 have no attention kernel, and fp16 only; no register spills" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_storage_that_fails_keeps_the_keys(file: Path, monkeypatch: pytest.Monke
             known.look()
             assert is_valid(known, one)
         assert [record.message for record in caplog.records] == [
-            f"{file} cannot be looked at (Stale file handle); the keys it had before stay valid"
+            f"{file} cannot be checked (Stale file handle); the previous keys stay valid"
         ]
         add_key(file, "two")
         with monkeypatch.context() as patch:
@@ -307,7 +307,7 @@ def test_storage_that_does_not_answer_holds_up_no_request(
             assert is_valid(known, one)
             assert is_valid(known, one)
         assert [record.message for record in caplog.records] == [
-            f"{file} cannot be looked at: its storage does not answer; the keys it had before stay valid"
+            f"{file} cannot be checked: its storage does not answer; the previous keys stay valid"
         ]
         answer.set()
 
@@ -325,13 +325,13 @@ def test_what_cannot_be_done_is_said(file: Path) -> None:
     with pytest.raises(KeysError, match="emberforge keys add"):
         Keys(None, file)
     add_key(file, "one")
-    with pytest.raises(KeysError, match="'one' already"):
+    with pytest.raises(KeysError, match="already has a key 'one'"):
         add_key(file, "one")
     with pytest.raises(KeysError, match="'a b'"):
         add_key(file, "a b")
-    with pytest.raises(KeysError, match="no key 'two'; there is one"):
+    with pytest.raises(KeysError, match="no key 'two'; its keys are one"):
         remove_key(file, "two")
-    with pytest.raises(KeysError, match="no key 'two'; there is one"):
+    with pytest.raises(KeysError, match="no key 'two'; its keys are one"):
         limit_key(file, "two", {})
     with pytest.raises(KeysError, match="cannot be written"):
         add_key(file.parent / "nowhere" / "keys", "one")
@@ -358,7 +358,7 @@ def test_a_key_and_a_file_go_together(file: Path) -> None:
 
 
 def test_an_empty_key_stops_the_start() -> None:
-    with pytest.raises(SettingsError, match="EMBERFORGE_API_KEY: it is empty"):
+    with pytest.raises(SettingsError, match="EMBERFORGE_API_KEY: the key is empty"):
         load_settings({}, {"EMBERFORGE_API_KEY": ""})
 
 
@@ -376,7 +376,7 @@ def test_the_command_makes_lists_limits_and_removes(file: Path) -> None:
     assert run("remove", "alice").returncode == 0
     assert read_keys(file) == {}
     failed = run("remove", "alice")
-    assert (failed.returncode, failed.stderr.strip().splitlines()[-1].endswith("there is none")) == (1, True)
+    assert (failed.returncode, failed.stderr.strip().splitlines()[-1].endswith("it has no keys")) == (1, True)
 
 
 def test_keys_that_are_added_at_once_are_all_there(file: Path) -> None:

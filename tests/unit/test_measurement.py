@@ -342,4 +342,4 @@ def test_the_command_fails_if_a_kernel_is_wrong(is_right: bool, monkeypatch: pyt
 
 def test_the_block_needs_a_measurement() -> None:
     result = CliRunner().invoke(cli, ["doctor", "--report"])
-    assert "say --measure --report" in str(result.exception)
+    assert "give --measure --report" in str(result.exception)

@@ -76,11 +76,11 @@ def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["node", "start"], "say either --head, on the first node, or --address HEAD"),
-        (["node", "start", "--head", "--address", "h"], "say either --head"),
-        (["cluster", "status", "--json", "--watch"], "say either --json or --watch"),
-        (["plan", "--models", "m"], "say either --inventory FILE, or --live"),
-        (["plan", "--models", "m", "--live", "--inventory", "n"], "say either --inventory FILE, or --live"),
+        (["node", "start"], "give either --head, on the first node, or --address HEAD"),
+        (["node", "start", "--head", "--address", "h"], "give either --head"),
+        (["cluster", "status", "--json", "--watch"], "give either --json or --watch"),
+        (["plan", "--models", "m"], "give either --inventory FILE, or --live"),
+        (["plan", "--models", "m", "--live", "--inventory", "n"], "give either --inventory FILE, or --live"),
     ],
 )
 def test_a_command_that_is_told_too_little_or_too_much_says_what_to_say(home: Path, arguments: list[str], sentence: str) -> None:
@@ -265,7 +265,7 @@ def test_a_head_asks_before_it_ends_an_older_cluster(home: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("head", "address"), [(True, "h"), (False, None)])
 def test_a_node_is_a_head_or_has_one(home: Path, head: bool, address: str | None) -> None:
-    with pytest.raises(ClusterError, match=r"say either --head.* or --address HEAD"):
+    with pytest.raises(ClusterError, match=r"give either --head.* or --address HEAD"):
         start(head, address)
 
 

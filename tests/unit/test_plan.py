@@ -447,7 +447,7 @@ BAD_MODELS = [
     ("models: [{name: a, model: qwen3-embedding-4b, repicas: 2}]", ["models.0.repicas is not a key", "min_replicas"]),
     ("models: [{name: a, model: qwen3-embedding-4b}]\nsettings: {prt: 1}", ["settings.prt is not a key", "port"]),
     ("models: [{name: a, model: x}]\nsettings: {backend: transformers}", ["settings.backend", "each model's entry"]),
-    ("models: [{name: a, model: x, trust_remote_code: true}]", ["models.0", "no effect without backend transformers"]),
+    ("models: [{name: a, model: x, trust_remote_code: true}]", ["models.0", "needs backend transformers"]),
     ("models: [{name: a, model: x}]\nsettings: {dtype: fp32}", ["settings.dtype", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),
@@ -729,7 +729,7 @@ def test_what_is_unplaced_fails_the_command_and_the_rest_is_written(files: tuple
     result = run((models, nodes), "-o", output)
     assert result.exit_code == 1
     assert "Does not fit" in result.stdout
-    assert f"pro lacks 1 required replica; {output} has the rest" in str(result.exception)
+    assert f"pro lacks 1 required replica; {output} has all other replicas" in str(result.exception)
     names = [application["name"] for application in yaml.safe_load(output.read_text())["applications"]]
     assert names == [f"lite.{PC_CLASS}", "gateway"]
 

@@ -59,7 +59,7 @@ def test_unknown_paths_and_methods_are_answered_in_the_form_of_the_path(
 ) -> None:
     answer: Any = client.request(method, path)
     known = path in {route.path for route in ROUTES}
-    text = f"{path} does not take {method}" if known else f"there is no route {path}; GET /docs lists them"
+    text = f"{path} does not support {method}" if known else f"there is no route {path}; GET /docs lists all routes"
     expected = error_response(UnknownRoute(text, 405 if known else 404), form)
     assert (answer.status_code, answer.content) == (expected.status_code, expected.body)
 

@@ -299,7 +299,7 @@ UNDECIDED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"questions": [PREDICATE | {"weight": 1}]}, "questions", "Extra inputs are not permitted"),
     ({"questions": [choices(1)]}, "questions", "at least 2 items"),
     ({"questions": [choices(256)]}, "questions", "at most 255 items"),
-    ({"questions": [choices(27)]}, None, "27 options; this model's tokenizer has labels for 26"),
+    ({"questions": [choices(27)]}, None, "27 options, but this model's tokenizer has labels for only 26"),
     ({"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]}, "questions", "must be unique"),
     ({"questions": [SCORE | {"levels": [{"label": "a"}] * 11}]}, "questions", "at most 10 items"),
     ({"cache_salt": "x"}, "cache_salt", "Extra inputs are not permitted"),

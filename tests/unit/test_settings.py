@@ -37,15 +37,15 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
         ({"dtype": "int2"}, {}, ["--dtype = 'int2'", "float32"]),
         ({"pooling": "attention"}, {}, ["--pooling = 'attention'", "mean"]),
         ({"backend": "vllm"}, {}, ["--backend = 'vllm'", "transformers"]),
-        ({"trust_remote_code": "true"}, {}, ["no effect without backend transformers"]),
+        ({"trust_remote_code": "true"}, {}, ["needs backend transformers"]),
         ({"models": ["a", "b"], "served_model_name": ["x"]}, {}, ["1 names for 2 models"]),
-        ({"models": ["org/a", "other/a"]}, {}, ["share a name", "served_model_name"]),
-        ({"models": ["a", "org/gateway"]}, {}, ["named gateway", "served_model_name"]),
+        ({"models": ["org/a", "other/a"]}, {}, ["have the same name", "served_model_name"]),
+        ({"models": ["a", "org/gateway"]}, {}, ["gateway is the name", "served_model_name"]),
         ({"request_timeout_s": "0"}, {}, ["--request-timeout-s = '0'", "greater than 0"]),
         (
             {"default_prompt": "a"},
             {"EMBERFORGE_DEFAULT_PROMPT_NAME": "b"},
-            ["default_prompt_name and default_prompt", "leave one"],
+            ["default_prompt_name and default_prompt", "set only one"],
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_one_model_behind_gateways() -> None:
     assert GatewayArgs.model_validate(front["args"]).gateways == 3
     with pytest.raises(SettingsError, match="several models need a gateway"):
         load_settings({"models": ["a/x", "b/y"], "gateways": "0"}, {})
-    with pytest.raises(SettingsError, match="a model named gateway"):
+    with pytest.raises(SettingsError, match="gateway is the name of the server's gateway"):
         load_settings({"models": ["a/gateway"], "gateways": "1"}, {})
 
 
@@ -143,7 +143,7 @@ def test_one_replica_gets_all_devices_of_a_model() -> None:
     assert ModelArgs.model_validate(application["args"]).settings.specs == settings.specs
     assert load_settings({"models": ["a/x"], "devices": ["cpu,cpu"]}, {}).devices == ("cpu", "cpu")
     assert load_settings({}, {"EMBERFORGE_DEVICES": "0"}).devices == ("0",)
-    with pytest.raises(SettingsError, match="devices is for one model, and there are 2"):
+    with pytest.raises(SettingsError, match="devices is for one model, but there are 2"):
         load_settings({"models": ["a/x", "b/y"], "devices": "0,1"}, {})
     with pytest.raises(SettingsError, match="devices is 0,gpu1, expected the numbers of GPUs, or cpu"):
         load_settings({"devices": "0,gpu1"}, {})

@@ -289,7 +289,7 @@ def test_embed_hybrid_gives_any_subset_of_one_pass(serve: Serve, wanted: list[st
 
 
 def test_embed_hybrid_names_what_the_model_lacks(serve: Serve) -> None:
-    message = "Backend error: the model has no colbert; it gives dense"
+    message = "Backend error: the model has no colbert output; its outputs are dense"
     assert serve("embedding").refused("/embed_hybrid", inputs="x", outputs=["dense", "colbert"])[2] == message
     assert serve("embedding").send("POST", "/embed_hybrid", {"inputs": "x", "outputs": []}).status_code == 422
 
@@ -299,7 +299,7 @@ def test_a_rerank_of_hybrid_scores_takes_what_the_model_has(serve: Serve) -> Non
     served.model.info = replace(served.model.info, outputs=("tokens", "sparse"))
     served.post("/rerank", query="what?", texts=TEXTS)
     assert served.model.asked[-1].outputs == ("sparse",)
-    assert "are all 0" in served.refused("/rerank", query="q", texts=["x"], weights={"dense": 0, "sparse": 0})[2]
+    assert "are 0 for all" in served.refused("/rerank", query="q", texts=["x"], weights={"dense": 0, "sparse": 0})[2]
     for weight in (-1, 1e7, "Infinity"):
         assert served.send("POST", "/rerank", {"query": "q", "texts": ["x"], "weights": {"dense": weight}}).status_code == 422
     assert served.refused("/rerank", query="q", texts=["x"], instruction="find it")[0] == 422
@@ -325,7 +325,7 @@ def test_vectors_of_too_many_tokens_are_refused(serve: Serve, monkeypatch: pytes
     refused = serve("m3").refused("/embed_all", inputs=["one two three"] * 3)
     assert (
         refused[2]
-        == f"Input validation error: 15 tokens' vectors of {WIDTH} numbers are too many for one answer; send fewer inputs"
+        == f"Input validation error: 15 token vectors of {WIDTH} numbers are too many for one answer; send fewer inputs"
     )
 
 
@@ -530,7 +530,7 @@ def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
     assert many[0] == 422
     assert many[2].endswith(f"chunks of input 0, {LIMIT} at most; take larger ones")
     several = served.refused("/embed", inputs=[LONG] * 3, chunking={"size": 8})
-    assert several[2].endswith(f"chunks > maximum allowed batch size {LIMIT}; take larger ones or send fewer texts")
+    assert several[2].endswith(f"chunks > maximum allowed batch size {LIMIT}; use larger chunks or send fewer texts")
     assert "must be at most 254" in served.refused("/embed", inputs=LONG, chunking={"size": 255})[2]
     wrapped = served.refused("/vertex", instances=[{"inputs": LONG, "chunking": {"size": 8}}])
     assert wrapped == (422, "Validation", "instances.0: `chunking` is not available here; send it to /embed")

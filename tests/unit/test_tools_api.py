@@ -317,7 +317,7 @@ def test_a_wanted_call_and_another_form_exclude_each_other(tmp_path: Path) -> No
     form = {"response_format": {"type": "json_object"}}
     refused = post(model(tmp_path, CALL), CHAT, tools=TOOLS, tool_choice="required", **form)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
-    assert "exclude each other" in refused.json()["error"]["message"]
+    assert "cannot be combined with a form" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
