@@ -13,9 +13,9 @@ from engine import kernels
 from engine.kernels.four_bits import Packed, pack4
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.linear4 import unpacked
-from loadtests.kernels.few_rows import NUM_LAYERS, ROTATE_BYTES, random
+from engine.measure.timing import copy_bandwidth, seconds_of
+from loadtests.kernels.few_rows import ROTATE_BYTES, chains, random
 from loadtests.kernels.gemm import LAYERS
-from loadtests.kernels.timing import copy_bandwidth, seconds_of
 from loadtests.report import write
 
 ROWS = (1, 8, 16, 32, 64, 128)
@@ -68,30 +68,13 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
             }
 
 
-def chains(bandwidth: float) -> Iterator[dict[str, Any]]:
-    """All the products of a forward pass, each waiting for the one before it."""
-    for model, layer in LAYERS.items():
-        weights = [[packed(n, k) for _, n, k, _ in layer] for _ in range(NUM_LAYERS[model])]
-        width, mixed = layer[0][2], layer[1][2]
-        floor = sum(w.records.nbytes for its in weights for w in its) / bandwidth
-        for m in ROWS:
-            hidden, norm = random(m, width), torch.ones(width, device="cuda", dtype=torch.bfloat16)
-
-            def run(_: int) -> None:
-                for qkv, out, gate_up, down in weights:  # noqa: B023
-                    x = product(hidden, qkv, "nothing", hidden, norm)  # noqa: B023
-                    product(x[:, :mixed], out, "residual", hidden, norm)  # noqa: B023
-                    x = product(hidden, gate_up, "swiglu", hidden, norm)  # noqa: B023
-                    product(x, down, "residual", hidden, norm)  # noqa: B023
-
-            seconds = seconds_of(run)
-            yield {"model": model, "rows": m, "ours ms": 1e3 * seconds, "floor ms": 1e3 * floor, "floor / ours": floor / seconds}
-
-
 @torch.inference_mode()
 def main() -> None:
     bandwidth = copy_bandwidth()
-    tables = {"x W^T": list(products(bandwidth)), "Four products a layer, all layers": list(chains(bandwidth))}
+    tables = {
+        "x W^T": list(products(bandwidth)),
+        "Four products a layer, all layers": list(chains(bandwidth, ROWS, packed, lambda w: w.records.nbytes, product)),
+    }
     notes = [
         f"groups of {GROUP}; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
         f"floor: W's codes and scales at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
