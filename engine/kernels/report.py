@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 
 import torch
 
@@ -16,7 +17,17 @@ from engine.kernels.attention_decode import DECODE_SHAPES, attention_decode_defi
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
-from engine.kernels.few_rows import MOST_ROWS, FewRowsShape, few_rows_defines, few_rows_shape
+from engine.kernels.few_rows import (
+    IN_8_BITS,
+    IN_16_BITS,
+    MOST_ROWS,
+    Box,
+    FewRowsShape,
+    box_of_codes,
+    codes_operands,
+    few_rows_defines,
+    few_rows_shape,
+)
 from engine.kernels.four_bits import ROWS as FOUR_BITS_ROWS
 from engine.kernels.four_bits import four_bits_defines, four_bits_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
@@ -154,9 +165,13 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             assert shape is not None, "they are models' shapes"
             yield _few_rows(n, k, norm, followed_by, shape)
             for operands in (2, 3):
-                shape = few_rows_shape(n, k, MOST_ROWS, False, _H200_SMS, itemsize=1)
+                shape = few_rows_shape(n, k, MOST_ROWS, False, _H200_SMS, IN_8_BITS)
                 assert shape is not None, "they are models' shapes"
-                yield _few_rows(n, k, False, followed_by, shape, operands)
+                yield _few_rows(n, k, False, followed_by, shape, IN_8_BITS, {"OPERANDS": operands})
+            for codes in ((128, False), (32, True)):
+                shape = few_rows_shape(n, k, MOST_ROWS, norm, _H200_SMS, box_of_codes(*codes))
+                assert shape is not None, "they are models' shapes"
+                yield _few_rows(n, k, norm, followed_by, shape, box_of_codes(*codes), dict(codes_operands(*codes)))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -268,7 +283,16 @@ def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
 
 
-def _few_rows(n: int, k: int, norm: bool, followed_by: FollowedBy, shape: FewRowsShape, operands: int = 0) -> Variant:
-    label = f"W {n} x {k}, {MOST_ROWS} rows, followed by {followed_by}, operands {operands}"
+def _few_rows(
+    n: int,
+    k: int,
+    norm: bool,
+    followed_by: FollowedBy,
+    shape: FewRowsShape,
+    box: Box = IN_16_BITS,
+    operands: Mapping[str, int] = MappingProxyType({"OPERANDS": 0}),
+) -> Variant:
+    of = ", ".join(f"{name.lower()} {value}" for name, value in operands.items())
+    label = f"W {n} x {k}, {MOST_ROWS} rows, followed by {followed_by}, {of}"
     defines = few_rows_defines(k, MOST_ROWS, shape, norm, followed_by, operands)
-    return Variant("few_rows", label, defines, shape.shared_bytes(k, MOST_ROWS, norm))
+    return Variant("few_rows", label, defines, shape.shared_bytes(k, MOST_ROWS, norm, box))
