@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
-from engine.kernels.launch import Kernel, half, num_sms
+from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 
 GROUPS = (32, 64, 128)  # columns that may share a scale
 STRIP = 16  # rows of W whose records follow one another
@@ -176,7 +176,9 @@ def four_bits(
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
     defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
-    shared = shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros)
+    # More than half of what there is: a block has its multiprocessor alone. Else blocks of the next kernel begin beside it, two on
+    # one multiprocessor and none on another.
+    shared = max(shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros), shared_bytes_of(x.device) // 2)
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, num_sms(x.device) // shape.split))
     partial = squares = None

@@ -157,6 +157,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str
         "Kernel": FakeKernel,
         "runs_on": lambda x: x.dtype in (BF16, FP16),
         "num_sms": lambda device: 132,
+        "shared_bytes_of": lambda device: 227 << 10,
         "tensor_map": lambda x, rows: TensorMapDescriptor.__new__(TensorMapDescriptor),
         "plain_map": lambda x, box: TensorMapDescriptor.__new__(TensorMapDescriptor),
     }

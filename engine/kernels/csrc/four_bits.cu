@@ -22,6 +22,7 @@ constexpr int SLOT = CODES + 32 * LANE_SCALES;  // a record in shared memory, wh
 constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
 constexpr int TILES = ROWS / 8;      // 8-row tiles of x
 constexpr int ITEMS = TALL * TILES;  // results of an mma that a warp holds
+constexpr int CHAINS = TILES == 1 ? 2 : 1;  // sums of a group, so that products of few rows wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
 static_assert(WARPS == 8, "up to eight warps share a row of x");
 static_assert(TILES == 1 || TILES % 2 == 0, "ldmatrix takes two tiles of x");
@@ -69,7 +70,7 @@ __device__ __forceinline__ float& element(float4& v, int i) { return i == 0 ? v.
 // Adds the product of one step: TALL records at `slot` and the columns of x at `x_row`, this lane's address for ldmatrix.
 __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_pitch) {
     const u32 lane = threadIdx.x % 32;
-    float group[TALL][TILES][4];
+    float group[CHAINS][TALL][TILES][4];
     Scales scales[TALL];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
 #pragma unroll
                     for (int t = 0; t < TILES; ++t)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) group[r][t][e] = 0.f;
+                        for (int e = 0; e < 4 * CHAINS; ++e) group[e / 4][r][t][e % 4] = 0.f;
                 }
             }
             // Four 8 x 8 matrices of x: 16 columns of two tiles, or 32 columns of the only tile.
@@ -104,7 +105,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
 #pragma unroll
                 for (int t = 0; t < TILES; ++t) {
                     const int at = (TILES > 1 ? t % 2 : j % 2) * 2;
-                    mma(group[r][t], a, rows[t / 2][at], rows[t / 2][at + 1]);
+                    mma(group[j % CHAINS][r][t], a, rows[t / 2][at], rows[t / 2][at + 1]);
                 }
             }
             if ((column + 16) % GROUP == 0) {
@@ -115,7 +116,8 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
                             float& sum = element(sums.of[r][t], e);
-                            sum = fmaf(scales[r].of[e / 2], group[r][t][e], sum);
+                            const float all = CHAINS == 2 ? group[0][r][t][e] + group[CHAINS - 1][r][t][e] : group[0][r][t][e];
+                            sum = fmaf(scales[r].of[e / 2], all, sum);
                         }
             }
         }
