@@ -49,8 +49,9 @@ class FewRowsShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to compute with: the next multiple of 8."""
-    return -(-m // 8) * 8
+    """Returns the number of rows to compute with: the next multiple of 8, beyond 32 of 16. Each number is a kernel to compile."""
+    step = 8 if m <= _ALWAYS_ROWS else 16
+    return -(-m // step) * step
 
 
 def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> Iterator[tuple[float, FewRowsShape]]:
