@@ -1,7 +1,8 @@
 """How the next token of each sequence is to be chosen: what the host knows. numpy only; `engine/heads/sampler.py` chooses."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ def uniform(seed: int, position: int) -> float:
     It has 53 bits. splitmix64 (Steele, Lea, Flood, OOPSLA 2014) mixes the seed, then the seed's stream at the position. So
     neither neighbouring positions nor neighbouring seeds give related numbers.
     """
-    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
+    return (_mix(_mix_seed(seed) + position) >> 11) * 2.0**-53
 
 
 def _mix(value: int) -> int:
@@ -25,6 +26,9 @@ def _mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
     return value ^ value >> 31
+
+
+_mix_seed = lru_cache(1024)(_mix)  # a stream needs it for each of its tokens
 
 
 def banned_by_ngrams(ids: Sequence[int] | TokenIds, n: int) -> list[int]:
@@ -73,8 +77,7 @@ class TokenCounts:
         return self._counts[: len(self._slots)]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """What one row of logits needs: the request's options, and what has become of its sequence so far.
 
     `counts` is needed where the options have a penalty (`TokenCounts.wanted_by`). `banned` may not be chosen now: stop ids

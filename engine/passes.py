@@ -193,7 +193,7 @@ class Passes:
                 raise
             return None
         with self.lock:
-            self.scheduler.launched(perf_counter() - step.started_at)
+            self.scheduler.launched(perf_counter())
         return Launched(step, flight)
 
     def deliver(self, launched: Launched) -> list[Slice]:

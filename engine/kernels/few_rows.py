@@ -1,4 +1,4 @@
-"""x W^T for at most 32 rows, fused with the operations around it. Reading W from memory takes most of the time."""
+"""x W^T for at most 64 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +17,12 @@ from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
-MOST_ROWS = 32
+MOST_ROWS = 64
+_SMALL = 1 << 23  # values of W, up to which the time that launches and norms take makes up for a slower product
+ALWAYS_ROWS = 32  # up to so many rows no product of cuBLAS is faster
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
-_MOST_SUMS = 96 * 32  # sums that fit into the registers of a block
+_MOST_SUMS, _MOST_SUMS_ALONE = 96 * 32, 64 * 64  # sums in the registers of a block: two share a multiprocessor up to 32 rows
+MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
 # A model of the time that a shape takes, fitted to an H200 (loadtests/kernels/few_rows.py): bytes a nanosecond from memory and
@@ -74,8 +77,9 @@ class FewRowsShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to compute with: the next multiple of 8."""
-    return -(-m // 8) * 8
+    """Returns the number of rows to compute with: the next multiple of 8, beyond 32 of 16. Each number is a kernel to compile."""
+    step = 8 if m <= ALWAYS_ROWS else 16
+    return -(-m // step) * step
 
 
 def few_rows_shapes(
@@ -83,7 +87,9 @@ def few_rows_shapes(
 ) -> Iterator[tuple[float, FewRowsShape]]:
     """Yields the possible shapes for W [n, k], each with the nanoseconds it should take. `rows`: rows of x, `padded`."""
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
-        if k % (split * box.columns) or n % block_n or rows % split or block_n * rows > _MOST_SUMS:
+        if k % (split * box.columns) or n % block_n or rows % split or split * rows > MOST_SENT:
+            continue
+        if block_n * rows > (_MOST_SUMS if rows <= ALWAYS_ROWS else _MOST_SUMS_ALONE):
             continue
         turns = -(-n // block_n // FewRowsShape(split, block_n, 0).clusters(sms))
         steps, stage = turns * (k // split // box.columns), box.stage_bytes(block_n, rows)
@@ -103,7 +109,9 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    if len(x) > MOST_ROWS or x.dtype not in _DTYPES or not is_hopper(x.device):
+    small = isinstance(weight, Tensor) and x.element_size() == 2 and weight.numel() <= _SMALL
+    most = MOST_ROWS if small else ALWAYS_ROWS
+    if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight))
 

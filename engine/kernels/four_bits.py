@@ -176,8 +176,8 @@ def four_bits(
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
     defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
-    # More than half of what there is: a block has its multiprocessor alone. Else blocks of the next kernel begin beside it, two on
-    # one multiprocessor and none on another.
+    # Two blocks do not fit on a multiprocessor. Else blocks of the next kernel would begin beside this one's, two on one
+    # multiprocessor and none on another.
     shared = max(shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros), shared_bytes_of(x.device) // 2)
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, num_sms(x.device) // shape.split))

@@ -22,7 +22,6 @@ from engine.kernels.few_rows import (
     IN_16_BITS,
     MOST_ROWS,
     Box,
-    FewRowsShape,
     box_of_codes,
     codes_operands,
     few_rows_defines,
@@ -161,17 +160,10 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
         yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            shape = few_rows_shape(n, k, MOST_ROWS, norm, _H200_SMS)
-            assert shape is not None, "they are models' shapes"
-            yield _few_rows(n, k, norm, followed_by, shape)
-            for operands in (2, 3):
-                shape = few_rows_shape(n, k, MOST_ROWS, False, _H200_SMS, IN_8_BITS)
-                assert shape is not None, "they are models' shapes"
-                yield _few_rows(n, k, False, followed_by, shape, IN_8_BITS, {"OPERANDS": operands})
+            yield from (_few_rows(n, k, rows, norm, followed_by) for rows in (32, MOST_ROWS))
+            yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
             for codes in ((128, False), (32, True)):
-                shape = few_rows_shape(n, k, MOST_ROWS, norm, _H200_SMS, box_of_codes(*codes))
-                assert shape is not None, "they are models' shapes"
-                yield _few_rows(n, k, norm, followed_by, shape, box_of_codes(*codes), dict(codes_operands(*codes)))
+                yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -286,13 +278,15 @@ def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
 def _few_rows(
     n: int,
     k: int,
+    rows: int,
     norm: bool,
     followed_by: FollowedBy,
-    shape: FewRowsShape,
     box: Box = IN_16_BITS,
     operands: Mapping[str, int] = MappingProxyType({"OPERANDS": 0}),
 ) -> Variant:
+    shape = few_rows_shape(n, k, rows, norm, _H200_SMS, box)
+    assert shape is not None, "they are models' shapes"
     of = ", ".join(f"{name.lower()} {value}" for name, value in operands.items())
-    label = f"W {n} x {k}, {MOST_ROWS} rows, followed by {followed_by}, {of}"
-    defines = few_rows_defines(k, MOST_ROWS, shape, norm, followed_by, operands)
-    return Variant("few_rows", label, defines, shape.shared_bytes(k, MOST_ROWS, norm, box))
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {of}"
+    defines = few_rows_defines(k, rows, shape, norm, followed_by, operands)
+    return Variant("few_rows", label, defines, shape.shared_bytes(k, rows, norm, box))

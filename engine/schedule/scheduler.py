@@ -58,7 +58,7 @@ class Scheduler:
         self._most_in_flight, self._num_stages = most_in_flight, num_stages
         self._runs_ahead = num_stages == 1 or most_in_flight > num_stages
         self._in_flight: deque[float] = deque()  # seconds foreseen for each pass, in order
-        self._launch_s = 0.0
+        self._launch_s, self._scheduled_at = 0.0, 0.0
         self._alone: deque[Slice] = deque()  # sequences to compute again, each in a pass of its own
         self._was_alone = False
 
@@ -148,6 +148,7 @@ class Scheduler:
 
         Every other pass at the most is one of `add_alone`, so that these hold up nobody for long.
         """
+        self._scheduled_at = now
         was_alone, self._was_alone = self._was_alone, False
         if was_alone and (slices := self._schedule(now)):
             return slices
@@ -174,6 +175,7 @@ class Scheduler:
 
     def schedule_at_once(self, requests: Iterable[Request], now: float) -> list[Slice]:
         """All slices of requests that meet an idle device and fit into one pass. They need no place in the queue."""
+        self._scheduled_at = now
         slices: list[Slice] = []
         for request in requests:
             if (refusal := request.refusal()) is not None:
@@ -197,8 +199,9 @@ class Scheduler:
         self.running_tokens += num_tokens
         self.free_at = max(self.free_at, now) + self._in_flight[-1]
 
-    def launched(self, launch_s: float) -> None:
-        """The pass that began last is launched, and `launch_s` is how long that took."""
+    def launched(self, now: float) -> None:
+        """The pass that was scheduled last is launched."""
+        launch_s = now - self._scheduled_at
         self._launch_s = 0.9 * self._launch_s + 0.1 * launch_s if self._launch_s else launch_s
 
     def ended(self, num_tokens: int, now: float) -> None:

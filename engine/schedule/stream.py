@@ -28,7 +28,7 @@ from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput, NotFinite
 from engine.options import SamplingOptions, TokenIds, check_sampling
 from engine.schedule.pages import Pages
-from engine.schedule.piece import Piece, Scored, last_token
+from engine.schedule.piece import Piece, Scored, last_token_ids
 from engine.schedule.proposer import Proposer
 from engine.schedule.request import Slice, Waiting
 from engine.text.grammar import Matcher
@@ -205,8 +205,9 @@ class Stream(Waiting):
             return self.ids[start:stop]
         assert self.pool is not None, "a stream is added to a scheduler first"
         index = start - len(self.prompt)
-        known = index < len(self.answer)
-        return np.array([self.answer[index].id if known else last_token(pages[(start - 1) // self.pool.page_size])], np.int32)
+        if index < len(self.answer):
+            return np.array([self.answer[index].id], np.int32)
+        return last_token_ids(pages[(start - 1) // self.pool.page_size])
 
     def prepare(self, may_take_pages: bool) -> int | None:
         """Pages for all tokens, before the first of them is computed: those that the cache has, and fresh ones."""
@@ -278,7 +279,8 @@ class Stream(Waiting):
                 if allowed is None:
                     self._end("stop")
                     return None
-            row = Row(self.options, uniform(self.seed, index), self.counts, banned, allowed)
+            draw = uniform(self.seed, index) if self.options.temperature else 0.0
+            row = Row(self.options, draw, self.counts, banned, allowed)
         token_ids, is_proposed = self._token_ids(part.start, part.stop, pages), part.start in self.proposed
         return Piece(token_ids, part.start, pages, row, self._scored(part), is_proposed=is_proposed)
 
@@ -402,7 +404,9 @@ class Streams:
                 del self._ready[stream]
                 part = stream.next_slice(1, alone=False)
                 assert part is not None, "one token always fits"
-                slices += [part, *(stream.propose(self._most_proposed) if self._most_proposed else ())]
+                slices.append(part)
+                if self._most_proposed:
+                    slices += stream.propose(self._most_proposed)
         return slices, preempted
 
     def run_ahead(self, slices: Sequence[Slice]) -> None:

@@ -9,14 +9,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.activation import swiglu
 from engine.kernels.few_rows import few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms
+from engine.kernels.norm import rms_norm
 from engine.measure.timing import copy_bandwidth, seconds_of
 from loadtests.kernels.gemm import LAYERS
 from loadtests.report import write
 
-ROWS = (1, 16, 32)
+ROWS = (1, 16, 32, 48, 64)
+EPS = 1e-6
 NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36}
 W = TypeVar("W")
 Product = Callable[[Tensor, W, FollowedBy, Tensor, Tensor], Tensor]
@@ -29,6 +32,14 @@ def product(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) 
     shape = few_rows_shape(*w.shape, padded(len(x)), normed, num_sms(x.device))
     assert shape is not None, "these are models' shapes"
     return few_rows(x, w, shape, follows, None if normed else y, norm if normed else None)
+
+
+def usual(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
+    """The same by cuBLAS, with a kernel for the norm and one for SwiGLU."""
+    if follows == "residual":
+        return y.addmm_(x, w.t())
+    product = torch.mm(rms_norm(x, norm, EPS), w.t())
+    return swiglu(product, interleaved=True) if follows == "swiglu" else product
 
 
 def random(*shape: int) -> Tensor:
@@ -47,13 +58,15 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
                 weights = [random(n, k) for _ in range(-(-ROTATE_BYTES // (2 * n * k)))]
                 count = len(weights)
                 ours = seconds_of(lambda i: product(x, weights[i % count], follows, y, norm))  # noqa: B023
-                theirs = seconds_of(lambda i: torch.mm(x, weights[i % count].t()))  # noqa: B023
+                theirs = seconds_of(lambda i: usual(x, weights[i % count], follows, y, norm))  # noqa: B023
+                alone = seconds_of(lambda i: torch.mm(x, weights[i % count].t()))  # noqa: B023
                 floor = 2 * n * k / bandwidth
                 yield {
                     "model": model,
                     "rows": m,
                     "product": name,
-                    "cuBLAS, the product alone us": 1e6 * theirs,
+                    "cuBLAS, the product alone us": 1e6 * alone,
+                    "cuBLAS, with what lies around it us": 1e6 * theirs,
                     "ours, with what lies around it us": 1e6 * ours,
                     "floor us": 1e6 * floor,
                     "floor / ours": floor / ours,
@@ -101,7 +114,7 @@ def main() -> None:
     notes = [
         "bf16; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
         f"floor: W's bytes at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
-        "20 calls to a CUDA graph, over weights that take turns; a chain is one call",
+        "20 calls to a CUDA graph, over weights that take turns; a chain is one call, and a graph of its own",
     ]
     write("kernels_few_rows", "python -m loadtests.kernels.few_rows", tables, notes)
 

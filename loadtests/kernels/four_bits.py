@@ -1,4 +1,5 @@
 """x W^T for W in 4 bits at the models' shapes, alone and as a chain of layers, beside cuBLAS in bf16 and the time to read W.
+Chains of layers in 8 bits, too.
 
 python -m loadtests.kernels.four_bits
 """
@@ -10,15 +11,18 @@ import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.devices import DTYPES
 from engine.kernels.four_bits import Packed, pack4
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.linear4 import unpacked
+from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.measure.timing import copy_bandwidth, seconds_of
 from loadtests.kernels.few_rows import ROTATE_BYTES, chains, random
 from loadtests.kernels.gemm import LAYERS
 from loadtests.report import write
 
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 4, 8, 16, 32, 64, 96, 128)
+ROWS_IN_8_BITS = (1, 16, 32, 64)
 GROUP = 128
 
 
@@ -68,6 +72,21 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
             }
 
 
+def product8(x: MaybeQuantized, weight: Quantized, follows: FollowedBy, y: Tensor, norm: Tensor) -> MaybeQuantized:
+    """As `product`, of layers in 8 bits: x is quantised first."""
+    if follows == "residual":
+        pending = kernels.linear8_add(x, weight, y)
+        return y if pending is None else y.add_(pending)  # a layer leaves the sum to the norm behind
+    return (kernels.linear8_swiglu if follows == "swiglu" else kernels.linear8)(x, weight, norm, 1e-6)
+
+
+def in_8_bits(bandwidth: float, dtype: torch.dtype) -> list[dict[str, Any]]:
+    def matrix(n: int, k: int) -> Quantized:
+        return quantize_weight(random(n, k) / k**0.5, dtype)
+
+    return list(chains(bandwidth, ROWS_IN_8_BITS, matrix, lambda w: w.values.nbytes, product8))
+
+
 @torch.inference_mode()
 def main() -> None:
     bandwidth = copy_bandwidth()
@@ -75,10 +94,12 @@ def main() -> None:
         "x W^T": list(products(bandwidth)),
         "Four products a layer, all layers": list(chains(bandwidth, ROWS, packed, lambda w: w.records.nbytes, product)),
     }
+    tables |= {f"The same in {name}": in_8_bits(bandwidth, DTYPES[name]) for name in ("int8", "float8")}
     notes = [
         f"groups of {GROUP}; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
         f"floor: W's codes and scales at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
-        "20 calls to a CUDA graph, over weights that take turns; a chain is one call",
+        "20 calls to a CUDA graph, over weights that take turns; a chain is one call, and a graph of its own",
+        "in 8 bits: x is quantised before each product; floor of W's values",
     ]
     write("kernels_four_bits", "python -m loadtests.kernels.four_bits", tables, notes)
 

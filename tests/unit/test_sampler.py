@@ -309,7 +309,7 @@ MIXED = [
 @pytest.mark.parametrize("vocab_size", [300, 1024, 49_152])
 def test_a_row_gives_the_same_bits_in_any_batch(vocab_size: int) -> None:
     logits = random_logits(vocab_size, seed=4, num_rows=len(MIXED))
-    rows = [replace(each, options=replace(each.options, logprobs=3)) for each in MIXED]
+    rows = [each._replace(options=replace(each.options, logprobs=3)) for each in MIXED]
     together = run(logits, rows)
     for order in ([5, 3, 1, 0, 2, 4], [2, 0, 2]):
         shuffled = run(logits[order], [rows[each] for each in order])

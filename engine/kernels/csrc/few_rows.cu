@@ -1,4 +1,4 @@
-// y = x W^T for at most 32 rows of x, fused with an RMSNorm before it and the operation after it, for sm_90 and later. The kernel
+// y = x W^T for at most 64 rows of x, fused with an RMSNorm before it and the operation after it, for sm_90 and later. The kernel
 // reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out. W may have 4 bits.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N rows and 128 bytes a box.
 //   norm [K], y [M, N].
@@ -43,6 +43,7 @@ constexpr int EACH = ROWS / SPLIT;    // rows of x that a block finishes
 constexpr int PITCH = BLOCK_N + 4;    // floats; the padding puts neighbouring rows into different banks
 constexpr u32 BOX = (BOX_BYTES + 127) / 128 * 128, X_BOX = ROWS * 128;
 static_assert(K % (SPLIT * COLUMNS) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
+static_assert(SPLIT * ROWS <= MULTIPLIERS, "a thread for each sum of squares that a block sends");
 static_assert(!IN_8_BITS || !NORM, "rows in 8 bits were normalised before");
 
 // Lies in shared memory after the boxes of x and of W.
@@ -204,7 +205,8 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
 }
 __device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS == 4 && TALL * TILES >= 6) ? 1 : 2)
+constexpr int MOST_REGISTERS = (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS == 4 && TALL * TILES >= 6) || (ROWS > 32 && TALL > 1);
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, MOST_REGISTERS ? 1 : 2)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
