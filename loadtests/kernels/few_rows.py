@@ -22,7 +22,7 @@ ROWS = (1, 16, 32, 48, 64)
 EPS = 1e-6
 NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36}
 W = TypeVar("W")
-Product = Callable[[Tensor, W, FollowedBy, Tensor, Tensor], Tensor]
+Product = Callable[[Any, W, FollowedBy, Tensor, Tensor], Any]
 ROTATE_BYTES = 400 << 20  # of weights that take turns, so that none is in the L2 cache
 
 
