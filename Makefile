@@ -62,6 +62,7 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.kernels.attention
 	$(BIN)/python -m loadtests.kernels.gemm
 	$(BIN)/python -m loadtests.kernels.few_rows
+	$(BIN)/python -m loadtests.kernels.four_bits
 	$(BIN)/python -m loadtests.engine
 	$(BIN)/python -m loadtests.predict
 	$(BIN)/python -m loadtests.eight_bits

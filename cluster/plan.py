@@ -29,7 +29,7 @@ from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.pipelines import Cards, arrange
 from cluster.placement import Demand, Placement, Replica, Slot
 from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
-from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName, compute_dtype
+from engine.devices import DTYPES, INT4, LEAST_CAPABILITY, DtypeName, compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
@@ -577,6 +577,7 @@ class Plan:
         """Changes that place all replicas of this model and displace no other: of each kind the smallest that works."""
         smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
+        found += self._in_four_bits(name)
         for kind in self._changes(name):
             # A larger change fits wherever a smaller one does.
             smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
@@ -589,7 +590,8 @@ class Plan:
         return (*found, self._another_node(name))
 
     def _dtypes(self, name: str) -> tuple[DtypeName, ...]:
-        """The dtypes to try instead of the model's own, the most exact one first. int8 only for cards without float8."""
+        """The dtypes to try instead of the model's own, the most exact one first. int8 is only for cards without float8, int4
+        only for models that generate."""
         wide: tuple[DtypeName, ...] = ("bfloat16",)
         if self.given[name].dtype == "auto":
             ours = {self.dtypes[name]} | ({"float16"} if family_of(self.shapes[name]).overflows_float16 else set())
@@ -597,7 +599,20 @@ class Plan:
         if self.entries[name].backend != "emberforge":
             return wide
         lacks_float8 = any(_runs("int8", node) and not _runs("float8", node) for node in self.classes.values())
-        return (*wide, "float8", "int8") if lacks_float8 else (*wide, "float8")
+        four: tuple[DtypeName, ...] = () if self.entries[name].streams is None else ("int4",)
+        return (*wide, "float8", *(("int8",) if lacks_float8 else ()), *four)
+
+    def _in_four_bits(self, name: str) -> list[str]:
+        """A published checkpoint in 4 bits, if it fits. Its groups of 128 columns have a scale and a zero. They take the same
+        memory as the scales of the groups of 64 columns of dtype int4."""
+        entry, config = self.entries[name], self.shapes[name]
+        if entry.streams is None or config.quantization is not None or entry.backend != "emberforge":
+            return []
+        if not self._would_fit(name, {"dtype": "int4"}):
+            return []
+        config = shortened(config, entry.max_input_tokens)
+        needs = footprint(config, INT4, "gpu", entry.max_batch_tokens, cache_tokens=entry.cache_tokens).total
+        return [f"a published 4-bit checkpoint (GPTQ, AWQ, compressed-tensors) of {entry.model}: it takes {_gib_up(needs)}"]
 
     def _changes(self, name: str) -> list[list[dict[str, Any]]]:
         """Changes of the model's entry to try, by kind, the smallest first."""

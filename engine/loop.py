@@ -21,13 +21,15 @@ import torch
 from engine.errors import EngineStopped
 from engine.passes import BatchReport, Launched, Passes, Runner
 from engine.results import Embeddings
-from engine.schedule.request import Request, Slice, Waiting
+from engine.schedule.request import Request, Waiting
 
 log = logging.getLogger(__name__)
 
 # While work waits for a pass to end, the engine's thread naps instead of sleeping. A core that has slept a millisecond runs the
 # launch half as fast: a single query of 1.3 ms took 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
+# Where nothing of what waits can be scheduled, the engine's thread tries again after so long at the latest.
+_AGAIN_S = 0.001
 # A caller launches a pass of so few tokens itself. Larger ones take milliseconds, beside which a change of threads is little, and
 # packing them would hold up the caller's event loop.
 _QUICK_TOKENS = 1024
@@ -239,10 +241,12 @@ class EngineLoop:
         try:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
-            while (slices := self._schedule()) is not None:
+            while self._wait_until_due():
                 with self._launching, self._turn:
-                    self._hand_over()  # results are delivered in the order of the passes
-                    for launched in self._passes.launch(slices):
+                    slices = self._passes.schedule()
+                    if slices:
+                        self._hand_over()  # results are delivered in the order of the passes
+                    for launched in self._passes.launch(slices) if slices else ():
                         # A pass on the CPU has ended: delivering it here saves a change of threads. A pass on a GPU never
                         # takes this way, even if it has ended, because the other thread may still hold the pass before it.
                         if not self._on_gpu and launched.flight.done and launched.take():
@@ -250,6 +254,9 @@ class EngineLoop:
                         else:
                             self._launched.put(launched)
                         del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
+                if not slices:  # what waits is over, or waits for pages of a pass under way
+                    with self._changed:
+                        self._changed.wait(_AGAIN_S)
                 del slices
         except BaseException:
             log.exception("the engine's thread ended")
@@ -259,21 +266,22 @@ class EngineLoop:
                 self._hand_over()
                 self._launched.put(None)
 
-    def _schedule(self) -> list[Slice] | None:
-        """Wait until a pass is due and take its slices; None once the loop is to end."""
-        with self._changed:
-            while not self._is_ending:
+    def _wait_until_due(self) -> bool:
+        """Return when a pass is to be scheduled; False once the loop is to end."""
+        while True:
+            with self._turn:  # not a nap, which would take the interpreter, while the other thread delivers
+                pass
+            with self._changed:
+                if self._is_ending:
+                    return False
                 now = perf_counter()
                 wait_s = self._scheduler.wait_s(now)
                 if wait_s is not None and wait_s <= 0:
-                    if slices := self._scheduler.schedule(now):
-                        return slices
-                    wait_s = None
+                    return True
                 waits = self._scheduler.has_work or self._scheduler.awaits_tokens
                 if self._on_gpu and waits and self._scheduler.free_at - now < _AWAKE_S:
                     wait_s = _NAP_S
                 self._changed.wait(wait_s)
-        return None
 
     def _deliver_all(self) -> None:
         try:

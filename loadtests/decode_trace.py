@@ -9,13 +9,14 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, mode
 from time import perf_counter
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
@@ -79,11 +80,11 @@ def show_step(spans: Sequence[Span]) -> None:
 
 @contextmanager
 def timed(loop: Any) -> Iterator[dict[str, list[float]]]:
-    """Seconds of each call of the host's parts of a pass. `wait` is the part of `deliver` that waits for the device."""
+    """Seconds of each call of the host's parts of a pass."""
     seconds: dict[str, list[float]] = defaultdict(list)
     passes, runner = loop._passes, loop._passes._runner.runner
 
-    def measured(owner: Any, name: str) -> None:
+    def measured(owner: Any, name: str) -> Any:
         inner = getattr(owner, name)
 
         def call(*args: Any, **named: Any) -> Any:
@@ -93,20 +94,18 @@ def timed(loop: Any) -> Iterator[dict[str, list[float]]]:
             finally:
                 seconds[name].append(perf_counter() - start)
 
-        setattr(owner, name, call)
+        return patch.object(owner, name, call)
 
-    measured(passes.scheduler, "schedule")
-    measured(passes, "_launch")
-    measured(runner, "launch")
-    measured(passes, "deliver")
-    measured(passes, "_deliver_tokens")
-    try:
+    with ExitStack() as stack:
+        for owner, names in (
+            (passes.scheduler, ["schedule"]),
+            (runner, ["launch"]),
+            (torch.cuda.CUDAGraph, ["replay"]),
+            (passes, ["_launch", "deliver", "_deliver_tokens"]),
+        ):
+            for name in names:
+                stack.enter_context(measured(owner, name))
         yield seconds
-    finally:
-        for owner, name in ((passes.scheduler, "schedule"), (passes, "_launch"), (runner, "launch")):
-            delattr(owner, name)
-        for name in ("deliver", "_deliver_tokens"):
-            delattr(passes, name)
 
 
 def show_host(seconds: dict[str, list[float]]) -> None:

@@ -1,22 +1,25 @@
 """x W^T for at most 64 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from operator import itemgetter
+from types import MappingProxyType
 
 import numpy as np
 import torch
+from cuda.core import TensorMapDescriptor
 from torch import Tensor
 
+from engine.kernels.four_bits import STRIP, Packed, chunk_of, record_bytes
 from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
-from engine.kernels.tensor_map import WIDTH, tensor_map
+from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 64
 _SMALL = 1 << 23  # values of W, up to which the time that launches and norms take makes up for a slower product
-_ALWAYS_ROWS = 32  # up to so many rows no product of cuBLAS is faster
+ALWAYS_ROWS = 32  # up to so many rows no product of cuBLAS is faster
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 _MOST_SUMS, _MOST_SUMS_ALONE = 96 * 32, 64 * 64  # sums in the registers of a block: two share a multiprocessor up to 32 rows
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
@@ -33,6 +36,31 @@ _GPCS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Box:
+    """What a box of W and the boxes of x beside it hold."""
+
+    columns: int
+    strip_bytes: int  # of 16 rows of W
+    row_bytes: int  # of a row of x
+
+    def stage_bytes(self, block_n: int, rows: int) -> int:
+        return -(-(block_n // STRIP * self.strip_bytes) // WIDTH) * WIDTH + rows * self.row_bytes
+
+
+IN_16_BITS, IN_8_BITS = Box(64, STRIP * WIDTH, WIDTH), Box(128, STRIP * WIDTH, WIDTH)
+
+
+def box_of(weight: Tensor | Packed) -> Box:
+    if isinstance(weight, Packed):
+        return box_of_codes(weight.group, weight.has_zeros)
+    return IN_8_BITS if weight.element_size() == 1 else IN_16_BITS
+
+
+def box_of_codes(group: int, has_zeros: bool) -> Box:
+    return Box(chunk_of(group), record_bytes(group, has_zeros), 2 * chunk_of(group))
+
+
+@dataclass(frozen=True, slots=True)
 class FewRowsShape:
     """How the blocks divide the work."""
 
@@ -40,8 +68,8 @@ class FewRowsShape:
     block_n: int  # rows of W in a box
     stages: int  # boxes in flight
 
-    def shared_bytes(self, k: int, rows: int, norm: bool) -> int:
-        return _fixed_bytes(self.split, self.block_n, k, rows, norm) + self.stages * _stage_bytes(self.block_n, rows)
+    def shared_bytes(self, k: int, rows: int, norm: bool, box: Box = IN_16_BITS) -> int:
+        return _fixed_bytes(self.split, self.block_n, k, rows, norm) + self.stages * box.stage_bytes(self.block_n, rows)
 
     def clusters(self, sms: int) -> int:
         """Returns how many clusters run at once on this number of multiprocessors."""
@@ -49,45 +77,48 @@ class FewRowsShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to compute with: the next multiple of 8."""
-    return -(-m // 8) * 8
+    """Returns the number of rows to compute with: the next multiple of 8, beyond 32 of 16. Each number is a kernel to compile."""
+    step = 8 if m <= ALWAYS_ROWS else 16
+    return -(-m // step) * step
 
 
-def few_rows_shapes(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> Iterator[tuple[float, FewRowsShape]]:
+def few_rows_shapes(
+    n: int, k: int, rows: int, norm: bool, sms: int, box: Box = IN_16_BITS
+) -> Iterator[tuple[float, FewRowsShape]]:
     """Yields the possible shapes for W [n, k], each with the nanoseconds it should take. `rows`: rows of x, `padded`."""
-    columns = WIDTH // itemsize
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
-        if k % (split * columns) or n % block_n or rows % split or split * rows > MOST_SENT:
+        if k % (split * box.columns) or n % block_n or rows % split or split * rows > MOST_SENT:
             continue
-        if block_n * rows > (_MOST_SUMS if rows <= _ALWAYS_ROWS else _MOST_SUMS_ALONE):
+        if block_n * rows > (_MOST_SUMS if rows <= ALWAYS_ROWS else _MOST_SUMS_ALONE):
             continue
         turns = -(-n // block_n // FewRowsShape(split, block_n, 0).clusters(sms))
-        steps, stage = turns * (k // split // columns), _stage_bytes(block_n, rows)
+        steps, stage = turns * (k // split // box.columns), box.stage_bytes(block_n, rows)
         stages = min(steps, (_MOST_SHARED_BYTES - _fixed_bytes(split, block_n, k, rows, norm)) // stage)
         if stages >= min(steps, 4):
-            flow = max(itemsize * n * k / _BYTES_PER_NS, steps * stage / _BYTES_PER_NS_SM)
+            flow = max(n // STRIP * (k // box.columns) * box.strip_bytes / _BYTES_PER_NS, steps * stage / _BYTES_PER_NS_SM)
             if stages < steps:
                 flow *= 1 + _SHORT_RING_BYTES / (stages * stage)
             yield flow + turns * _TURN_NS[split], FewRowsShape(split, block_n, stages)
 
 
 @lru_cache
-def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, itemsize: int = 2) -> FewRowsShape | None:
+def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = IN_16_BITS) -> FewRowsShape | None:
     """Returns the fastest of the possible shapes; None if there is none."""
-    return min(few_rows_shapes(n, k, rows, norm, sms, itemsize), key=itemgetter(0), default=(0, None))[1]
+    return min(few_rows_shapes(n, k, rows, norm, sms, box), key=itemgetter(0), default=(0, None))[1]
 
 
-def few_rows_shape_of(x: Tensor, weight: Tensor, norm: bool = False) -> FewRowsShape | None:
+def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    most = MOST_ROWS if x.element_size() == 2 and weight.numel() <= _SMALL else _ALWAYS_ROWS
+    small = isinstance(weight, Tensor) and x.element_size() == 2 and weight.numel() <= _SMALL
+    most = MOST_ROWS if small else ALWAYS_ROWS
     if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
-    return few_rows_shape(*weight.shape, padded(len(x)), norm, num_sms(x.device), x.element_size())
+    return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight))
 
 
 def few_rows(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     shape: FewRowsShape,
     followed_by: FollowedBy = "nothing",
     residual: Tensor | None = None,
@@ -100,7 +131,7 @@ def few_rows(
 
     Args:
         x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]. Both are bf16, or without a norm e4m3
-            or int8.
+            or int8. A weight in 4 bits takes x in bf16.
         shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
         followed_by, residual, row_scale, column_scale: as in `gemm_hopper`.
     """
@@ -108,23 +139,53 @@ def few_rows(
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
     rows = padded(m)
-    kernel = _kernel(k, rows, shape, norm is not None, followed_by, OPERANDS[x.dtype], x.device)
+    kernel = _kernel(k, rows, shape, norm is not None, followed_by, _operands(weight), box_of(weight), x.device)
     grid = shape.split * min(n // shape.block_n, shape.clusters(num_sms(x.device)))
-    x_map, w_map = tensor_map(x, (rows,)), tensor_map(weight, (shape.block_n,))
+    x_map, w_map = tensor_map(x, (rows,)), _weight_map(weight, shape.block_n)
     kernel(grid, x_map, w_map, norm, y, row_scale, column_scale, m, n, y.stride(0), np.float32(eps))
     return y
 
 
 @cache
 def _kernel(
-    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, operands: int, device: torch.device
+    k: int,
+    rows: int,
+    shape: FewRowsShape,
+    norm: bool,
+    followed_by: FollowedBy,
+    operands: tuple[tuple[str, int], ...],
+    box: Box,
+    device: torch.device,
 ) -> Kernel:
-    defines = few_rows_defines(k, rows, shape, norm, followed_by, operands)
-    return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm))
+    defines = few_rows_defines(k, rows, shape, norm, followed_by, dict(operands))
+    return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm, box))
+
+
+def _operands(weight: Tensor | Packed) -> tuple[tuple[str, int], ...]:
+    """The macros of the operands' dtypes."""
+    return (
+        codes_operands(weight.group, weight.has_zeros) if isinstance(weight, Packed) else (("OPERANDS", OPERANDS[weight.dtype]),)
+    )
+
+
+def codes_operands(group: int, has_zeros: bool) -> tuple[tuple[str, int], ...]:
+    return (("OPERANDS", 4), ("GROUP", group), ("ZEROS", int(has_zeros)))
+
+
+def _weight_map(weight: Tensor | Packed, block_n: int) -> TensorMapDescriptor:
+    if isinstance(weight, Packed):
+        records = weight.records.flatten(1).view(torch.int64)
+        return plain_map(records, (block_n // STRIP, record_bytes(weight.group, weight.has_zeros) // 8))
+    return tensor_map(weight, (block_n,))
 
 
 def few_rows_defines(
-    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, operands: int = 0
+    k: int,
+    rows: int,
+    shape: FewRowsShape,
+    norm: bool,
+    followed_by: FollowedBy,
+    operands: Mapping[str, int] = MappingProxyType({"OPERANDS": 0}),
 ) -> dict[str, int]:
     return {
         "K": k,
@@ -134,13 +195,9 @@ def few_rows_defines(
         "STAGES": shape.stages,
         "NORM": int(norm),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
-        "OPERANDS": operands,
         "HALF": 0,
+        **operands,
     }
-
-
-def _stage_bytes(block_n: int, rows: int) -> int:
-    return (block_n + rows) * WIDTH
 
 
 def _fixed_bytes(split: int, block_n: int, k: int, rows: int, norm: bool) -> int:

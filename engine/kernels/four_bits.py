@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
-from engine.kernels.launch import Kernel, half, num_sms
+from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 
 GROUPS = (32, 64, 128)  # columns that may share a scale
 STRIP = 16  # rows of W whose records follow one another
@@ -32,7 +32,7 @@ _SHORT_RING_BYTES = 1 << 10  # a ring of n bytes is slower by 1 KiB / n
 class Packed:
     """A matrix W [N, K] in 4 bits. A value is (code - zero) * scale.
 
-    `records` [N / 16, K / chunk, ...] int32, as csrc/four_bits.cu describes them; a chunk is 64 columns, or a group if that is
+    `records` [N / 16, K / chunk, ...] int32, as csrc/codes.cuh describes them; a chunk is 64 columns, or a group if that is
     larger. `counters` [N / 16] int32: the kernel's, 0 between launches.
     """
 
@@ -52,7 +52,7 @@ class Packed:
 
 def packs(n: int, k: int, group: int) -> bool:
     """Returns whether a matrix [n, k] with a scale for each `group` columns can be packed."""
-    return group in GROUPS and n % STRIP == 0 and k % _chunk(group) == 0
+    return group in GROUPS and n % STRIP == 0 and k % chunk_of(group) == 0
 
 
 def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Packed:
@@ -66,7 +66,7 @@ def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Packed:
     n, k = len(codes), 2 * codes.shape[1]
     group = k // scales.shape[1]
     assert packs(n, k, group), f"[{n}, {k}] in groups of {group}"
-    chunk = _chunk(group)
+    chunk = chunk_of(group)
     strips, chunks = n // STRIP, k // chunk
     # Rows are (half of the strip, lane / 4), columns (64 columns, word, half of 16, lane % 4, element).
     pairs = codes.view(strips, 2, 8, k // 64, 4, 2, 4)  # a byte is both elements
@@ -100,7 +100,7 @@ class FourBitsShape:
         return self.across * self.tall
 
     def shared_bytes(self, k: int, rows: int, group: int, has_zeros: bool) -> int:
-        chunk = _chunk(group)
+        chunk = chunk_of(group)
         rings = self.across * self.deep * self.stages * self.tall * _slot_bytes(group, has_zeros)
         sums = self.across * self.deep * self.tall * (_compiled(rows) // 8) * 512 if self.deep > 1 else 0
         width = -(-(k // chunk) // self.split) * chunk
@@ -128,8 +128,8 @@ def four_bits_shapes(
         rows: of x, `padded`.
         most_bytes: of shared memory that a block may have.
     """
-    chunk = _chunk(group)
-    chunks, strips, record = k // chunk, n // STRIP, _record_bytes(group, has_zeros)
+    chunk = chunk_of(group)
+    chunks, strips, record = k // chunk, n // STRIP, record_bytes(group, has_zeros)
     for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5)):
         shape = FourBitsShape(split, _WARPS // deep, deep, tall, stages)
         if tall * rows > 64 and group == 32:  # the sums of the many groups do not fit into registers
@@ -176,7 +176,9 @@ def four_bits(
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
     defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
-    shared = shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros)
+    # Two blocks do not fit on a multiprocessor. Else blocks of the next kernel would begin beside this one's, two on one
+    # multiprocessor and none on another.
+    shared = max(shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros), shared_bytes_of(x.device) // 2)
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, num_sms(x.device) // shape.split))
     partial = squares = None
@@ -226,17 +228,17 @@ def four_bits_defines(
     }
 
 
-def _chunk(group: int) -> int:
+def chunk_of(group: int) -> int:
     """Columns of a record."""
     return max(64, group)
 
 
-def _record_bytes(group: int, has_zeros: bool) -> int:
-    chunk = _chunk(group)
+def record_bytes(group: int, has_zeros: bool) -> int:
+    chunk = chunk_of(group)
     return 8 * chunk + 32 * (chunk // group) * (1 + has_zeros)
 
 
 def _slot_bytes(group: int, has_zeros: bool) -> int:
     """A record in shared memory, where each lane has its own copy of its scales."""
-    chunk = _chunk(group)
+    chunk = chunk_of(group)
     return 8 * chunk + 32 * 4 * (chunk // group) * (1 + has_zeros)

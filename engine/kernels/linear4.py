@@ -1,29 +1,36 @@
 """x W^T in 16 bits for a matrix in 4 bits, with the operations around it.
 
-Few rows go through `four_bits`, which reads W as it is. For more rows W is written out in 16 bits first, and the products of
-`linear` take it. docs/decisions/046.
+Few rows go through kernels that read W as it is: `four_bits`, and on Hopper from 9 rows on `few_rows`, of 32 rows at a time. For
+more rows W is written out in 16 bits first, and the products of `linear` take it. docs/decisions/046.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.few_rows import ALWAYS_ROWS, few_rows, few_rows_shape_of
 from engine.kernels.four_bits import MOST_ROWS, Packed, four_bits, four_bits_shape, padded, unpack4
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 
+# Measured on an H100 with the matrices of an 8B (docs/decisions/046). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond 96
+# rows it takes less time to write a matrix out than to read it for each 32 rows.
+_MOST_ROWS_AT_ONCE, _MOST_ROWS_IN_PARTS = 8, 96
+
 
 def linear4(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
-    if not _is_few(x):
+    if not _is_few(x, weight, norm):
         return linear(x, unpacked(weight, x.dtype), norm, eps)
     return _few(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
 
 
 def linear4_add(x: Tensor, weight: Packed, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
-    if not _is_few(x):
+    if not _is_few(x, weight):
         return linear_add(x, unpacked(weight, x.dtype), residual)
     return _few(x, weight, "residual", residual)
 
@@ -36,7 +43,7 @@ def linear4_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None, eps: 
         gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
     Returns: [T, I].
     """
-    if not _is_few(x):
+    if not _is_few(x, gate_up, norm):
         return linear_swiglu(x, unpacked(gate_up, x.dtype), norm, eps)
     return _few(x, gate_up, "swiglu", x.new_empty(len(x), len(gate_up) // 2), norm, eps)
 
@@ -48,12 +55,29 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
     return reference.unpack4(weight.records, weight.group, weight.has_zeros, dtype)
 
 
-def _is_few(x: Tensor) -> bool:
-    return runs_on(x) and len(x) <= MOST_ROWS
+def _is_few(x: Tensor, weight: Packed, norm: Tensor | None = None) -> bool:
+    return runs_on(x) and len(x) <= (_MOST_ROWS_IN_PARTS if _in_parts(x, weight, norm) else MOST_ROWS)
+
+
+def _in_parts(x: Tensor, weight: Packed, norm: Tensor | None) -> bool:
+    """Whether `few_rows` takes the rows, perhaps in several parts."""
+    return len(x) > _MOST_ROWS_AT_ONCE and few_rows_shape_of(x[:ALWAYS_ROWS], weight, norm is not None) is not None
 
 
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Fills `out`, or adds to it."""
+    if _in_parts(x, weight, norm):
+        for part, to in _parts(x, out):
+            few = few_rows_shape_of(part, weight, norm is not None)
+            assert few is not None, "fewer rows have a shape, too"
+            few_rows(part, weight, few, followed_by, to, norm, eps)
+        return out
     limits = num_sms(x.device), shared_bytes_of(x.device)
     shape = four_bits_shape(len(weight), weight.k, padded(len(x)), weight.group, weight.has_zeros, *limits)
     return four_bits(x, weight, shape, followed_by, out, norm, eps)
+
+
+def _parts(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """As few parts of the rows as `few_rows` takes, of about equal size."""
+    number = -(-len(x) // ALWAYS_ROWS)
+    return zip(x.tensor_split(number), out.tensor_split(number), strict=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 
 import torch
 
@@ -16,7 +17,16 @@ from engine.kernels.attention_decode import DECODE_SHAPES, attention_decode_defi
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
-from engine.kernels.few_rows import MOST_ROWS, few_rows_defines, few_rows_shape
+from engine.kernels.few_rows import (
+    IN_8_BITS,
+    IN_16_BITS,
+    MOST_ROWS,
+    Box,
+    box_of_codes,
+    codes_operands,
+    few_rows_defines,
+    few_rows_shape,
+)
 from engine.kernels.four_bits import ROWS as FOUR_BITS_ROWS
 from engine.kernels.four_bits import four_bits_defines, four_bits_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
@@ -150,8 +160,10 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
         yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            yield from (_few_rows(n, k, rows, norm, followed_by, 0) for rows in (32, MOST_ROWS))
-            yield from (_few_rows(n, k, 32, False, followed_by, operands) for operands in (2, 3))
+            yield from (_few_rows(n, k, rows, norm, followed_by) for rows in (32, MOST_ROWS))
+            yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
+            for codes in ((128, False), (32, True)):
+                yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -263,9 +275,18 @@ def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
         yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
 
 
-def _few_rows(n: int, k: int, rows: int, norm: bool, followed_by: FollowedBy, operands: int) -> Variant:
-    shape = few_rows_shape(n, k, rows, norm, _H200_SMS, itemsize=1 if operands else 2)
+def _few_rows(
+    n: int,
+    k: int,
+    rows: int,
+    norm: bool,
+    followed_by: FollowedBy,
+    box: Box = IN_16_BITS,
+    operands: Mapping[str, int] = MappingProxyType({"OPERANDS": 0}),
+) -> Variant:
+    shape = few_rows_shape(n, k, rows, norm, _H200_SMS, box)
     assert shape is not None, "they are models' shapes"
-    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, operands {operands}"
+    of = ", ".join(f"{name.lower()} {value}" for name, value in operands.items())
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {of}"
     defines = few_rows_defines(k, rows, shape, norm, followed_by, operands)
-    return Variant("few_rows", label, defines, shape.shared_bytes(k, rows, norm))
+    return Variant("few_rows", label, defines, shape.shared_bytes(k, rows, norm, box))

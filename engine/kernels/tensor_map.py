@@ -14,20 +14,28 @@ def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
     """Returns the map of a tensor whose last dimension is contiguous. Other strides are multiples of 16 bytes.
 
     Args:
-        rows: the size of a box in each dimension but the last. In the last dimension a box has `WIDTH` bytes.
+        rows: the size of a box in each dimension but the last. In the last dimension a box has `WIDTH` bytes, which are swizzled.
     """
+    return _map(x, (*rows, WIDTH // x.element_size()), True)
+
+
+def plain_map(x: Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
+    """As `tensor_map`, with boxes of any size up to 256 in each dimension. Shared memory gets them as they are."""
+    return _map(x, box, False)
+
+
+def _map(x: Tensor, box: tuple[int, ...], swizzled: bool) -> TensorMapDescriptor:
     size = x.element_size()
-    strides = tuple(size * each for each in x.stride())
-    return _map_of(x.data_ptr(), tuple(x.shape), strides, size, (*rows, WIDTH // size))
+    return _map_of(x.data_ptr(), tuple(x.shape), tuple(size * each for each in x.stride()), size, box, swizzled)
 
 
 @lru_cache(maxsize=4096)
 def _map_of(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...]
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...], swizzled: bool
 ) -> TensorMapDescriptor:
     """Cached, since a model uses the same buffers again and again. A map holds an address and keeps no tensor alive."""
     view = StridedMemoryView.from_cuda_array_interface(_Memory(address, shape, strides, size), stream_ptr=-1)
-    return view.as_tensor_map(box, swizzle=_SWIZZLE.SWIZZLE_128B, l2_promotion=_PROMOTION.L2_128B)
+    return view.as_tensor_map(box, swizzle=_SWIZZLE.SWIZZLE_128B if swizzled else _SWIZZLE.NONE, l2_promotion=_PROMOTION.L2_128B)
 
 
 class _Memory:

@@ -115,22 +115,30 @@ def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
 class Laid:
     """The pieces of a pass in the order of their rows: numbers on the host."""
 
-    __slots__ = ("chooses", "chosen", "lengths", "num_decodes", "page_offsets", "pages", "pieces", "pooled", "pools", "starts")
+    __slots__ = (
+        "chooses", "chosen", "lengths", "num_decodes", "page_offsets", "pages",
+        "pooled", "pools", "proposed", "starts", "token_ids",
+    )  # fmt: skip
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces, count = pieces, len(pieces)
-        self.chosen = [piece.row for piece in pieces if piece.row is not None]
-        self.chooses = np.fromiter((piece.row is not None for piece in pieces), np.bool_, count)
-        self.pooled = [piece.pooled for piece in pieces if piece.pooled is not None]
-        self.pools = np.fromiter((piece.pooled is not None for piece in pieces), np.bool_, count)
-        self.lengths = np.fromiter((len(piece.token_ids) for piece in pieces), np.int64, count)
-        self.starts = np.fromiter((piece.start for piece in pieces), np.int64, count)
+        # By columns: a step of 256 streams has as many pieces, and this lies between two steps.
+        self.token_ids, starts, pages, rows, _, pooled, self.proposed = zip(*pieces, strict=True)
+        count = len(pieces)
+        self.chosen = [row for row in rows if row is not None]
+        self.chooses = np.fromiter((row is not None for row in rows), np.bool_, count)
+        self.pooled = [options for options in pooled if options is not None]
+        self.pools = np.fromiter((options is not None for options in pooled), np.bool_, count)
+        self.lengths = np.fromiter(map(len, self.token_ids), np.int64, count)
+        self.starts = np.array(starts, np.int64)
         several = np.flatnonzero(self.lengths > 1)
         self.num_decodes = int(several[0]) if len(several) else count
-        num_pages = np.fromiter((len(piece.pages) for piece in pieces), np.int64, count)
+        num_pages = np.fromiter(map(len, pages), np.int64, count)
         ends = np.cumsum(num_pages)
         self.page_offsets = ends - num_pages
-        self.pages = np.fromiter(chain.from_iterable(piece.pages for piece in pieces), np.int32, int(ends[-1]))
+        self.pages = np.fromiter(chain.from_iterable(pages), np.int32, int(ends[-1]))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     @property
     def num_tokens(self) -> int:
@@ -140,14 +148,13 @@ class Laid:
     def last_pages(self) -> Ints:
         """The page of the last token, of each piece that chooses a token; -1 behind a proposed token: no pass foresees it."""
         last = self.page_offsets + (self.starts + self.lengths - 1) // PAGE_SIZE
-        proposed = np.fromiter((piece.is_proposed for piece in self.pieces), np.bool_, len(self.pieces))
-        pages: Ints = np.where(proposed, -1, self.pages[last])[self.chooses]
+        pages: Ints = np.where(self.proposed, -1, self.pages[last])[self.chooses]
         return pages
 
     @property
     def foreseen_pages(self) -> Ints:
         """The pages that name foreseen tokens (`last_token`)."""
-        ids = np.fromiter((piece.token_ids[0] for piece in self.pieces[: self.num_decodes]), np.int32, self.num_decodes)
+        ids = np.fromiter((each[0] for each in self.token_ids[: self.num_decodes]), np.int32, self.num_decodes)
         pages: Ints = -1 - ids[ids < 0]
         return pages
 
@@ -173,7 +180,7 @@ class StreamPacker:
     def shape(self, laid: Laid, graphs: bool) -> StreamShape:
         """The shape of a batch. `graphs`: the smallest shape of a graph that has room for the batch, where there is one."""
         decodes, tokens = laid.num_decodes, laid.num_tokens - laid.num_decodes
-        chunks = len(laid.pieces) - decodes
+        chunks = len(laid) - decodes
         if graphs and (shape := self.graph_shape(decodes, tokens, chunks)) is not None:
             return shape
         return self._shape(decodes, tokens, chunks)
@@ -219,7 +226,7 @@ class StreamPacker:
         part = {name: buffer[where].reshape(parts) for name, (where, parts) in _places(shape).items()}
         buffer[: shape.size] = 0
         buffer[shape.size :] = laid.pages
-        count, decodes = len(laid.pieces), laid.num_decodes
+        count, decodes = len(laid), laid.num_decodes
         part["slots"][:] = -1
         self._fill_tokens(part, slice(0, decodes), laid, slice(0, decodes))
         num_chunk_tokens = laid.num_tokens - decodes
@@ -243,7 +250,7 @@ class StreamPacker:
         lengths = laid.lengths[pieces]
         if not len(lengths):
             return
-        np.concatenate([piece.token_ids for piece in laid.pieces[pieces]], out=part["token_ids"][rows])
+        np.concatenate(laid.token_ids[pieces], out=part["token_ids"][rows])
         firsts = np.cumsum(lengths) - lengths
         positions = np.arange(int(lengths.sum())) + np.repeat(laid.starts[pieces] - firsts, lengths)
         pages = laid.pages[np.repeat(laid.page_offsets[pieces], lengths) + positions // PAGE_SIZE].astype(np.int64)
@@ -261,7 +268,7 @@ class StreamPacker:
 
 def rows_of(shape: StreamShape, laid: Laid, wanted: NDArray[np.bool_]) -> Ints:
     """The rows of the pieces that are wanted."""
-    at = np.arange(len(laid.pieces), dtype=np.int32)
+    at = np.arange(len(laid), dtype=np.int32)
     at[laid.num_decodes :] += shape.num_decodes - laid.num_decodes
     return at[wanted]
 

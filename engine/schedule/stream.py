@@ -404,7 +404,9 @@ class Streams:
                 del self._ready[stream]
                 part = stream.next_slice(1, alone=False)
                 assert part is not None, "one token always fits"
-                slices += [part, *(stream.propose(self._most_proposed) if self._most_proposed else ())]
+                slices.append(part)
+                if self._most_proposed:
+                    slices += stream.propose(self._most_proposed)
         return slices, preempted
 
     def run_ahead(self, slices: Sequence[Slice]) -> None:

@@ -1,4 +1,5 @@
 """x W^T for W in 4 bits at the models' shapes, alone and as a chain of layers, beside cuBLAS in bf16 and the time to read W.
+Chains of layers in 8 bits, too.
 
 python -m loadtests.kernels.four_bits
 """
@@ -10,15 +11,18 @@ import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.devices import DTYPES
 from engine.kernels.four_bits import Packed, pack4
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.linear4 import unpacked
-from loadtests.kernels.few_rows import NUM_LAYERS, ROTATE_BYTES, random
+from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
+from engine.measure.timing import copy_bandwidth, seconds_of
+from loadtests.kernels.few_rows import ROTATE_BYTES, chains, random
 from loadtests.kernels.gemm import LAYERS
-from loadtests.kernels.timing import copy_bandwidth, seconds_of
 from loadtests.report import write
 
-ROWS = (1, 8, 16, 32, 64, 128)
+ROWS = (1, 8, 16, 32, 64, 96, 128)
+ROWS_IN_8_BITS = (1, 16, 32, 64)
 GROUP = 128
 
 
@@ -68,34 +72,34 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
             }
 
 
-def chains(bandwidth: float) -> Iterator[dict[str, Any]]:
-    """All the products of a forward pass, each waiting for the one before it."""
-    for model, layer in LAYERS.items():
-        weights = [[packed(n, k) for _, n, k, _ in layer] for _ in range(NUM_LAYERS[model])]
-        width, mixed = layer[0][2], layer[1][2]
-        floor = sum(w.records.nbytes for its in weights for w in its) / bandwidth
-        for m in ROWS:
-            hidden, norm = random(m, width), torch.ones(width, device="cuda", dtype=torch.bfloat16)
+def product8(x: MaybeQuantized, weight: Quantized, follows: FollowedBy, y: Tensor, norm: Tensor) -> MaybeQuantized:
+    """As `product`, of layers in 8 bits: x is quantised first."""
+    if follows == "residual":
+        pending = kernels.linear8_add(x, weight, y)
+        return y if pending is None else y.add_(pending)  # a layer leaves the sum to the norm behind
+    return (kernels.linear8_swiglu if follows == "swiglu" else kernels.linear8)(x, weight, norm, 1e-6)
 
-            def run(_: int) -> None:
-                for qkv, out, gate_up, down in weights:  # noqa: B023
-                    x = product(hidden, qkv, "nothing", hidden, norm)  # noqa: B023
-                    product(x[:, :mixed], out, "residual", hidden, norm)  # noqa: B023
-                    x = product(hidden, gate_up, "swiglu", hidden, norm)  # noqa: B023
-                    product(x, down, "residual", hidden, norm)  # noqa: B023
 
-            seconds = seconds_of(run)
-            yield {"model": model, "rows": m, "ours ms": 1e3 * seconds, "floor ms": 1e3 * floor, "floor / ours": floor / seconds}
+def in_8_bits(bandwidth: float, dtype: torch.dtype) -> list[dict[str, Any]]:
+    def matrix(n: int, k: int) -> Quantized:
+        return quantize_weight(random(n, k) / k**0.5, dtype)
+
+    return list(chains(bandwidth, ROWS_IN_8_BITS, matrix, lambda w: w.values.nbytes, product8))
 
 
 @torch.inference_mode()
 def main() -> None:
     bandwidth = copy_bandwidth()
-    tables = {"x W^T": list(products(bandwidth)), "Four products a layer, all layers": list(chains(bandwidth))}
+    tables = {
+        "x W^T": list(products(bandwidth)),
+        "Four products a layer, all layers": list(chains(bandwidth, ROWS, packed, lambda w: w.records.nbytes, product)),
+    }
+    tables |= {f"The same in {name}": in_8_bits(bandwidth, DTYPES[name]) for name in ("int8", "float8")}
     notes = [
         f"groups of {GROUP}; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
         f"floor: W's codes and scales at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
-        "20 calls to a CUDA graph, over weights that take turns; a chain is one call",
+        "20 calls to a CUDA graph, over weights that take turns; a chain is one call, and a graph of its own",
+        "in 8 bits: x is quantised before each product; floor of W's values",
     ]
     write("kernels_four_bits", "python -m loadtests.kernels.four_bits", tables, notes)
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EPS, poisoned, rms_norm_exact
+from helpers import DEVICE, DTYPES, EPS, HOPPER_ONLY, poisoned, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels import reference
+from engine.kernels import linear4, linear4_add, linear4_swiglu, reference
+from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape_of
 from engine.kernels.four_bits import FourBitsShape, Packed, four_bits, four_bits_shape, pack4, padded, unpack4
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, shared_bytes_of
@@ -38,7 +39,9 @@ def shape_of(weight: Packed, m: int) -> FourBitsShape:
     return four_bits_shape(len(weight), weight.k, padded(m), weight.group, weight.has_zeros, *limits)
 
 
-def check(m: int, weight: Packed, w: Tensor, shape: FourBitsShape, dtype: torch.dtype, follows: FollowedBy, normed: bool) -> None:
+def check(
+    m: int, weight: Packed, w: Tensor, shape: FourBitsShape | FewRowsShape, dtype: torch.dtype, follows: FollowedBy, normed: bool
+) -> None:
     (n, k) = w.shape
     torch.manual_seed(m)
     x, residual = (3 * torch.randn(m, k, device=DEVICE)).to(dtype), torch.randn(m, n, device=DEVICE).to(dtype)
@@ -51,8 +54,12 @@ def check(m: int, weight: Packed, w: Tensor, shape: FourBitsShape, dtype: torch.
         return y + residual if follows == "residual" else reference.swiglu(y, interleaved=True) if follows == "swiglu" else y
 
     low, exact = expected(x, w.to(dtype), residual, norm), expected(*(each.double() for each in (x, w, residual, norm)))
+    given = residual if follows == "residual" else None, norm if normed else None, EPS
     with poisoned():
-        y = four_bits(x, weight, shape, follows, residual if follows == "residual" else None, norm if normed else None, EPS)
+        if isinstance(shape, FewRowsShape):
+            y = few_rows(x, weight, shape, follows, *given)
+        else:
+            y = four_bits(x, weight, shape, follows, *given)
     assert_as_close_as_torch(y, low, exact)
     assert not weight.counters.any(), "the next launch needs zeros"
 
@@ -90,6 +97,48 @@ def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShap
         weight, w = matrix(n, k, 128, False)
         for m in (1, 13):
             check(m, weight, w, shape, torch.bfloat16, follows, normed)
+
+
+FEW = [  # of W, and of blocks that share K: one turn or many, a ring as long as it all or that is gone round
+    (64, 256, FewRowsShape(1, 32, 2)),
+    (240, 512, FewRowsShape(4, 80, 1)),
+    (96, 1536, FewRowsShape(2, 96, 3)),
+    (24576, 512, FewRowsShape(2, 32, 2)),
+    (4096, 1024, None),
+    (1024, 3072, None),
+]
+
+
+@HOPPER_ONLY[1]
+@groups
+@pytest.mark.parametrize(("follows", "normed"), [("residual", False), ("swiglu", True), ("nothing", True)])
+def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, has_zeros: bool) -> None:
+    for n, k, shape in FEW:
+        weight, w = matrix(n, k, group, has_zeros)
+        for m in (1, 13, 32):
+            own = shape or few_rows_shape_of(torch.empty(m, k, device=DEVICE, dtype=torch.bfloat16), weight, normed)
+            assert own is not None, "these are models' shapes"
+            check(m, weight, w, own, torch.bfloat16, follows, normed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 32, 33, 64, 65, 200])
+def test_the_layers_products(m: int, dtype: torch.dtype) -> None:
+    """Few rows or many, at once or in parts: the same as of the matrix in 16 bits, but for rounding."""
+    weight, w = matrix(512, 1024, 128, True)
+    x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 512, device=DEVICE).to(dtype)
+    norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
+
+    def normed(x: Tensor) -> Tensor:
+        return reference.rms_norm(x, norm, EPS) if x.dtype == dtype else rms_norm_exact(x, norm)
+
+    for ours, expected in (
+        (linear4(x, weight), lambda x, w, _: F.linear(x, w)),
+        (linear4(x, weight, norm, EPS), lambda x, w, _: F.linear(normed(x), w)),
+        (linear4_swiglu(x, weight, norm, EPS), lambda x, w, _: reference.swiglu(F.linear(normed(x), w), interleaved=True)),
+        (linear4_add(x, weight, residual.clone()), lambda x, w, residual: residual + F.linear(x, w)),
+    ):
+        assert_as_close_as_torch(ours, expected(x, w.to(dtype), residual), expected(x.double(), w, residual.double()))
 
 
 def test_slices_are_added_in_their_order() -> None:

@@ -1,8 +1,10 @@
 """How a product of a handful of rows is cut, which needs no GPU to be asked."""
 
 import pytest
+import torch
 
-from engine.kernels.few_rows import MOST_SENT, few_rows_shape, few_rows_shapes
+from engine.kernels import few_rows
+from engine.kernels.few_rows import MOST_ROWS, MOST_SENT, few_rows_shape, few_rows_shapes, padded
 from engine.kernels.gemm_hopper import fills
 
 SMS = 132
@@ -51,6 +53,22 @@ def test_a_part_of_a_chip_and_its_kin_have_a_cut_too(sms: int) -> None:
         for cost, shape in few_rows_shapes(n, k, 16, norm, sms):
             assert 1 <= shape.clusters(sms) <= sms // shape.split
             assert cost > 2 * n * k / 4800  # bytes a nanosecond, the memory's own rate
+
+
+def test_rows_are_padded_to_few_numbers() -> None:
+    """Each number of rows is a kernel to compile."""
+    assert [padded(m) for m in (1, 8, 9, 32, 33, 48, 49, MOST_ROWS)] == [8, 8, 16, 32, 48, 48, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "takes"),
+    [(32, 1024, True), (33, 1024, True), (64, 1024, True), (65, 1024, False), (32, 4096, True), (33, 4096, False)],
+)
+def test_a_large_product_of_more_than_32_rows_is_cublas_own(m: int, k: int, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "is_hopper", lambda device: True)
+    monkeypatch.setattr(few_rows, "num_sms", lambda device: SMS)
+    x, w = torch.zeros(m, k, dtype=torch.bfloat16), torch.zeros(4096, k, dtype=torch.bfloat16)
+    assert (few_rows.few_rows_shape_of(x, w) is not None) == takes
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024), (16, 1024)])

@@ -24,6 +24,7 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
 from engine.model.folder import load_model_config
 from engine.model.footprint import MOST_STREAMS, footprint
+from engine.model.quantized.scheme import Awq
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 from loadtests.predict import generated, published
 from loadtests.report import RESULTS
@@ -135,6 +136,44 @@ def test_every_cache_fits_and_holds_its_streams(chosen: list[tuple[str, int, int
             assert pool.streams <= max(MOST_STREAMS, entry.streams)
     for use in plan_report.card_uses(plan):
         assert taken[use.node, use.card] == use.used_bytes <= use.capacity
+
+
+SMALL = Node("small", "amd64", 32 * GIB, 8, (Card("NVIDIA GeForce RTX 5070", int(11.9 * GIB)),))
+TWO = Node("two", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)),) * 2)
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize(
+    ("model", "node", "context", "streams", "cards"),
+    [
+        ("Qwen/Qwen3-8B", SMALL, 16_384, 1, 1),
+        ("Qwen/Qwen3-14B", PC1, 8192, 1, 1),
+        ("Qwen/Qwen3-32B", SPARK, 32_768, 4, 1),
+        ("Qwen/Qwen3-32B", TWO, 8192, 1, 2),
+    ],
+)
+def test_large_models_in_four_bits_on_small_cards(
+    monkeypatch: pytest.MonkeyPatch, model: str, node: Node, context: int, streams: int, cards: int, published: bool
+) -> None:
+    """Rounded at load, or of a published checkpoint, which is no larger. In bf16 none of them fits, but on the GB10."""
+    asked: dict[str, object] = {"model": model, "context": context, "streams": streams}
+    monkeypatch.setitem(CATALOGUE, "published/AWQ", replace(CATALOGUE[model], quantization=Awq(128)))
+    plan = planned((node,), asked | ({"model": "published/AWQ"} if published else {"dtype": "int4"}))
+    assert plan.unplaced == ()
+    (pool,) = plan.pools
+    assert pool.num_stages == cards
+    assert pool.cache_tokens is not None
+    assert pool.cache_tokens >= streams * context
+    assert all(use.used_bytes <= use.capacity for use in plan_report.card_uses(plan))
+    assert bool(planned((node,), asked).unplaced) == (node is not SPARK)
+
+
+def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:
+    """Its cache takes 4.5 GiB in bf16. The ways out name the context that fits."""
+    plan = planned((SMALL,), {"model": "Qwen/Qwen3-8B", "dtype": "int4", "context": 32_768, "streams": 1})
+    (unplaced,) = plan.unplaced
+    assert "a replica needs 13.4 GiB, and small:0 has no more than 11.6 GiB" in unplaced.why
+    assert "context: 20352" in unplaced.ways_out
 
 
 def test_what_is_left_of_a_card_is_cache() -> None:

@@ -21,7 +21,7 @@ from engine.kernels.attention import attention_defines
 from engine.kernels.attention_decode import DecodeWorkspace, decode_items
 from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
-from engine.kernels.few_rows import few_rows, few_rows_shape
+from engine.kernels.few_rows import IN_8_BITS, FewRowsShape, few_rows, few_rows_shape
 from engine.kernels.four_bits import FourBitsShape, four_bits, pack4, unpack4
 from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.launch import Kernel
@@ -157,7 +157,9 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str
         "Kernel": FakeKernel,
         "runs_on": lambda x: x.dtype in (BF16, FP16),
         "num_sms": lambda device: 132,
+        "shared_bytes_of": lambda device: 227 << 10,
         "tensor_map": lambda x, rows: TensorMapDescriptor.__new__(TensorMapDescriptor),
+        "plain_map": lambda x, box: TensorMapDescriptor.__new__(TensorMapDescriptor),
     }
     for module in modules:
         for name, stand_in in stand_ins.items():
@@ -218,7 +220,7 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     few_rows(x, w, shape, norm=torch.ones(1024, dtype=BF16))
     gemm_hopper(x, w, "swiglu")
     gemm_hopper(x.half(), w.half(), "residual", torch.ones(3, 4096, dtype=FP16))
-    shape = few_rows_shape(4096, 1024, 8, False, 132, itemsize=1)
+    shape = few_rows_shape(4096, 1024, 8, False, 132, IN_8_BITS)
     assert shape is not None
     for kind in (E4M3, torch.int8):
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
@@ -227,6 +229,7 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
     four_bits(x, four, FourBitsShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
     four_bits(x.half(), four, FourBitsShape(1, 8, 1, 1, 3), "swiglu")
+    few_rows(x, four, FewRowsShape(2, 64, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
     unpack4(four, BF16)
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
     assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"

@@ -30,6 +30,7 @@ from cluster.nodes import CARD_RESERVE, GIB, Card, Node, load_nodes
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
 from engine.errors import EmberError, ModelError
+from engine.model.quantized.scheme import Awq
 from engine.revision import revision_of
 from serve_app.cli.commands import cli
 from serve_app.gateway.config import GatewayArgs
@@ -189,13 +190,15 @@ def test_ray_finds_room_for_every_pool_on_every_card(chosen: list[tuple[str, int
 
 
 def apply(plan: Plan, name: str, way: str) -> Plan:
-    """The plan after an operator has done what `way` says, word by word."""
+    """The plan after an operator has done what `way` says, word by word. A published checkpoint is in the catalogue."""
     if " a card of " in way:
         gib = float(way.split(" a card of ")[1].split(" GiB")[0])
         count = int(way.split()[0]) if way[0].isdigit() else 1
         new = [Node(f"new{index}", "amd64", 64 * GIB, 8, (Card("New", int(gib * GIB)),)) for index in range(count)]
         nodes = (*plan.nodes, *new)
         more = {"nodes": [*(plan.written[name].nodes or ()), *(node.name for node in new)]} if "named in its nodes" in way else {}
+    elif way.startswith("a published 4-bit checkpoint"):
+        nodes, more = plan.nodes, {"model": f"{plan.written[name].model}-AWQ"}
     else:
         nodes = plan.nodes
         more = {"nodes": None, "not_nodes": []} if way == "no nodes and not_nodes" else yaml.safe_load(way.replace(" and ", "\n"))
@@ -247,14 +250,19 @@ UNPLACED = {
     "context": (planned([rtx_5080()], entry(model="Qwen/Qwen3-4B", streams=16)), "context: 2"),
     "streams": (planned([rtx_5080()], entry(model="Qwen/Qwen3-4B", context=32768)), "streams: 1"),
     "weights and streams": (planned([rtx_5080()], entry(model="Qwen/Qwen3-8B", context=4096)), "dtype: float8"),
+    "published": (planned([rtx_5080(gib=11.9)], entry(model="Qwen/Qwen3-8B", streams=1)), "a published 4-bit checkpoint"),
+    "4 bits": (planned([rtx_5080()], entry(model="Qwen/Qwen3-14B", streams=1)), "dtype: int4"),
     "cache": (planned([rtx_5080()], entry(model="Qwen/Qwen3-4B", cache_tokens=100_000)), "cache_tokens: "),
     "card for streams": (planned([rtx_5080()], entry(model="Qwen/Qwen3-14B", streams=64)), "another node with a card"),
 }
 
 
 @pytest.mark.parametrize("case", UNPLACED)
-def test_ways_out_are_true(case: str) -> None:
+def test_ways_out_are_true(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     plan, expected = UNPLACED[case]
+    for entry in plan.written.values():
+        shape = replace(plan.shapes[entry.name], quantization=Awq(128))
+        monkeypatch.setitem(CATALOGUE, f"{entry.model}-AWQ", shape)
     (unplaced, *rest) = plan.unplaced
     assert rest == []
     assert any(expected in way for way in unplaced.ways_out), unplaced.ways_out

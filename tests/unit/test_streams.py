@@ -635,6 +635,35 @@ def test_a_delivery_wakes_the_thread_that_schedules() -> None:
         loop.stop()
 
 
+def test_passes_are_launched_and_delivered_in_turn() -> None:
+    """Else a launch would wait for the interpreter at each of its operations."""
+    device, busy, overlaps = Device(40, passes_in_flight=2), threading.Lock(), list[str]()
+    loop, plain = EngineLoop(device, 64), device.launch
+
+    def occupy(what: str) -> None:
+        if not busy.acquire(blocking=False):
+            overlaps.append(what)
+            return
+        time.sleep(0.0005)  # gives the interpreter to the other thread
+        busy.release()
+
+    def launch(*arguments: Any) -> Finished:
+        occupy("launch")
+        return plain(*arguments)
+
+    device.launch = launch  # type: ignore[method-assign]
+    streams = [stream([index], 8) for index in range(1, 9)]
+    for each in streams:
+        each.on_token = lambda _: occupy("delivery")
+    loop.submit(streams)
+    try:
+        for index, each in enumerate(streams, start=1):
+            assert ids(each.future.result(5)) == answer_of([index], 8)
+    finally:
+        loop.stop()
+    assert not overlaps
+
+
 def test_passes_are_delivered_in_order_although_a_later_one_has_ended_at_its_launch() -> None:
     """The thread that delivers is held up in the first pass, and a second pass is launched meanwhile."""
     device, second = Device(20, passes_in_flight=2), threading.Event()

@@ -1,9 +1,10 @@
 // y = x W^T for at most 64 rows of x, fused with an RMSNorm before it and the operation after it, for sm_90 and later. The kernel
-// reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out.
+// reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out. W may have 4 bits.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N rows and 128 bytes a box.
 //   norm [K], y [M, N].
-//   OPERANDS: 0 bf16, 2 e4m3, 3 int8. e4m3 and int8 have no norm. They have row_scale float [M] and column_scale float [N]: row i
-//   of x has been divided by row_scale[i], row j of W by column_scale[j].
+//   OPERANDS: 0 bf16, 2 e4m3, 3 int8, 4 x in bf16 and W in 4 bits. e4m3 and int8 have no norm. They have row_scale float [M] and
+//   column_scale float [N]: row i of x has been divided by row_scale[i], row j of W by column_scale[j].
+//   W in 4 bits: w is the tensor map of its records (csrc/codes.cuh), [N / 16, bytes]. A box holds a record of each 16 rows.
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
 //   with eight rows of up in W.
@@ -15,25 +16,37 @@
 // quarter of a box's columns and half of the box's rows of W. The block adds up the sums of its warps in shared memory.
 // Each block then finishes EACH rows of x: all blocks of the cluster send it their sums of these rows.
 // int8 uses m16n8k32 instead. Its operands have the same layout in registers, in bytes, as those of m16n8k16 in 16 bits.
+// W in 4 bits: one logical operation makes bf16 numbers 128 + code of two codes. Products with 128 + zero are subtracted from the
+// sums of a group: the mma of the group start with the negative sum of its x, which is one mma more for all rows of W. Scales
+// multiply the sums of a group.
 // Hopper has no such instruction for e4m3, so e4m3 is converted to fp16, which holds every value of e4m3. The conversion changes
 // the order of the columns, in the same way for x and for W.
 //
 // Floor: the N * K values of W, read once.
 // Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
 // of x as of W. It is slower than cuBLAS from K = 2,560 on.
-constexpr int COLUMNS = OPERANDS >= 2 ? 128 : 64;  // of a box
+#if OPERANDS == 4
+constexpr int COLUMNS = CHUNK;                          // of a box of W
+constexpr u32 BOX_BYTES = BLOCK_N / 16 * RECORD;
+#else
+constexpr int COLUMNS = OPERANDS >= 2 ? 128 : 64;
+constexpr u32 BOX_BYTES = BLOCK_N * 128;
+#endif
+constexpr bool IN_8_BITS = OPERANDS == 2 || OPERANDS == 3;
+constexpr int X_BOXES = OPERANDS == 4 ? COLUMNS / 64 : 1;  // of x, that have as many columns as a box of W
+constexpr int STEPS = X_BOXES;                             // products along the columns that a warp takes of a box
 constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / COLUMNS;
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
 constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // 16-row tiles of W for each half of the warps; the second half may have one fewer
 constexpr int TILES = ROWS / 8;       // 8-row tiles of x
 constexpr int EACH = ROWS / SPLIT;    // rows of x that a block finishes
 constexpr int PITCH = BLOCK_N + 4;    // floats; the padding puts neighbouring rows into different banks
-constexpr u32 BOX = BLOCK_N * 128, X_BOX = ROWS * 128;
+constexpr u32 BOX = (BOX_BYTES + 127) / 128 * 128, X_BOX = ROWS * 128;
 static_assert(K % (SPLIT * COLUMNS) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
 static_assert(SPLIT * ROWS <= MULTIPLIERS, "a thread for each sum of squares that a block sends");
-static_assert(OPERANDS < 2 || !NORM, "rows in 8 bits were normalised before");
+static_assert(!IN_8_BITS || !NORM, "rows in 8 bits were normalised before");
 
-// Lies in shared memory after the boxes of W and of x.
+// Lies in shared memory after the boxes of x and of W.
 struct alignas(16) Shared {
     u32 norm[NORM ? SLICE / 2 : 4];
     float partial[4][ROWS][PITCH];
@@ -42,12 +55,69 @@ struct alignas(16) Shared {
     u64 full[STAGES], empty[STAGES], inbox_full[2], squares_full;
 };
 
-constexpr int WORDS = OPERANDS == 2 ? 8 : 4;  // registers in which a lane holds its part of W
 #if OPERANDS == 3
 typedef int Sum;
 #else
 typedef float Sum;
 #endif
+
+// Returns the offset in a box of 16 bytes of a row, as TMA has swizzled the box.
+__device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
+
+#if OPERANDS == 4
+// What a warp takes of a record: a quarter of its columns.
+struct Rows {
+    u32 words[STEPS], scales, zeros;
+    __device__ __forceinline__ void load(u32 box, int strip, int part) {
+        const u32 lane = threadIdx.x % 32, record = box + strip * RECORD;
+        if (STEPS == 2)
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(words[0]), "=r"(words[STEPS - 1])
+                         : "r"(record + part / 2 * 512 + lane * 16 + part % 2 * 8));
+        else
+            words[0] = load_word(record + lane * 16 + part * 4);
+        const u32 group = record + CODES + lane / 4 * LANE_SCALES + part * GROUPS / 4 * 4 * (1 + ZEROS);
+        scales = load_word(group);
+        if (ZEROS) zeros = load_word(group + 4);
+    }
+};
+
+// Adds the products of a warp's part of a box to the sums.
+template <typename IsMine>
+__device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], IsMine is_mine) {
+    constexpr u32 EVERY = ZEROS ? ONES : ABOVE | EIGHTS | SIGNS;
+    const u32 every[4] = {EVERY, EVERY, EVERY, EVERY};
+    float start[TILES][4] = {};  // sums of x: times - (128 + 8), or plain, where each row has its zero
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) mma(start[t], every, x[step][2 * t], x[step][2 * t + 1]);
+#pragma unroll
+    for (int i = 0; i < TALL; ++i) {
+        if (!is_mine(i)) continue;
+        u32 a[STEPS][4];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) a[step][e] = above_of(rows[i].words[step] >> 4 * e);
+        const float scale[2] = {float_of_half(rows[i].scales), float_of_half(rows[i].scales >> 16)};
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+            float group[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) group[e] = ZEROS ? 0.f : start[t][e];
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) mma(group, a[step], x[step][2 * t], x[step][2 * t + 1]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (ZEROS) group[e] = fmaf(-128.f - (e < 2 ? rows[i].zeros & 0xffff : rows[i].zeros >> 16), start[t][e], group[e]);
+                sums[i][t][e] = fmaf(scale[e / 2], group[e], sums[i][t][e]);
+            }
+        }
+    }
+}
+#else
+constexpr int WORDS = OPERANDS == 2 ? 8 : 4;  // registers in which a lane holds its part of W
 // Adds the product of [16 x COLUMNS / 4] of W and [8 x COLUMNS / 4] of x to c.
 __device__ __forceinline__ void multiply(Sum (&c)[4], const u32 (&a)[WORDS], const u32 (&b)[WORDS / 2]) {
 #if OPERANDS == 3
@@ -81,8 +151,31 @@ __device__ __forceinline__ void widen(const u32* from, u32 (&to)[COUNT]) {
     }
 }
 
-// Returns the offset in a box of 16 bytes of a row, as TMA has swizzled the box.
-__device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
+// What a warp takes of 16 rows of a box: a quarter of its columns.
+struct Rows {
+    u32 words[4];
+    __device__ __forceinline__ void load(u32 box, int strip, int part) {
+        const int lane = threadIdx.x % 32;
+        ldmatrix(words, box + in_box(strip * 16 + lane % 16, part * 2 + lane / 16));
+    }
+};
+
+// Adds the products of a warp's part of a box to the sums.
+template <typename IsMine>
+__device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], IsMine is_mine) {
+    u32 wide_x[TILES][WORDS / 2];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) widen(x[0] + 2 * t, wide_x[t]);
+#pragma unroll
+    for (int i = 0; i < TALL; ++i) {
+        if (!is_mine(i)) continue;
+        u32 wide_w[WORDS];
+        widen(rows[i].words, wide_w);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) multiply(sums[i][t], wide_w, wide_x[t]);
+    }
+}
+#endif
 
 // Writes x to the place in block `rank` that corresponds to `to` in this block. The barrier of block `rank` counts the bytes.
 // Without a cluster this is an ordinary store, and a barrier of the block replaces the wait for the bytes.
@@ -112,15 +205,16 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
 }
 __device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, (OPERANDS == 2 && TALL * TILES >= 12) || (ROWS > 32 && TALL > 1) ? 1 : 2)
+constexpr int MOST_REGISTERS = (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS == 4 && TALL * TILES >= 6) || (ROWS > 32 && TALL > 1);
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, MOST_REGISTERS ? 1 : 2)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
 few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* __restrict__ norm, u16* __restrict__ y,
          const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 y_stride, float eps) {
-    extern __shared__ __align__(1024) unsigned char boxes[];
-    unsigned char* const x_boxes = boxes + STAGES * BOX;
-    Shared& shared = *reinterpret_cast<Shared*>(x_boxes + STAGES * X_BOX);
+    extern __shared__ __align__(1024) unsigned char x_boxes[];
+    unsigned char* const boxes = x_boxes + STAGES * X_BOXES * X_BOX;
+    Shared& shared = *reinterpret_cast<Shared*>(boxes + STAGES * BOX);
     const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = cluster_rank(), first_column = rank * SLICE;
     const int tiles = static_cast<int>(n_) / BLOCK_N, first = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
@@ -145,12 +239,20 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             Ring<STAGES> ring{0, 1};
             auto fetch_w = [&](int step) {
                 wait(shared.empty[ring.stage], ring.parity);
-                arrive_expecting(shared.full[ring.stage], BOX + X_BOX);
-                fetch(address(boxes) + ring.stage * BOX, w, first_column + step % CHUNKS * COLUMNS,
-                      (first + step / CHUNKS * stride) * BLOCK_N, shared.full[ring.stage]);
+                arrive_expecting(shared.full[ring.stage], BOX_BYTES + X_BOXES * X_BOX);
+                const int tile = first + step / CHUNKS * stride;
+#if OPERANDS == 4
+                const int column = (first_column / COLUMNS + step % CHUNKS) * (RECORD / 8), row = tile * (BLOCK_N / 16);
+#else
+                const int column = first_column + step % CHUNKS * COLUMNS, row = tile * BLOCK_N;
+#endif
+                fetch(address(boxes) + ring.stage * BOX, w, column, row, shared.full[ring.stage]);
             };
             auto fetch_x = [&](int stage, int step) {
-                fetch(address(x_boxes) + stage * X_BOX, x, first_column + step % CHUNKS * COLUMNS, 0, shared.full[stage]);
+#pragma unroll
+                for (int i = 0; i < X_BOXES; ++i)
+                    fetch(address(x_boxes) + (stage * X_BOXES + i) * X_BOX, x, first_column + step % CHUNKS * COLUMNS + i * 64, 0,
+                          shared.full[stage]);
             };
             const int ahead = min(STAGES, steps);
             for (int step = 0; step < ahead; ++step) {
@@ -177,10 +279,12 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 
         const int part = warp % 4, half = warp / 4;
         auto is_mine = [&](int i) { return BLOCK_N % 32 == 0 || half * TALL + i < BLOCK_N / 16; };
-        // The 16 bytes of a row whose address this lane gives to ldmatrix. x_single: for the last tile of an odd number of tiles.
-        const u32 w_row = in_box(half * TALL * 16 + lane % 16, part * 2 + lane / 16);
-        const u32 x_row = address(x_boxes) + in_box(lane % 8 + lane / 16 * 8, part * 2 + lane / 8 % 2);
-        const u32 x_single = address(x_boxes) + in_box(lane % 8, part * 2 + lane / 8 % 2);
+        // The 16 bytes of a row whose address this lane gives to ldmatrix. x_single: for the last tile of an odd number of tiles. Its
+        // address is of all columns that the warp takes of a box.
+        const int x_vector = STEPS == 2 ? part % 2 * 4 : part * 2;
+        const u32 x_box_0 = address(x_boxes) + (STEPS == 2 ? part / 2 * X_BOX : 0);
+        const u32 x_row = x_box_0 + in_box(lane % 8 + lane / 16 * 8, x_vector + lane / 8 % 2);
+        const u32 x_single = x_box_0 + in_box(lane % 8, x_vector + (STEPS == 2 ? lane / 8 : lane / 8 % 2));
         Ring<STAGES> ring{0, 0};
         int turn = 0;
         for (int tile = first; tile < tiles; tile += stride, ++turn) {
@@ -188,38 +292,45 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             float squares[TILES] = {};
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                 wait(shared.full[ring.stage], ring.parity);
-                const u32 x_box = ring.stage * X_BOX;
-                u32 its[TILES * 2 + 2], rows[TALL][4];
+                const u32 x_box = ring.stage * X_BOXES * X_BOX;
+                u32 its[STEPS][TILES * 2];
 #pragma unroll
-                for (int t = 0; t + 1 < TILES; t += 2) ldmatrix(reinterpret_cast<u32(&)[4]>(its[2 * t]), x_row + x_box + t * 1024);
-                if (TILES % 2 == 1) ldmatrix(reinterpret_cast<u32(&)[4]>(its[2 * TILES - 2]), x_single + x_box + (TILES - 1) * 1024);
+                for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+                    for (int t = 0; t + 1 < TILES; t += 2) {
+                        u32 two[4];
+                        ldmatrix(two, ((x_row + x_box) ^ step << 5) + t * 1024);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) its[step][2 * t + i] = two[i];
+                    }
+                if (TILES % 2 == 1) {
+                    u32 last[4];
+                    ldmatrix(last, x_single + x_box + (TILES - 1) * 1024);
+#pragma unroll
+                    for (int i = 0; i < 2 * STEPS; ++i) its[i / 2][2 * TILES - 2 + i % 2] = last[i];
+                }
+                Rows rows[TALL];
 #pragma unroll
                 for (int i = 0; i < TALL; ++i)
-                    if (is_mine(i)) ldmatrix(rows[i], address(boxes) + ring.stage * BOX + i * 2048 + w_row);
+                    if (is_mine(i)) rows[i].load(address(boxes) + ring.stage * BOX, half * TALL + i, part);
                 __syncwarp();
                 if (lane == 0) arrive(shared.empty[ring.stage]);
                 ring.advance();
                 if (NORM) {
-                    const u32* const weights = shared.norm + chunk * 32 + part * 8 + lane % 4;
-                    const u32 near = weights[0], far = weights[4];
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t) {
-                        squares[t] += squares_of(its[2 * t]) + squares_of(its[2 * t + 1]);
-                        its[2 * t] = times(its[2 * t], near);
-                        its[2 * t + 1] = times(its[2 * t + 1], far);
+                    for (int step = 0; step < STEPS; ++step) {
+                        const u32* const weights = shared.norm + chunk * (COLUMNS / 2) + (part * STEPS + step) * 8 + lane % 4;
+                        const u32 near = weights[0], far = weights[4];
+#pragma unroll
+                        for (int t = 0; t < TILES; ++t) {
+                            u32* const pair = its[step] + 2 * t;
+                            squares[t] += squares_of(pair[0]) + squares_of(pair[1]);
+                            pair[0] = times(pair[0], near);
+                            pair[1] = times(pair[1], far);
+                        }
                     }
                 }
-                u32 wide_x[TILES][WORDS / 2];
-#pragma unroll
-                for (int t = 0; t < TILES; ++t) widen(its + 2 * t, wide_x[t]);
-#pragma unroll
-                for (int i = 0; i < TALL; ++i) {
-                    if (!is_mine(i)) continue;
-                    u32 wide_w[WORDS];
-                    widen(rows[i], wide_w);
-#pragma unroll
-                    for (int t = 0; t < TILES; ++t) multiply(sums[i][t], wide_w, wide_x[t]);
-                }
+                multiply(sums, rows, its, is_mine);
             }
 
             if (turn > 0) named_sync(1, MULTIPLIERS);  // all threads have read the sums of the tile before
@@ -271,7 +382,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             for (int i = threadIdx.x; i < EACH * PAIRS; i += MULTIPLIERS) {
                 const int mine = i / PAIRS, row = rank * EACH + mine, column = i % PAIRS * 2;
                 if (row >= m) break;
-                float scale = OPERANDS >= 2 ? row_scale[row] : 1.f;
+                float scale = IN_8_BITS ? row_scale[row] : 1.f;
                 if (NORM) {
                     float sum = 0.f;
 #pragma unroll
@@ -282,7 +393,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     float sum = 0.f;
 #pragma unroll
                     for (int b = 0; b < SPLIT; ++b) sum += shared.inbox[turn % 2][b][mine][at];
-                    if (OPERANDS >= 2) sum *= column_scale[tile * BLOCK_N + at];
+                    if (IN_8_BITS) sum *= column_scale[tile * BLOCK_N + at];
                     return sum * scale;
                 };
                 u32* const to = reinterpret_cast<u32*>(y + row * y_stride + tile * PAIRS * 2 + column);

@@ -1,12 +1,7 @@
 // y = x W^T for at most 64 rows of x and W in 4 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
 // later. The kernel reads W once, at the rate of the memory. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows. norm [K] in 16 bits.
-//   packed: W [N, K] in records, int [N / 16, K / CHUNK, RECORD / 4]. The records of 16 rows follow one another along K. A record is
-//   16 rows x CHUNK columns: codes, then scales. A value is (code - zero) * scale.
-//     codes [CHUNK / 64][32 lanes][4 words]: the words of a lane are its A operands of four successive m16n8k16. Nibble
-//     i + 4 e of a word is register i (row lane / 4 + i % 2 * 8, columns lane % 4 * 2 + i / 2 * 8), element e.
-//     scales [8][CHUNK / GROUP][1 + ZEROS][2]: of rows r and r + 8, the scales in fp16, then the zeros as 16-bit whole numbers.
-//   GROUP: columns that share a scale, 32, 64 or 128.  ZEROS: 0 if every zero is 8.
+//   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
 //   with eight rows of up in W.
@@ -23,14 +18,12 @@
 // `partial`, and the last block of a tile adds them up in the order of the slices: the result does not depend on which is last.
 //
 // Floor: N * K / 2 bytes of codes, and the scales.
-constexpr int CHUNK = GROUP > 64 ? GROUP : 64, HALVES = CHUNK / 64, GROUPS = CHUNK / GROUP;
-constexpr int LANE_SCALES = 4 * GROUPS * (1 + ZEROS);  // bytes
-constexpr int CODES = 512 * HALVES, RECORD = CODES + 8 * LANE_SCALES, SLOT = CODES + 32 * LANE_SCALES;
+constexpr int SLOT = CODES + 32 * LANE_SCALES;  // a record in shared memory, where each lane has its own copy of its scales
 constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
 constexpr int TILES = ROWS / 8;      // 8-row tiles of x
 constexpr int ITEMS = TALL * TILES;  // results of an mma that a warp holds
+constexpr int CHAINS = TILES == 1 ? 2 : 1;  // sums of a group, so that products of few rows wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
-static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
 static_assert(WARPS == 8, "up to eight warps share a row of x");
 static_assert(TILES == 1 || TILES % 2 == 0, "ldmatrix takes two tiles of x");
 
@@ -54,19 +47,6 @@ template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-__device__ __forceinline__ u32 load_word(u32 shared) {
-    u32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared));
-    return x;
-}
-__device__ __forceinline__ void load_words(u32 (&x)[4], u32 shared) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared));
-}
-__device__ __forceinline__ float float_of_half(u32 bits) {  // the low 16 bits
-    float x;
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(bits));
-    return x;
-}
 // Past the L1 cache, which does not see what other multiprocessors write.
 __device__ __forceinline__ float4 load_of_blocks(const float* x) {
     float4 v;
@@ -80,34 +60,6 @@ __device__ __forceinline__ float load_of_blocks_1(const float* x) {
 }
 __device__ __forceinline__ void add(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
-constexpr u32 ABOVE = HALF ? 0x64006400u : 0x43004300u;     // a pair of 1024 or 128: the lowest bit of the mantissa is worth 1
-constexpr u32 ONES = HALF ? 0x3c003c00u : 0x3f803f80u;
-constexpr u32 SIGNS = 0x80008000u;
-// The pair of -(ABOVE + zero) for one zero in both halves of `zeros`.
-__device__ __forceinline__ u32 minus_of(u32 zeros) { return zeros | ABOVE | SIGNS; }
-// A pair of codes - zeros, exact: bits 0 to 3 and 16 to 19 of `codes`.
-__device__ __forceinline__ u32 widen(u32 codes, u32 minus) {
-    u32 above, pair;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(above) : "r"(codes), "r"(0x000f000fu), "r"(ABOVE));
-#if HALF
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(above), "r"(ONES), "r"(minus));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(above), "r"(ONES), "r"(minus));
-#endif
-    return pair;
-}
-// The scales and the zeros of rows r and r + 8 of one group: their first word, and where ZEROS the next one.
-struct Scales {
-    float of[2];
-    u32 minus[2];
-    __device__ __forceinline__ Scales() {}
-    __device__ __forceinline__ Scales(u32 scales, u32 zeros) {
-        of[0] = float_of_half(scales), of[1] = float_of_half(scales >> 16);
-        minus[0] = minus_of(__byte_perm(zeros, 0, 0x1010)), minus[1] = minus_of(__byte_perm(zeros, 0, 0x3232));
-    }
-};
-constexpr u32 EIGHTS = 0x00080008u;
-
 // What a warp sums up for its rows of a tile, through one part of K.
 struct Sums {
     float4 of[TALL][TILES];
@@ -118,7 +70,7 @@ __device__ __forceinline__ float& element(float4& v, int i) { return i == 0 ? v.
 // Adds the product of one step: TALL records at `slot` and the columns of x at `x_row`, this lane's address for ldmatrix.
 __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_pitch) {
     const u32 lane = threadIdx.x % 32;
-    float group[TALL][TILES][4];
+    float group[CHAINS][TALL][TILES][4];
     Scales scales[TALL];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
@@ -137,7 +89,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
 #pragma unroll
                     for (int t = 0; t < TILES; ++t)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) group[r][t][e] = 0.f;
+                        for (int e = 0; e < 4 * CHAINS; ++e) group[e / 4][r][t][e % 4] = 0.f;
                 }
             }
             // Four 8 x 8 matrices of x: 16 columns of two tiles, or 32 columns of the only tile.
@@ -149,11 +101,11 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
             for (int r = 0; r < TALL; ++r) {
                 u32 a[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[i] = widen(words[r][j] >> 4 * i, scales[r].minus[i % 2]);
+                for (int i = 0; i < 4; ++i) a[i] = codes_of(words[r][j] >> 4 * i, scales[r].minus[i % 2]);
 #pragma unroll
                 for (int t = 0; t < TILES; ++t) {
                     const int at = (TILES > 1 ? t % 2 : j % 2) * 2;
-                    mma(group[r][t], a, rows[t / 2][at], rows[t / 2][at + 1]);
+                    mma(group[j % CHAINS][r][t], a, rows[t / 2][at], rows[t / 2][at + 1]);
                 }
             }
             if ((column + 16) % GROUP == 0) {
@@ -164,7 +116,8 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
 #pragma unroll
                         for (int e = 0; e < 4; ++e) {
                             float& sum = element(sums.of[r][t], e);
-                            sum = fmaf(scales[r].of[e / 2], group[r][t][e], sum);
+                            const float all = CHAINS == 2 ? group[0][r][t][e] + group[CHAINS - 1][r][t][e] : group[0][r][t][e];
+                            sum = fmaf(scales[r].of[e / 2], all, sum);
                         }
             }
         }
@@ -354,7 +307,7 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
             const Scales scales(its[0], ZEROS ? its[1] : EIGHTS);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 pair = widen(words.word[j] >> 4 * i, scales.minus[i % 2]);
+                const u32 pair = codes_of(words.word[j] >> 4 * i, scales.minus[i % 2]);
                 values[j][i] = pack(low(pair) * scales.of[i % 2], high(pair) * scales.of[i % 2]);
             }
         }
