@@ -62,7 +62,7 @@ class Settings(ServerSettings, ModelOptions):
     num_threads: int | None = Field(None, ge=1, description="CPU threads of one replica [default: the cores Ray gives it]")
     devices: Devices = Field(
         (),
-        description="GPUs of this machine, by number, that share the layers of one model that generates, as 0,1; "
+        description="GPUs of this machine, by number, that share the layers of one model, a decoder, as 0,1; "
         "or cpu [default: one GPU for each replica, or the CPU]",
     )
 
