@@ -1,8 +1,7 @@
 """Which layers each device of a pipeline gets: by the device's memory and by the seconds that a layer takes there. No torch here.
 
-A stage is a run of layers on one device. The first stage also has the table of words, the last one the final norm and the
-language model's head. Stages compute at the same time, so the slowest stage limits the throughput: the cut makes it as quick as
-the memory allows.
+A stage is a run of layers on one device. The first stage also has the table of words, the last one the final norm and the head.
+Stages compute at the same time, so the slowest stage limits the throughput: the cut makes it as quick as the memory allows.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +15,12 @@ OfStage = Callable[[int, int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The bytes of a model that generates."""
+    """The bytes of a model."""
 
     layer_bytes: tuple[int, ...]  # the weights of each layer
     words_bytes: int  # the table of words and other weights of the first stage
-    head_bytes: int  # the final norm, the language model's head, and other weights of the last stage
-    cache_bytes: int  # of the cache, for one token and one layer
+    head_bytes: int  # the final norm, the head, and other weights of the last stage
+    cache_bytes: int  # of the cache, for one token and one layer; 0 for a model without one
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from engine.devices import DTYPES, DtypeName, compute_dtype, default_batch_tokens, is_integrated
 from engine.errors import BackendError, InvalidInput, ModelError, NotFinite, OutOfMemory
 from engine.heads.splade import most_splade_seqs
-from engine.kernels.tiles import tiling
+from engine.kernels.tiles import LEAST_TILED, tiling
 from engine.load import Loaded, choose, choose_all, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
@@ -26,11 +27,13 @@ from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
 from engine.run.cuda import CudaRunner
+from engine.run.cuda_embedding import EmbeddingPipeline
 from engine.run.cuda_pipeline import CudaPipeline
 from engine.run.cuda_streams import StreamRunner
 from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
+from engine.run.pack import BatchPacker
 from engine.run.pipeline import Pipeline
 from engine.run.runner import CpuRunner
 from engine.run.stages import Stage, plan_stages
@@ -87,12 +90,15 @@ class Engine:
         self.max_batch_tokens = default_batch_tokens(device)
         cache = caches[0] if caches else None
         self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
-        if parts.earlier:
+        if parts.earlier and caches:
             self.runner = self._pipeline(parts.earlier, caches)
         elif device.type == "cpu" or (cache is not None and self.packer.tiling is None):
-            self.runner = CpuRunner(self.network, self.packer, cache)
+            self.runner = CpuRunner(self.network, self.packer, cache, parts.earlier)
         elif cache is not None:
             self.runner = StreamRunner(self.network, StreamPacker.of(self.packer, self.network.model), cache, device)
+        elif parts.earlier:
+            self.packer = self._packer_for_all()
+            self.runner = EmbeddingPipeline(parts.earlier, self.network, self.packer, [stage.device for stage in self.stages])
         else:
             self.runner = CudaRunner(self.network, self.packer, device)
 
@@ -108,6 +114,14 @@ class Engine:
                 return Pipeline(earlier, self.network, self.packer, caches)
             packers.append(StreamPacker.for_windows(tiles, windows))
         return CudaPipeline(earlier, self.network, packers, caches)
+
+    def _packer_for_all(self) -> BatchPacker:
+        """The last stage's packer, with tiles that the GPUs of all stages can compute."""
+        tiles = self.packer.tiling
+        capabilities = {torch.cuda.get_device_capability(stage.device) for stage in self.stages}
+        if tiles is None or min(capabilities) < LEAST_TILED:
+            return replace(self.packer, tiling=None)
+        return self.packer if len(capabilities) == 1 else replace(self.packer, tiling=replace(tiles, capability=LEAST_TILED))
 
     @classmethod
     def load(
@@ -137,8 +151,8 @@ class Engine:
             dtype: "auto" takes bfloat16 where the device computes it natively, else float32. "float8" and "int8" are of the
                 layers' matrices and what is multiplied with them, "int4" of the matrices; the rest is in bfloat16.
             device: "auto" takes the first GPU if there is one.
-            devices: several devices of this machine, which get the model's layers in this order; instead of `device`. Only for a
-                model that generates.
+            devices: several devices of this machine, which get the model's layers in this order; instead of `device`. For
+                decoders, whether they generate or give vectors or scores.
             pooling: for folders that do not name theirs. A model that generates also embeds with last_token.
             default_prompt_name: the model's prompt for texts whose request asks for none; overrides its authors' choice.
             default_prompt: the same, as a text.

@@ -131,7 +131,8 @@ def load(
             reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, device.type == "cuda"), device, str(folder))
         models = [_load_stage(stage, checkpoint) for stage in earlier]
         model = family(config, checkpoint)
-        head = [] if config.head is None else [_load_head(config, config.head, model, checkpoint)]
+        first = models[0] if models else model
+        head = [] if config.head is None else [_load_head(config, config.head, first, checkpoint)]
         vector_head: VectorHead
         if config.splade is not None and family.masked_lm is not None:
             vector_head = Splade(config, checkpoint, family.masked_lm, model.words)
@@ -140,7 +141,6 @@ def load(
             vector_head = Pool(config.pooling, [*dense, *head])
         language_head = None
         if config.generation is not None:
-            first = models[0] if models else model
             language_head = _load_language_head(config, config.generation, first, checkpoint)
         checkpoint.finish(model.unused)
     outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
@@ -216,8 +216,10 @@ def _load_language_head(config: ModelConfig, said: GenerationConfig, first: Mode
     return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
 
 
-def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, model: Model, checkpoint: Checkpoint) -> Head:
+def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, first: Model, checkpoint: Checkpoint) -> Head:
+    """`first`: the model that has the table of words. On another device, a tied head takes its rows from there."""
     if isinstance(head, HeadConfig):
         return Head.load(config, head, checkpoint)
     shape = (config.vocab_size, config.hidden_size)
-    return Head.of_words(head, model.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape))
+    table = first.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape)
+    return Head.of_words(head, table, checkpoint.device)

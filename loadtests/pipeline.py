@@ -61,7 +61,7 @@ class Size:
 
 # Half of the many streams as well: a pass of two stages has so many.
 ON_GPUS = Size({1: 128, 128: 64, 256: 64}, 256, (100, 1024))
-ON_CPU = Size({1: 16, 8: 8, 16: 4}, 16, (10, 20))
+ON_CPU = Size({1: 16, 8: 16, 16: 16}, 16, (10, 20))
 
 
 @dataclass
@@ -92,28 +92,25 @@ class Subject:
     def _on_batch(self, report: BatchReport) -> None:
         self.passes.append((perf_counter(), report.num_tokens, report.num_seqs, report.seconds))
 
-    def run(self, given: Sequence[TokenIds], wanted: Sequence[int]) -> list[float]:
-        """Submits all prompts at once. Returns when each token came, once the last answer, of the wanted length, has ended."""
-        times: list[float] = []
-        streams = []
-        for prompt, most in zip(given, wanted, strict=True):
-            stream = self.engine.new_stream(prompt, SamplingOptions(max_tokens=most, temperature=0.0))
-            stream.on_token = lambda _: times.append(perf_counter())
-            streams.append(stream)
+    def run(self, given: Sequence[TokenIds], wanted: Sequence[int]) -> None:
+        """Submits all prompts at once. Returns when the last answer, of the wanted length, has ended."""
+        options = [SamplingOptions(max_tokens=most, temperature=0.0) for most in wanted]
+        streams = [self.engine.new_stream(prompt, each) for prompt, each in zip(given, options, strict=True)]
         self.loop.submit(streams)
         for stream in streams:
             stream.future.result()
-        return times
 
     def decode(self, count: int, most: int) -> float:
-        """Tokens/s from the moment at which all streams have begun, as a rule, until the first may have ended.
+        """Tokens/s of the passes that have a token of each stream of their group, and no prompts.
 
-        The prompts are in the cache after the first run.
+        The cache has the prompts after the first run, all but the last token of each.
         """
-        given = sequences([CONTEXT] * count, CONTEXT, min(30_000, self.engine.config.vocab_size))
-        times = self.run(given, [most] * count)
-        first, last = count - 1, len(times) - count
-        return (last - first) / (times[last] - times[first])
+        given = sequences([CONTEXT + 1] * count, CONTEXT, min(30_000, self.engine.config.vocab_size))
+        self.passes.clear()
+        self.run(given, [most] * count)
+        full = -(-count // self.engine.num_stages)
+        ended = [at for at, num_tokens, num_seqs, _ in self.passes if num_tokens == num_seqs == full][2:-2]
+        return full * (len(ended) - 1) / (ended[-1] - ended[0])
 
     def whole_run(self, size: Size, number: int) -> float:
         """Tokens/s of a whole run."""
@@ -261,7 +258,7 @@ def main() -> None:
         f"process of its own; medians of {given.rounds} rounds",
         f"caches, in tokens: {one.cache_tokens:,} on one device, "
         + ", ".join(f"{each.cache_tokens:,} with {' + '.join(map(str, each.layers))} layers" for each in several),
-        f"streams: behind prompts of {CONTEXT} tokens; "
+        f"streams: behind prompts of {CONTEXT} tokens, passes without prompts; "
         + ", ".join(f"{most} tokens for each of {n}" for n, most in size.tokens.items()),
         f"whole run: {size.num_prompts} prompts of {size.lengths[0]} to {size.lengths[1]} random tokens, answers of as many, all "
         "submitted at once",

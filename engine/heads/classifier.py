@@ -40,14 +40,15 @@ class Head:
         return cls(linear(head.out, len(config.labels), head.out_bias), dense, head.activation, norm)
 
     @classmethod
-    def of_words(cls, head: WordHeadConfig, table: Tensor) -> "Head":
+    def of_words(cls, head: WordHeadConfig, table: Tensor, device: torch.device) -> "Head":
         """The head of a language model that answers with a word.
 
         Args:
-            table: [vocab_size, C], a row for each word's logit.
+            table: [vocab_size, C], a row for each word's logit, on whatever device.
+            device: the head's.
         """
         row = table[head.yes].float()
-        return cls(Linear.of((row if head.no is None else row - table[head.no].float()).unsqueeze(0)))
+        return cls(Linear.of((row if head.no is None else row - table[head.no].float()).unsqueeze(0).to(device)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, C], any dtype -> [B, labels] fp32."""

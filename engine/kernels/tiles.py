@@ -61,6 +61,7 @@ _SMALL = {head_dim: TileShape(64, 32 if head_dim == 256 else 64, 1, 2) for head_
 _WGMMA = {128: HopperShape(128, 128, 2)}
 _WORTH_WGMMA = 0.7  # blocks for each SM: with fewer, blocks of half the rows are faster
 HEAD_DIMS = tuple(_HOPPER)
+LEAST_TILED = (8, 0)  # the least compute capability that our attention runs on; tiles for it suit all others
 
 Shape = TileShape | HopperShape
 
@@ -124,7 +125,7 @@ def tiling(
     if device.type != "cuda" or dtype == torch.float32 or head_dim not in HEAD_DIMS:
         return None
     capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
+    if capability < LEAST_TILED:
         return None
     return Tiling(head_dim, heads[0] // heads[1], heads[1], capability, num_sms(device), causal, biased)
 

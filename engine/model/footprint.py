@@ -220,7 +220,9 @@ def num_parameters(config: ModelConfig) -> int:
     """Parameters of the tensors that the engine loads. It loads no needless tensor, and no head but that of a classifier or of a
     model that generates. Where a model is in parts, the last one has a copy of a tied head."""
     token_rows = config.lexical + (config.colbert_size or 0)
-    loaded = _shapes(config).num_parameters + dense_parameters(config) + head_parameters(config)
+    loaded = _shapes(config).num_parameters
+    if config.has_end:
+        loaded += dense_parameters(config) + head_parameters(config)
     if config.generation is not None and config.has_end and not (config.generation.tied and config.has_words):
         loaded += config.vocab_size * config.hidden_size
     return loaded + token_rows * (config.hidden_size + 1)

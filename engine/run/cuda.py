@@ -24,6 +24,7 @@ from engine.run.flight import Output
 from engine.run.graphs import Capturer, Graphs
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
+from engine.run.prefixes import Layout
 from engine.run.runner import output_of
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class CudaFlight:
     options: Sequence[EmbedOptions]
     end: torch.cuda.Event
     is_short: bool
-    device: torch.device
+    devices: Sequence[torch.device]  # of all stages
     staging: Staging | None  # None once it has gone back
     idle: deque[Staging]
 
@@ -85,7 +86,7 @@ class CudaFlight:
     def wait(self) -> Output:
         staging, self.staging = self.staging, None
         assert staging is not None, "the results belong to another pass once they were taken"
-        with cuda_errors("a forward pass", self.device):
+        with cuda_errors("a forward pass", *self.devices):
             while self.is_short and not self.end.query():  # type: ignore[no-untyped-call]
                 sleep(0)  # lets other threads have the interpreter
             self.end.synchronize()
@@ -98,10 +99,11 @@ class CudaFlight:
 class CudaRunner:
     """Not thread-safe, except that flights may be waited for in any thread."""
 
-    passes_in_flight = 2
+    passes_in_flight, num_stages = 2, 1
 
     def __init__(self, network: Network, packer: BatchPacker, device: torch.device) -> None:
         self.network, self.packer, self._device = network, packer, device
+        self._devices: tuple[torch.device, ...] = (device,)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.graphs = Graphs(Capturer(network, device, self._stream))
         self._idle = deque[Staging]()
@@ -125,7 +127,7 @@ class CudaRunner:
         if graphed and not self._may_have_graph(shape, heads):
             graphed, (shape, tiles) = False, self.packer.shape(layout)
         graph = self.graphs.find((shape, heads)) if graphed else None
-        with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens", self._device), self._stream:
+        with cuda_errors(f"a batch of {num_seqs} sequences, {num_tokens} tokens", *self._devices), self._stream:
             staging = self._idle.pop() if self._idle else Staging()
             buffer = staging.take(shape.size, torch.int32)
             self.packer.fill(buffer.numpy(), shape, layout, tiles, options)
@@ -136,6 +138,7 @@ class CudaRunner:
                 batch = shape.view(buffer.to(self._device, non_blocking=True), layout)
                 if takes_spans:
                     batch = replace(batch, spans=self.packer.pack_spans(layout.lengths, options, self._device))
+                batch = replace(batch, hidden=self._run_before(shape, layout, buffer))
                 vectors, rows = self.network(batch, heads)
             results = [vectors[:num_seqs]]
             results += [each if head.takes_spans else each[:num_tokens] for head, each in zip(heads, rows, strict=True)]
@@ -144,7 +147,14 @@ class CudaRunner:
         if graphed and graph is None:
             self.graphs.want((shape, heads))
         is_short = num_tokens <= _SHORT_TOKENS
-        return CudaFlight(host, outputs, heads, sequences, options, staging.end, is_short, self._device, staging, self._idle)
+        return CudaFlight(host, outputs, heads, sequences, options, staging.end, is_short, self._devices, staging, self._idle)
+
+    def _run_before(self, shape: BatchShape, layout: Layout, filled: Tensor) -> Tensor | None:
+        """Queues the stages before this one, which a pipeline has (`engine/run/cuda_embedding.py`).
+
+        Returns: the hidden states [T, C] that the pass begins with, if any.
+        """
+        return None
 
     def _may_have_graph(self, shape: BatchShape, heads: tuple[OutputHead, ...]) -> bool:
         few_values = self.network.wide_values(shape, heads) <= MOST_GRAPH_VALUES

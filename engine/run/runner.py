@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engine.heads.base import OutputHead
+from engine.model.base import Model
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
 from engine.run.batch import Cached, PackedBatch
@@ -26,9 +27,15 @@ class CpuRunner:
     passes_in_flight = 1
     speculation_rows = 4  # more rows cost more, and round otherwise: their weights are in bf16 (docs/decisions/033)
 
-    def __init__(self, network: Network, packer: BatchPacker, cache: KVCache | None = None) -> None:
-        """`cache`: of a model that generates."""
-        self._network, self.packer, self._cache = network, packer, cache
+    def __init__(
+        self, network: Network, packer: BatchPacker, cache: KVCache | None = None, earlier: Sequence[Model] = ()
+    ) -> None:
+        """
+        Args:
+            cache: of a model that generates.
+            earlier: the stages before the network's, of a model that does not. They take turns: they share the cores anyway.
+        """
+        self._network, self.packer, self._cache, self._earlier = network, packer, cache, earlier
 
     def launch(
         self,
@@ -46,6 +53,8 @@ class CpuRunner:
         batch = self.packer.pack(sequences, options, whole=bool(heads))
         if any(head.takes_spans for head in heads):
             batch = replace(batch, spans=self.packer.pack_spans(batch.lengths, options))
+        for model in self._earlier:
+            batch = replace(batch, hidden=model.forward(batch))
         vectors, rows = self._network(batch, heads)
         arrays = [each.numpy() for each in rows]
         return Finished(output_of(vectors.numpy(), arrays, outputs, heads, sequences, options, perf_counter() - start))

@@ -11,8 +11,16 @@ from engine import cut
 from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
 from engine.model.families import Transformers, family_of
-from engine.model.footprint import MOST_STREAM_TOKENS, bytes_saved, num_parameters
+from engine.model.footprint import (
+    MOST_BATCH_TOKENS,
+    MOST_STREAM_TOKENS,
+    bytes_saved,
+    dense_parameters,
+    head_parameters,
+    num_parameters,
+)
 from engine.run import reserve
 from engine.run.fits import pass_bytes
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
@@ -37,19 +45,22 @@ def plan_stages(
 ) -> tuple[list[Stage], int | None]:
     """The stages, one for each device in the order given, and the tokens of the cache. Call it before the weights are loaded.
 
-    Returns: the stages, and `cache_tokens` or what the GPUs have room for; None on CPUs, where the free memory decides later.
+    Returns: the stages, and `cache_tokens` or what the GPUs have room for; None for a model without a cache, and on CPUs, where
+        the free memory decides later.
     Raises: ModelError for a model that cannot be cut, and with the numbers where the devices have no memory for it.
     """
-    if config.generation is None:
-        raise ModelError("only a model that generates can run on several devices; give one device")
     if family_of(config) is Transformers:
         raise ModelError("--backend transformers runs on one device; give one device")
+    if not issubclass(family_of(config), Decoder):
+        raise ModelError(f"{config.architecture} runs on one device, only decoders run on several; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
     sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda")
     cards = _cards(config, dtype, devices, max_batch_tokens)
     page = whole_pages(1)
-    if cache_tokens is not None or devices[0].type == "cpu":
+    if config.generation is None:
+        parts = cut.cut(sizes, cards, cache_tokens=0)
+    elif cache_tokens is not None or devices[0].type == "cpu":
         parts = cut.cut(sizes, cards, whole_pages(cache_tokens or page))
     else:
         parts, cache_tokens = cut.cut_with_cache(sizes, cards, most_default_tokens(config), PAGE_SIZE)
@@ -58,7 +69,7 @@ def plan_stages(
 
 
 def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model:
-    """The bytes of the parts of a model that generates, in the dtype of each. A plan asks for them, too."""
+    """The bytes of the parts of a decoder, in the dtype of each. A plan asks for them, too."""
     wide = compute_dtype(dtype)
 
     def weights(index: int) -> int:
@@ -67,11 +78,14 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model
 
     layers = [weights(index) for index in range(config.n_layers)]
     table = config.vocab_size * config.hidden_size * wide.itemsize
+    head = (config.hidden_size + dense_parameters(config) + head_parameters(config)) * wide.itemsize  # the final norm first
+    if config.generation is not None:
+        head += table
     if config.n_layers > 1:  # a model of one layer is refused by its number of layers
         layers[0] -= table
-        layers[-1] -= table + config.hidden_size * wide.itemsize  # the final norm
-    head = table + config.hidden_size * wide.itemsize
-    return cut.Model(tuple(layers), table, head, bytes_per_token(replace(config, part=range(1)), wide))
+        layers[-1] -= head
+    cache = 0 if config.generation is None else bytes_per_token(replace(config, part=range(1)), wide)
+    return cut.Model(tuple(layers), table, head, cache)
 
 
 def _cards(
@@ -98,7 +112,10 @@ def _cards(
 def bytes_beside_passes(config: ModelConfig, dtype: torch.dtype, num_stages: int, max_batch_tokens: int | None) -> int:
     """Bytes of each GPU that a stage takes beside its weights, its cache and what the passes of a whole model take."""
     # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
-    tokens = max_batch_tokens or MOST_STREAM_TOKENS
+    if config.generation is None:
+        tokens = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
+    else:
+        tokens = max_batch_tokens or MOST_STREAM_TOKENS
     hidden = (num_stages + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
     return family_of(config).table_bytes(config) + KERNEL_BYTES + hidden
 

@@ -140,7 +140,8 @@ class _Trials:
         runner = self._runner
         budget = max_batch_tokens or self._find_budget()
         graph_tokens = 0
-        if runner.packer.tiling is not None:  # the reference attention walks the lengths on the host
+        # The reference attention walks the lengths on the host, and a pipeline has no graphs.
+        if runner.packer.tiling is not None and runner.num_stages == 1:
             graph_tokens = min(self._find_graph_limit(), budget)
         torch.cuda.empty_cache()  # the trials leave memory of other sizes behind; so the largest pass comes first now
         runner.longest_input = self._longest
@@ -194,7 +195,9 @@ class _Trials:
 
     def _fits(self, lengths: Sequence[int]) -> bool:
         try:
-            self._runner.launch(self._texts(lengths)).wait()
+            # Each stage of a pipeline has a pass: then the hidden states of as many passes take memory.
+            for flight in [self._runner.launch(self._texts(lengths)) for _ in range(self._runner.num_stages)]:
+                flight.wait()
         except OutOfMemory:
             torch.cuda.empty_cache()
             return False

@@ -165,12 +165,18 @@ class Scheduler:
         """A token of each stream under way first, and what was proposed; then prompts and sequences to embed."""
         slices: list[Slice] = []
         if self.streams is not None:
-            slices, preempted = self.streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs))
-            for stream in preempted:
-                self.queue.add_first(stream)
+            slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
         slices = self.queue.schedule(now, slices)
+        if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
+            slices = self._schedule_streams(self.streams)
         if self.streams is not None and self._runs_ahead:
             self.streams.run_ahead(slices)
+        return slices
+
+    def _schedule_streams(self, streams: Streams, prompts_wait: bool = False) -> list[Slice]:
+        slices, preempted = streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs), prompts_wait)
+        for stream in preempted:
+            self.queue.add_first(stream)
         return slices
 
     def schedule_at_once(self, requests: Iterable[Request], now: float) -> list[Slice]:

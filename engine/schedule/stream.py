@@ -379,17 +379,19 @@ class Streams:
     def __len__(self) -> int:
         return len(self._ready) + sum(map(len, self._behind))
 
-    def schedule(self, most: int) -> tuple[list[Slice], list[Stream]]:
+    def schedule(self, most: int, prompts_wait: bool = False) -> tuple[list[Slice], list[Stream]]:
         """A slice of one token for each stream, and the streams that gave up their pages for it, to be queued again.
 
         A stream that speculates gets further slices of a token each, where few streams are ready.
 
         Args:
             most: slices at most.
+            prompts_wait: whether the pass has work without streams. A group is then left to a later pass, if this pass would
+                have to wait for the pass before.
         """
         slices: list[Slice] = []
         preempted: list[Stream] = []
-        while self._behind and (not self._ready or len(self._behind) >= self._num_stages):
+        while self._behind and (len(self._behind) >= self._num_stages or not (self._ready or prompts_wait)):
             self._ready |= self._behind.popleft()
         if self._num_stages > 1:
             most = min(most, -(-self.pages.num_streams // self._num_stages))

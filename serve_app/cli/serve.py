@@ -60,10 +60,6 @@ def serve(settings: Settings) -> None:
         models.append(pin.model)
         folder, config = read_model(pin, weights=True)
         configs.append(config)
-        if len(settings.devices) > 1 and config.generation is None:
-            raise ModelError(
-                f"{spec.model} does not generate text, and only generation models run on several devices; give one device"
-            )
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))

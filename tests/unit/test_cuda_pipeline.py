@@ -102,10 +102,12 @@ def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, in
         assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
 
 
-def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
-    engines: Callable[[str, int], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = Staged(engines("qwen3_lm", 2), 40, 4096)
+Waits = list[int | None]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Waits]:
+    """For each pass the number of the pass whose tokens it waits for; None where it foresees none."""
     waited: list[Event | None] = []
     run = EarlierStage.run
 
@@ -122,13 +124,40 @@ def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
         copied.append(runner._copied[-1][1])  # type: ignore[arg-type]
 
     monkeypatch.setattr(CudaPipeline, "_chosen", spy_on_chosen)
+    return lambda: [None if event is None else copied.index(event) for event in waited]  # type: ignore[arg-type]
+
+
+def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
+    engines: Callable[[str, int], Engine], waits: Callable[[], Waits]
+) -> None:
+    ours = Staged(engines("qwen3_lm", 2), 40, 4096)
     options = SamplingOptions(max_tokens=10, temperature=0.0)
     ours.generate([ours._engine.new_stream(prompt, options) for prompt in prompts([5, 6, 7, 8])])
-    waits = [None if event is None else copied.index(event) for event in waited]  # type: ignore[arg-type]
-    assert waits[0] is None, "the pass of the prompts foresees nothing"
-    foreseen = [(number, wait) for number, wait in enumerate(waits) if wait is not None]
+    found = waits()
+    assert found[0] is None, "the pass of the prompts foresees nothing"
+    foreseen = [(number, wait) for number, wait in enumerate(found) if wait is not None]
     assert len(foreseen) >= 14
     assert all(wait == number - 2 for number, wait in foreseen[2:]), "two groups take turns"
+
+
+def test_no_pass_waits_for_the_one_before_while_prompts_fill_it(
+    engines: Callable[[str, int], Engine], waits: Callable[[], Waits]
+) -> None:
+    """Else the first stage would have nothing to do until the last one has ended."""
+    ours = Staged(engines("qwen3_lm", 2), 64, 100)
+    options = SamplingOptions(max_tokens=30, temperature=0.0)
+    ours.generate([ours._engine.new_stream(prompt, options) for prompt in prompts([50] * 20)])
+    found = waits()
+    assert len(found) > 40
+    assert all(wait is None or wait <= number - 2 for number, wait in enumerate(found[:10]))
+
+
+def test_prompts_without_pages_hold_up_no_stream(engines: Callable[[str, int], Engine]) -> None:
+    engine = engines("qwen3_lm", 2)
+    ours = Staged(engine, 2, 4096)
+    options = SamplingOptions(max_tokens=20, temperature=0.0)
+    answers = ours.generate([engine.new_stream(prompt, options) for prompt in prompts([50] * 6)])
+    assert [len(each.tokens) for each in answers] == [20] * 6
 
 
 def test_tuning_finds_a_budget_and_captures_graphs_of_all_stages(engines: Callable[[str, int], Engine]) -> None:

@@ -1,0 +1,77 @@
+"""Runs passes of texts to embed over stages on several GPUs of this process. The last stage is a `CudaRunner`.
+
+As in `engine/run/cuda_pipeline.py`, one thread queues a pass on all stages, and CUDA events order the stages: while the last
+stage computes a pass, the stages before it compute the next ones. There are no CUDA graphs: a pass of a model that needs several
+GPUs takes longer than its launch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.model.base import Model
+from engine.run.batch import BatchShape
+from engine.run.cuda import CudaRunner
+from engine.run.cuda_pipeline import Link, used_in
+from engine.run.network import Network
+from engine.run.pack import BatchPacker
+from engine.run.prefixes import Layout
+
+
+class EmbeddingStage:
+    """A stage before the last one."""
+
+    def __init__(self, model: Model, device: torch.device, link: Link) -> None:
+        """`link`: to the next stage."""
+        self._model, self._device, self._link = model, device, link
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(
+        self, shape: BatchShape, layout: Layout, filled: Tensor, hidden: Tensor | None, after: torch.cuda.Event | None
+    ) -> tuple[Tensor, torch.cuda.Event]:
+        """Queues one pass.
+
+        Args:
+            filled: the batch, in pinned memory.
+            hidden: [T, C] on this device, of the stage before; `after` is the event of their arrival.
+        Returns: the hidden states [T, C] on the next stage's device, and the event of their arrival.
+        """
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            if hidden is not None:
+                used_in(hidden, self._stream)
+            batch = shape.view(filled.to(self._device, non_blocking=True), layout)
+            return self._link.send(self._model.forward(replace(batch, hidden=hidden)), self._stream)
+
+
+class EmbeddingPipeline(CudaRunner):
+    """Not thread-safe, except that flights may be waited for in any thread."""
+
+    def __init__(self, earlier: Sequence[Model], network: Network, packer: BatchPacker, devices: Sequence[torch.device]) -> None:
+        """
+        Args:
+            earlier: the models of all stages but the last, whose model `network` has.
+            packer: its tiles must suit all devices.
+            devices: of each stage.
+        """
+        super().__init__(network, packer, devices[-1])
+        self._devices = tuple(devices)
+        self.num_stages = len(devices)
+        self.passes_in_flight = len(devices) + 1  # one for each stage, and one that waits
+        self._earlier = [
+            EmbeddingStage(model, device, Link(device, target))
+            for model, device, target in zip(earlier, devices, devices[1:], strict=False)
+        ]
+
+    def _run_before(self, shape: BatchShape, layout: Layout, filled: Tensor) -> Tensor | None:
+        hidden, arrived = None, None
+        for stage in self._earlier:
+            hidden, arrived = stage.run(shape, layout, filled, hidden, arrived)
+        assert hidden is not None, "there is a stage before the last one"
+        assert arrived is not None, "a stage says when its hidden states arrive"
+        self._stream.wait_event(arrived)
+        used_in(hidden, self._stream)
+        return hidden
