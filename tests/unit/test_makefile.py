@@ -45,7 +45,9 @@ def test_a_venv_without_pip_is_made_again(tmp_path: Path) -> None:
 
 
 def test_help_has_one_line_for_each_target() -> None:
-    made = subprocess.run(["make", "--no-print-directory", "help"], cwd=MAKEFILE.parent, capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=MAKEFILE.parent, capture_output=True, text=True, check=True
+    )
     text = MAKEFILE.read_text()
     targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
