@@ -1,63 +1,60 @@
-# Two commands do everything on a fresh machine: `make serve` and `make test`. Only Python 3.11+ with venv, and make, are needed.
+# `make help` lists the targets. Two of them do everything on a fresh machine: `make serve` and `make test`. Only Python 3.11+ with venv, and make, are needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
-.PHONY: serve chat test test-clients test-lm-eval test-mteb test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
+.PHONY: help serve chat test test-clients test-lm-eval test-mteb test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
 
-serve: $(VENV)/.installed
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+serve: $(VENV)/.installed ## start the server with the embedded model; ARGS='MODEL... --port 9000' for others
 	@exec $(BIN)/emberforge serve $(ARGS)
 
-# Talk with the embedded model: make chat ARGS='-p "What is the capital of France?" -n 24 --temp 0'
-chat: $(VENV)/.installed-chat
+# make chat ARGS='-p "What is the capital of France?" -n 24 --temp 0'
+chat: $(VENV)/.installed-chat ## chat in the terminal with an embedded model that generates text
 	@exec $(BIN)/emberforge chat $(ARGS)
 
 # The whole suite has three workers, named files have none (tests/scheduling.py).
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test ## every test, at most twelve minutes on two cores; ARGS=tests/serve/test_api.py for one file
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Published clients against the real server. They live in an environment of their own: some want an older openai than ours.
-test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
+test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed ## published clients (openai, LangChain, Haystack, litellm, ...) against the server; three minutes
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
-# lm-eval against the real server: its log-likelihoods are those of transformers.
-test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval
+test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval ## lm-eval against the server
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_lm_eval.py $(ARGS)
 
 # docs/mteb_endpoint.py against the real server: MTEB's scores are those of sentence-transformers.
-test-mteb: $(VENV)/.installed-test $(CLIENTS)/.installed-mteb
+test-mteb: $(VENV)/.installed-test $(CLIENTS)/.installed-mteb ## MTEB against the server; installs torch a second time
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_mteb.py $(ARGS)
 
-# What takes minutes: a head that dies and comes back with a real Redis (program redis-server), a pipeline that is planned and applied.
-test-nodes: $(VENV)/.installed-test
+test-nodes: $(VENV)/.installed-test ## what takes minutes: a head that dies and comes back with a Redis, a pipeline that is planned and applied
 	EMBERFORGE_TEST_NODES=1 $(BIN)/python -m pytest tests/cluster/test_node_command.py tests/cluster/test_pipeline_deploy.py -k "redis or stages" $(ARGS)
 
-# What CI runs besides the tests.
-lint: $(VENV)/.installed-test
+lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Before a commit: that, and the fast tests.
-check: lint
+check: lint ## before each commit: lint, and the tests without Ray, a GPU or a network
 	$(BIN)/python -m pytest -q tests/unit
 
-# On a machine with a GPU: kernels against their references, whole models against transformers and sentence-transformers.
-test-gpu: $(VENV)/.installed-test
+test-gpu: $(VENV)/.installed-test ## on a machine with a GPU: kernels and whole models against their references
 	$(BIN)/python -m pytest -m gpu tests/kernels tests/parity
 
-# Each prints a table and writes it with the machine into loadtests/results/. Takes about fifteen minutes; keep the machine quiet.
-bench: $(VENV)/.installed-test
+# Each prints a table and writes it with the machine into loadtests/results/.
+bench: $(VENV)/.installed-test ## benchmarks into loadtests/results/, fifteen minutes on a quiet machine
 	$(BIN)/python -m loadtests.cpu_engine
 	$(BIN)/python -m loadtests.overhead
 	$(BIN)/python -m loadtests.batching
 	$(BIN)/python -m loadtests.real_model
 	$(BIN)/python -m loadtests.tasks
 
-# On a machine with a GPU and 32 GB of disk for random weights: half an hour.
-bench-gpu: $(VENV)/.installed-test
+bench-gpu: $(VENV)/.installed-test ## the same on a machine with a GPU and 32 GB of disk, half an hour
 	$(BIN)/python -m loadtests.kernels.elementwise
 	$(BIN)/python -m loadtests.kernels.attention
 	$(BIN)/python -m loadtests.kernels.gemm
@@ -75,19 +72,17 @@ bench-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m loadtests.one_card
 	$(BIN)/python -m loadtests.whole_server
 
-# The documentation site, into site/. Broken links and anchors fail. It lives in an environment of its own.
-docs: $(DOCS)/.installed
+# The site lives in an environment of its own.
+docs: $(DOCS)/.installed ## the documentation site, as site/index.html; broken links fail
 	$(DOCS)/bin/python -m mkdocs build --strict
 
-# After a change of a setting, a command or a route: the pages that are generated from the code. A test says when this was forgotten.
-docs-pages: $(VENV)/.installed-test
+docs-pages: $(VENV)/.installed-test ## the parts of the pages that are generated from the code
 	$(BIN)/python -m docs.generate
 
-# After a change of tei.proto; a test says when this was forgotten.
-proto: $(VENV)/.installed-test
+proto: $(VENV)/.installed-test ## gRPC's Python files, after a change of tei.proto
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve_app/grpc/tei.proto
 
-clean:
+clean: ## remove the virtual environments and the site
 	rm -rf $(VENV) $(CLIENTS) $(DOCS) site
 
 # Where python3-venv is missing, Debian's Python leaves a venv without pip behind: it is made again.

@@ -1,7 +1,7 @@
 """Writes the parts of the pages that come from the code: settings, commands, TEI's options, routes, predictions for a GB10.
 
 `make docs-pages` runs this. A part stands between `<!-- generated: NAME -->` and `<!-- end -->`. The text around it is written by
-hand.
+hand. It also draws images/road.svg.
 """
 
 import json
@@ -14,6 +14,7 @@ import click
 import typer
 from rich.markup import render
 
+from docs import road
 from serve_app.cli import tei
 from serve_app.cli.commands import cli
 from serve_app.http.openapi import document
@@ -188,7 +189,11 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "gb10-predicted": _gb10_predicted,
 }
 
+PICTURES: dict[Path, Callable[[], str]] = {DOCS / "images" / "road.svg": road.svg}
+
 if __name__ == "__main__":
+    for path, draw in PICTURES.items():
+        path.write_text(draw(), encoding="utf-8")
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if (made := filled(text)) != text:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.models_file import ModelEntry, ModelsFile
-from docs.generate import DOCS, PARTS, filled
+from docs.generate import DOCS, PARTS, PICTURES, filled
 
 ROOT = DOCS.parent
 GENERATED = [path for path in sorted(DOCS.rglob("*.md")) if "<!-- generated: " in path.read_text(encoding="utf-8")]
@@ -19,6 +19,11 @@ GENERATED = [path for path in sorted(DOCS.rglob("*.md")) if "<!-- generated: " i
 def test_a_generated_part_is_what_the_code_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert filled(text) == text, f"{page.name} is out of date: run `make docs-pages`"
+
+
+def test_the_pictures_are_what_the_code_says() -> None:
+    for path, draw in PICTURES.items():
+        assert path.read_text(encoding="utf-8") == draw(), f"{path.name} is out of date: run `make docs-pages`"
 
 
 def test_each_part_has_a_page() -> None:

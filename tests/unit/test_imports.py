@@ -1,54 +1,18 @@
 """Which package may import which, and that no modules import each other in a circle."""
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("engine", "cluster", "serve_app", "emberforge")
+from docs.imports import MODULES, PACKAGES, imported
+
 MAY_IMPORT = {
     "engine": {"engine"},
     "cluster": {"cluster", "engine"},
     "serve_app": {"serve_app", "cluster", "engine"},
     "emberforge": {"engine"},
 }
-
-
-def modules() -> dict[str, Path]:
-    """Every module of ours by its dotted name."""
-    found = {}
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            parts = file.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
-
-
-MODULES = modules()
-
-
-def imported(module: str) -> Iterator[str]:
-    """The modules of ours that a module imports anywhere in its text, but for imports that only type checkers see."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in PACKAGES)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in MODULES else node.module
 
 
 @pytest.mark.parametrize("package", PACKAGES)

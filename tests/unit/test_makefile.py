@@ -1,6 +1,7 @@
-"""`make serve` on a fresh machine: the part that makes the virtual environment."""
+"""`make serve` on a fresh machine: the part that makes the virtual environment. `make help`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,3 +42,15 @@ def test_a_venv_without_pip_is_made_again(tmp_path: Path) -> None:
     size, pip = made.stdout.index("downloads 3.2 GB"), made.stdout.index("-m pip install")
     assert size < pip
     assert "quiet" not in made.stdout[pip:]  # pip shows its progress
+
+
+def test_help_has_one_line_for_each_target() -> None:
+    made = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=MAKEFILE.parent, capture_output=True, text=True, check=True
+    )
+    text = MAKEFILE.read_text()
+    targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony.split() == targets
+    assert [line.split()[0] for line in made.stdout.splitlines()] == targets
+    assert all(len(line.split()) > 1 for line in made.stdout.splitlines())
