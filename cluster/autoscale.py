@@ -1,25 +1,25 @@
-"""How many replicas a pool needs, from its replicas' busy shares and their backlog.
+"""Computes the number of replicas that a pool needs, from its replicas' busy shares and queued work.
 
-Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and bounds that `options` sets.
+Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and limits that `options` sets.
 """
 
 import math
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `emberforge plan --live` imports this module before Ray may be imported: Ray reads its token at import
+if TYPE_CHECKING:  # `emberforge plan --live` imports this module before it may import Ray, which reads its token at import
     from ray.serve.config import AutoscalingContext
 
-# The replicas should work off a backlog within this time.
+# Seconds within which the replicas should compute the queued work.
 _DRAIN_S = 4.0
-# The largest busy share of a replica. Above it queues grow steeply.
+# The highest busy share of a replica. Above this share, queues grow fast.
 _BUSY = 0.75
 
 
 def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
-    """(replicas, no state).
+    """Returns: (replicas, no state).
 
-    A replica reports `busy`, the share of its time that it computed, `backlog_s`, and `calls`. These are the gateways' calls of
-    which Serve does not know.
+    A replica reports `busy`, the share of its time in which it computed, `backlog_s`, and `calls`, the gateways' calls over
+    wires, which Serve does not see.
     """
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
@@ -31,7 +31,7 @@ def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
 
 
 def needed(busy: float, backlog_s: float, num_requests: float) -> int:
-    """Replicas for a pool.
+    """The number of replicas for a pool.
 
     Args:
         busy: the busy shares of all replicas, summed.
@@ -42,10 +42,10 @@ def needed(busy: float, backlog_s: float, num_requests: float) -> int:
 
 
 def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
-    """The deployment options of a pool that concern scaling.
+    """The deployment options for the scaling of a pool.
 
-    They have one form for all numbers. If a fixed number had another form, Serve would replace all replicas of the pool when the
-    number becomes a range. `initial_replicas` is absent, because Serve would go back to it whenever the range changes.
+    A fixed number and a range have the same form. Otherwise Serve would replace all replicas of the pool when a fixed number
+    becomes a range. `initial_replicas` is absent, because Serve would return to it at each change of the range.
     """
     return {
         "num_replicas": "auto",
