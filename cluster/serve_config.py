@@ -37,7 +37,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
 
 
 def canaries(plan: Plan) -> dict[str, Canary]:
-    """The models of a plan whose new versions run beside the old ones for a time."""
+    """The models of a plan whose new versions run beside the old ones for a limited time."""
     return {name: Canary(entry.canary, entry.canary_s) for name, entry in plan.entries.items() if entry.canary is not None}
 
 

@@ -339,7 +339,7 @@ def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str)
     page.get_by_text("Ray knows no node.").wait_for()
 
     page.get_by_role("link", name="Embed").click()
-    texts = page.get_by_label("Texts, one a line")
+    texts = page.get_by_label("Texts, one per line")
     texts.evaluate("area => { area.value = Array.from({length: 10000}, (_, i) => `text ${i}`).join('\\n'); }")
     page.get_by_role("button", name="Run").click()
     page.get_by_text("10000 texts, 16 numbers each.").wait_for(timeout=60_000)
