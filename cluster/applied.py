@@ -1,6 +1,6 @@
-"""The configs that were applied to the cluster: the last ten, in Ray's own key-value store.
+"""Keeps the last ten configs that were applied to the cluster, in Ray's own key-value store.
 
-Every node of the cluster reads the same store. It lives as long as the cluster does (docs/decisions/042).
+Every node of the cluster reads the same store. The store lives as long as the cluster (docs/decisions/042).
 """
 
 import getpass
@@ -18,7 +18,7 @@ _PREFIX = "applied/"
 
 
 class Store(Protocol):
-    """Ray's key-value store, or a dict of a test."""
+    """Ray's key-value store, or a dict in a test."""
 
     def keys(self, prefix: str) -> list[str]: ...
     def get(self, key: str) -> str | None: ...
@@ -31,19 +31,19 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One config that was applied. `ready` says that all of its replicas were ready once."""
+    """A config that was applied. `ready`: whether all of its replicas were ready at some time."""
 
     number: int
     at: float  # seconds since the epoch
     by: str
     config: dict[str, Any]
-    of: int | None = None  # the number that a rollback took the config from
+    of: int | None = None  # after a rollback: the number of the config to which it returned
     ready: bool = False
-    start_s: dict[str, float] = field(default_factory=dict)  # seconds that a replica took to start, by application
+    start_s: dict[str, float] = field(default_factory=dict)  # start time of a replica in seconds, by application
 
 
 class History:
-    """The applied configs, the oldest first. An interrupted command that is typed again adds nothing."""
+    """The applied configs, the oldest first. A command that is typed again after an interruption adds no entry."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -53,7 +53,7 @@ class History:
         return [Applied(**json.loads(value)) for value in values if value is not None]
 
     def begin(self, config: Mapping[str, Any], of: int | None = None) -> int:
-        """Notes a config that is about to be applied, unless it is the latest one. Returns its number."""
+        """Records a config before it is applied, unless it is the latest one. Returns: its number."""
         while True:
             entries = self.entries()
             latest = entries[-1] if entries else Applied(0, 0.0, "", {})
@@ -63,20 +63,20 @@ class History:
             entry = Applied(latest.number + 1, time.time(), by, dict(config), of, start_s=latest.start_s)
             if self.store.put(_key(entry.number), json.dumps(asdict(entry)), overwrite=False):
                 break
-            # Another operator has taken the number meanwhile.
+            # Another operator has taken the number in the meantime.
         for old in entries[: 1 - KEPT]:
             self.store.delete(_key(old.number))
         return entry.number
 
     def finish(self, number: int, start_s: Mapping[str, float]) -> None:
-        """Notes that all replicas of a config are ready, and the seconds that replicas took to start."""
+        """Records that all replicas of a config are ready, and the start times of replicas in seconds."""
         for entry in self.entries():
             if entry.number == number:
                 done = replace(entry, ready=True, start_s={**entry.start_s, **start_s})
                 self.store.put(_key(number), json.dumps(asdict(done)))
 
     def start_s(self) -> Mapping[str, float]:
-        """Seconds that a replica took to start, by application, as last measured."""
+        """The last measured start time of a replica in seconds, by application."""
         entries = self.entries()
         return entries[-1].start_s if entries else {}
 
@@ -87,7 +87,7 @@ class History:
             if entry.number == number:
                 return entry
         there = ", ".join(str(entry.number) for entry in entries) or "none"
-        raise ClusterError(f"there is no applied config {number}; there is {there}")
+        raise ClusterError(f"there is no applied config {number}; the applied configs are {there}")
 
     def ready(self) -> Applied | None:
         """The last config whose replicas were all ready."""
@@ -96,7 +96,7 @@ class History:
     def previous(self) -> Applied:
         """The config that a rollback applies: the last one that was ready and is not the present one.
 
-        A rollback that was interrupted or failed is tried again. Raises: ClusterError.
+        If the last rollback was interrupted or failed, its config is chosen again. Raises: ClusterError.
         """
         entries = self.entries()
         latest = entries[-1] if entries else None
@@ -106,16 +106,16 @@ class History:
             if entry.ready and latest is not None and entry.config != latest.config:
                 return entry
         raise ClusterError(
-            "there is no earlier config whose replicas were all ready; emberforge rollback --list shows what is there"
+            "there is no earlier config whose replicas were all ready; emberforge rollback --list shows the applied configs"
         )
 
 
 def _key(number: int) -> str:
-    return f"{_PREFIX}{number:08}"  # in the order of the numbers
+    return f"{_PREFIX}{number:08}"  # with zeros, so that the keys sort by number
 
 
 class RayStore:
-    """Ray's key-value store, of the cluster that this process is connected to."""
+    """Ray's key-value store of the cluster to which this process is connected."""
 
     _namespace = "emberforge"
 

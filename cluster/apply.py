@@ -1,6 +1,6 @@
-"""From a Serve config to a cluster that runs it: the difference to what runs, the deployment, and the wait until it is ready.
+"""Deploys a Serve config: computes the changes, deploys them, and waits until all replicas are ready.
 
-Each step may be interrupted. The same command typed again finds what is done and goes on from there.
+Each step may be interrupted. The same command, typed again, continues from the present state.
 """
 
 import time
@@ -24,10 +24,10 @@ class _Failed(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a deployment will do, line by line. Nothing without lines.
+    """The changes of a deployment, line by line. No lines mean no changes.
 
-    Serve gives up a deployment that has failed until its config changes. The applications in `ended` have failed with the same
-    config, so they are ended before they are started again.
+    After a failure, Serve does not try a deployment again until its config changes. The applications in `ended` have failed with
+    the same config, so they are ended and then started again.
     """
 
     lines: tuple[str, ...]
@@ -40,8 +40,8 @@ class Update:
     """A config to apply.
 
     Args:
-        canaries: the models whose new version runs beside the old one for a time.
-        has_room: whether the nodes have room for the running replicas of these applications beside those of the config.
+        canaries: the models whose new version runs beside the old one for a limited time.
+        has_room: whether the nodes can hold the running replicas of these applications together with those of the config.
     """
 
     config: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Update:
 
 
 def difference(details: Mapping[str, Any], update: Update, history: History) -> Difference:
-    """What a deployment of `update` will do to what Serve's `details` show."""
+    """The changes that a deployment of `update` makes to the cluster in Serve's `details`."""
     config, start_s = update.config, history.start_s()
     old = running_config(details, config)
     ready = history.ready()
@@ -66,9 +66,9 @@ def difference(details: Mapping[str, Any], update: Update, history: History) -> 
     ended = frozenset(failed & failed_deployments(details))
     lines = [*changes(old, config), *(f"starts {name} again, because its start has failed" for name in sorted(failed))]
     if tried is not None:
-        ended = frozenset()  # they would be ended with the old version; a failed trial ends them itself
+        ended = frozenset()  # because ending them would also end the old version; a failed trial ends them itself
     if no_room:
-        lines.append("the nodes have no room for the new version beside the old one, so the old one ends first")
+        lines.append("the nodes cannot hold the new version beside the old one, so the old one ends first")
     lines += _trial_lines(tried)
     target = config if tried is None else tried.beside
     gaps = interruptions(old, target, replicas=running_replicas(details), ended=ended, start_s=start_s)
@@ -94,11 +94,11 @@ def deploy(
     pause: Callable[[], None] = lambda: time.sleep(_LOOK_EVERY_S),
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Applies a config, notes it in the history, and returns when all replicas are ready.
+    """Applies a config, records it in the history, and returns when all replicas are ready.
 
     Args:
-        of: the number of the applied config that a rollback returns to.
-        pause: waits before the next look at Serve.
+        of: the number of the applied config to which a rollback returns.
+        pause: waits before the next query of Serve.
     Raises: ClusterError with the reason if a replica does not start, or with the figures of a new version that is worse than
         the old one. The old version then has all requests again.
     """
@@ -141,14 +141,14 @@ def _try(
     pause: Callable[[], None],
     clock: Callable[[], float],
 ) -> None:
-    """Runs both versions for the time of the trial. Returns if the new version may have all requests.
+    """Runs both versions for the time of the trial. Returns if the new version passes the trial.
 
-    Raises: ClusterError if not, after the old config runs again.
+    Raises: ClusterError if the new version fails, after the old config runs again.
     """
     serve.deploy(tried.beside)
     try:
         _wait(serve, tried.beside, progress, pause)
-        progress.tell(f"both versions run; the new one gets its requests for {tried.seconds:g} s")
+        progress.tell(f"both versions run; the new one gets its share of the requests for {tried.seconds:g} s")
         end = clock() + tried.seconds
         while clock() < end:
             pause()
@@ -156,7 +156,7 @@ def _try(
         for line in _compare(serve, store, tried, progress):
             progress.tell(line)
     except _Failed as error:
-        progress.tell(f"{error}; going back to the old version")
+        progress.tell(f"{error}; returning to the old version")
         _let_gateways_change(serve, tried.old, tried, progress, pause)
         serve.deploy(tried.old)
         _wait(serve, tried.old, progress, pause)
@@ -167,7 +167,7 @@ def _try(
 def _let_gateways_change(
     serve: ServeClient, config: Mapping[str, Any], tried: Trial, progress: Progress, pause: Callable[[], None]
 ) -> None:
-    """Gives all requests to one version, and returns when no gateway sends any to the other one, which still runs."""
+    """Gives all requests to one version. Returns when no gateway sends requests to the other version, which still runs."""
     names = _names(config)
     others = [each for each in tried.beside["applications"] if each["name"] not in names]
     serve.deploy({**config, "applications": [*config["applications"], *others]})
@@ -175,7 +175,7 @@ def _let_gateways_change(
 
 
 def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress) -> list[str]:
-    """The figures of both versions of each model, a line each. Raises: _Failed if a new version is worse, or has failed."""
+    """The figures of both versions, one line per model. Raises: _Failed if a new version is worse, or has failed."""
     details = serve.details()
     progress.update(details)
     if reason := failure(details, [name for version in tried.versions.values() for name in version.split()]):

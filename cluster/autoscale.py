@@ -1,22 +1,22 @@
-"""How many replicas a pool needs, from the loads that its replicas report.
+"""Computes the number of replicas that a pool needs, from the loads that its replicas report.
 
-A load of 1 is what one replica should have: a replica that computes embeddings for most of its time, or a replica with as many
-streams as its KV cache and its inter-token time allow.
+A load of 1 is the work that one replica should have: embeddings for most of its time, or as many streams as its KV cache and its
+inter-token time allow.
 
-Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and bounds that `options` sets.
+Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and limits that `options` sets.
 """
 
 import math
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `emberforge plan --live` imports this module before Ray may be imported: Ray reads its token at import
+if TYPE_CHECKING:  # `emberforge plan --live` imports this module before it may import Ray, which reads its token at import
     from ray.serve.config import AutoscalingContext
 
-# The replicas should work off a backlog within this time.
+# Seconds within which the replicas should compute the queued work.
 _DRAIN_S = 4.0
-# The largest busy share of a replica. Above it queues grow steeply.
+# The highest busy share of a replica. Above this share, queues grow fast.
 _BUSY = 0.75
-# The largest share of a KV cache that streams hold. Above it streams are preempted.
+# The largest share of the KV cache that streams should hold. Above this share, streams are soon preempted.
 _KV_HELD = 0.85
 # The inter-token time that a replica should keep: 20 tokens/s for each stream. If one stream alone takes more than half of it,
 # the replica should keep twice the time of one stream.
@@ -24,9 +24,9 @@ _INTER_TOKEN_S = 0.05
 
 
 def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
-    """(replicas, no state).
+    """Returns: (replicas, no state).
 
-    A replica reports its `load`, and `calls`. These are the gateways' calls of which Serve does not know.
+    A replica reports `load`, and `calls`, the gateways' calls over wires, which Serve does not see.
     """
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
@@ -37,23 +37,23 @@ def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
 
 
 def needed(load: float, num_requests: float) -> int:
-    """Replicas for a pool whose replicas have `load` in sum."""
+    """The number of replicas for a pool. `load` is the sum of its replicas' loads."""
     return max(math.ceil(load - 0.01), int(num_requests > 0))
 
 
 def embedding_load(busy: float, backlog_s: float) -> float:
-    """Of a replica that computes for `busy` of its time, and whose queue takes `backlog_s` seconds."""
+    """The load of a replica that computed for the share `busy` of its time, and whose queued work takes `backlog_s` seconds."""
     return (busy + backlog_s / _DRAIN_S) / _BUSY
 
 
 def generation_load(kv_held: float, backlog_s: float, num_streams: int, step_s: float, stream_s: float) -> float:
-    """Of a replica that generates. One stream keeps it busy all the time, so the busy share tells nothing.
+    """The load of a replica that generates. One stream keeps a device busy all the time, so the busy share does not count.
 
     Args:
         kv_held: the share of the KV cache that streams hold.
         backlog_s: seconds that the prompts in the queue take.
-        step_s: of a decode step with `num_streams` streams.
-        stream_s: by which each further stream makes a step longer.
+        step_s: seconds of a decode step with `num_streams` streams.
+        stream_s: seconds that each further stream adds to a step.
     """
     step_of_one_s = max(0.0, step_s - (num_streams - 1) * stream_s)
     most_s = max(_INTER_TOKEN_S, 2 * step_of_one_s)
@@ -62,10 +62,10 @@ def generation_load(kv_held: float, backlog_s: float, num_streams: int, step_s: 
 
 
 def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:
-    """The deployment options of a pool that concern scaling.
+    """The deployment options for the scaling of a pool.
 
-    They have one form for all numbers. If a fixed number had another form, Serve would replace all replicas of the pool when the
-    number becomes a range. `initial_replicas` is absent, because Serve would go back to it whenever the range changes.
+    A fixed number and a range have the same form. Otherwise Serve would replace all replicas of the pool when a fixed number
+    becomes a range. `initial_replicas` is absent, because Serve would return to it at each change of the range.
     """
     return {
         "num_replicas": "auto",

@@ -1,4 +1,4 @@
-"""The memory that a placement leaves on the cards -> more cache for the models that generate there."""
+"""Divides the memory that a placement leaves on the cards among the KV caches of generation models."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

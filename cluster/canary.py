@@ -1,7 +1,7 @@
-"""A new version of a model beside the old one: the Serve config of both, and the comparison of their requests.
+"""Runs a new version of a model beside the old one: the Serve config of both, and the comparison of their requests.
 
-The name of a canary model's pool ends in a digest of all that makes Serve replace replicas. So another version is another
-application, and both run at once (docs/decisions/047).
+The name of a canary model's pool ends in a digest of everything whose change makes Serve replace replicas. So a new version is
+another application, and both run at the same time (docs/decisions/047).
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from typing import Any
 from cluster.applied import Store
 from cluster.serve_changes import without_numbers
 
-# The new version has failed if its share of failed requests is higher by this much, or the time within which 95 % of its
-# requests end is longer by a factor and a constant. Fewer failures, or fewer requests, say nothing.
+# The new version is worse if its share of failed requests is higher by this value, or if its 95th percentile of request times is
+# longer by a factor and a constant. With fewer failures, or fewer requests, there is no judgement.
 MORE_FAILED, LEAST_FAILED = 0.01, 3
 SLOWER, SLOWER_S, LEAST_REQUESTS = 1.5, 0.05, 20
 # Upper bounds in seconds of the intervals in which the times of requests are counted.
@@ -25,7 +25,7 @@ _PREFIX = "trial/"
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """What models.yaml asks for: the share of a model's requests that the new version gets, and for how long."""
+    """The trial that models.yaml asks for: the new version's share of the model's requests, and the duration."""
 
     percent: int
     seconds: float
@@ -33,7 +33,8 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An update that runs both versions for a time. `old` is the config to go back to, `beside` the one with both versions."""
+    """An update that runs both versions for a limited time. `old` is the config without the new version, `beside` has both
+    versions."""
 
     canaries: Mapping[str, Canary]  # by model
     versions: Mapping[str, str]  # of the new pools, by model
@@ -46,7 +47,7 @@ class Trial:
 
 
 def versioned(application: dict[str, Any]) -> dict[str, Any]:
-    """The application of a pool with a name that tells its version."""
+    """The application of a pool, with a name that contains its version."""
     args = {key: value for key, value in application["args"].items() if key != "pool"}
     facts = without_numbers(application | {"args": args, "name": ""})
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
@@ -57,9 +58,9 @@ def versioned(application: dict[str, Any]) -> dict[str, Any]:
 def trial(
     running: Mapping[str, Any], config: Mapping[str, Any], old: Mapping[str, Any] | None, canaries: Mapping[str, Canary]
 ) -> Trial | None:
-    """The trial of the models whose version changes from what runs to `config`. None if no canary model changes.
+    """The trial of the canary models that change from the running config to `config`. None if no canary model changes.
 
-    Both versions may run already, because an earlier command was interrupted.
+    Both versions may already run, because an earlier command was interrupted.
 
     Args:
         old: the last config whose replicas were all ready.
@@ -109,7 +110,7 @@ def version_of(pools: Collection[Mapping[str, Any]]) -> str:
 
 @dataclass(slots=True)
 class Tally:
-    """The requests to one version. Requests at whose failure the client is at fault are not among them."""
+    """The requests to one version, without requests whose failure is the client's fault."""
 
     requests: int = 0
     failed: int = 0
@@ -131,7 +132,7 @@ class Tally:
 
     @property
     def p95_s(self) -> float:
-        """Within this time 95 % of the requests that did not fail ended. 0 without requests."""
+        """The 95th percentile of the seconds of successful requests. 0 without requests."""
         left = 0.95 * sum(self.times)
         for bound, count in zip((*_BOUNDS_S, _BOUNDS_S[-1]), self.times, strict=True):
             left -= count
@@ -157,12 +158,12 @@ def is_worse(old: Tally, new: Tally) -> bool:
 
 
 def tell(store: Store, model: str, gateway: str, version: str, old: Tally, new: Tally) -> None:
-    """A gateway notes the requests that it has sent to both versions of a model."""
+    """Writes the counts of requests that a gateway has sent to both versions of a model."""
     store.put(f"{_PREFIX}{model}/{gateway}", json.dumps({"version": version, "old": asdict(old), "new": asdict(new)}))
 
 
 def tallies(store: Store, model: str, version: str, gateways: Collection[str]) -> tuple[Tally, Tally]:
-    """The requests that these gateways have sent to the old version of a model, and to this new version."""
+    """The counts of requests that these gateways have sent to the old version of a model and to this new version."""
     old, new = Tally(), Tally()
     for gateway in gateways:
         value = store.get(f"{_PREFIX}{model}/{gateway}")
@@ -173,6 +174,6 @@ def tallies(store: Store, model: str, version: str, gateways: Collection[str]) -
 
 
 def forget(store: Store) -> None:
-    """Removes the gateways' notes of trials that are over."""
+    """Removes the gateways' counts of finished trials."""
     for key in store.keys(_PREFIX):
         store.delete(key)

@@ -1,4 +1,4 @@
-"""Configurations of published models. With them a cluster can be planned without a network and without weights."""
+"""Configurations of published models, so that a cluster can be planned without a network and without weights."""
 
 from dataclasses import replace
 

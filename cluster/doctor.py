@@ -1,4 +1,4 @@
-"""Checks of this machine: what emberforge finds on it, and what prevents or slows serving."""
+"""Checks this machine: lists what emberforge finds, and the problems that prevent or slow serving."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ from engine.kernels.launch import arch_of
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `problem` says what is wrong and how to repair it; None if nothing is wrong."""
+    """One line of the report. `problem` says what is wrong and how to solve it; None if nothing is wrong."""
 
     name: str
     found: str
@@ -35,7 +35,7 @@ class Check:
 
 
 def examine(port: int) -> list[Check]:
-    """Checks everything that a server on this machine depends on. Starts nothing and changes nothing."""
+    """Checks everything that a server on this machine needs. Starts nothing and changes nothing."""
     checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels, _embedded_model, _model_cache, _environment]
     return [check() for check in checks] + [_disk(), _shared_memory(), _node(), _port(port)]
 
@@ -105,7 +105,7 @@ def _model_cache() -> Check:
 
 
 def _environment() -> Check:
-    """Reports the variables of `SERVE_ENV` that have other values here than emberforge sets."""
+    """Reports the variables of `SERVE_ENV` whose values differ from those that emberforge sets."""
     other = [f"{name}={os.environ[name]}" for name, value in SERVE_ENV.items() if os.environ.get(name, value) != value]
     mode = os.environ.get("RAY_AUTH_MODE", "token (set by emberforge serve)")
     found = f"Ray authentication: {mode}" + (f"; set by you: {', '.join(other)}" if other else "")
@@ -125,7 +125,7 @@ def _node() -> Check:
     try:
         started = read_record(home_folder())
     except ClusterError as error:
-        return Check("node", "the record of the node cannot be read", str(error))
+        return Check("node", "the node's record cannot be read", str(error))
     if started is None:
         return Check("node", "no node runs on this machine")
     missing = dead_processes(started)
@@ -137,8 +137,8 @@ def _node() -> Check:
 
 def _way_back(started: Started) -> str:
     if started.head:
-        return "emberforge node stop, then emberforge node start --head (docs/operate/head.md says what that ends)"
-    return f"emberforge node stop, then emberforge node start --address {started.address} with the options it had"
+        return "run emberforge node stop, then emberforge node start --head (docs/operate/head.md says which nodes this ends)"
+    return f"run emberforge node stop, then emberforge node start --address {started.address} with the same options as before"
 
 
 def _port(port: int) -> Check:
@@ -148,4 +148,4 @@ def _port(port: int) -> Check:
     if not taken:
         return Check("port", f"{port} is free")
     by = machine_limits.holder(port) or "an unknown process"
-    return Check("port", f"{port} is taken by {by}", "end that process, or choose another port with --port")
+    return Check("port", f"{by} uses {port}", "end that process, or choose another port with --port")

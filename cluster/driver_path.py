@@ -1,19 +1,19 @@
 """Keeps the working directory of a command off the import path of Ray's workers.
 
-Ray puts the directory in which a driver was started first on the import path of all of its workers. A folder there that is called
-`engine` or `cluster` would be imported instead of ours.
+Ray puts the driver's working directory at the front of the import path of all its workers. If this directory has a folder
+`engine` or `cluster`, the workers would import it instead of our package.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Where our own packages are. Tests and benchmarks run there, and their workers import from there too.
+# The directory of our own packages. Tests and benchmarks run there, and their workers import from it.
 _ROOT = Path(__file__).resolve().parents[1]
 
 
 class _Closed(list[str]):
-    """A list to which Ray adds the driver's directories in vain."""
+    """A list that ignores the driver's directories that Ray adds."""
 
     def extend(self, paths: Iterable[str]) -> None:
         pass

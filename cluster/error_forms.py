@@ -1,7 +1,7 @@
-"""The form of an error: which form a path has, and the JSON of each form.
+"""The forms of errors: the form of each path, and the JSON of each form.
 
 The API answers errors in the form of the client's SDK: TEI's, OpenAI's or Cohere's. HAProxy refuses requests in the same
-forms before they reach the API. Both read this module. It imports the standard library alone, because HAProxy's wrapper
+forms before they reach the API. Both use this module. It imports only the standard library, because HAProxy's wrapper
 starts at each change of HAProxy's configuration.
 """
 
@@ -14,7 +14,7 @@ class PathRule(NamedTuple):
     """A rule that gives a path its form."""
 
     form: Form
-    match: Literal["end", "sub"]  # as HAProxy's `-m`: a pattern is the end of the path, or any part of the path
+    match: Literal["end", "sub"]  # like HAProxy's `-m`: a pattern is the end of the path, or any part of the path
     patterns: tuple[str, ...]
 
     def matches(self, path: str) -> bool:
@@ -23,10 +23,10 @@ class PathRule(NamedTuple):
         return any(pattern in path for pattern in self.patterns)
 
 
-# The first rule that matches a path decides. No pattern starts at the start of the path: an application may have a prefix.
-# A path that the API does not serve has a form, too: an SDK reads the 404.
+# The first rule that matches a path decides. Patterns do not include the start of a path, because an application may have a
+# prefix. Paths that the API does not serve have a form too, because an SDK reads the 404.
 PATH_RULES = (
-    PathRule("openai", "sub", ("/v1/models/",)),  # first: a model's name may contain any of the other patterns
+    PathRule("openai", "sub", ("/v1/models/",)),  # first, because a model's name may contain any of the other patterns
     PathRule("cohere", "end", ("/v1/embed", "/v1/rerank")),
     PathRule("cohere", "sub", ("/v2/",)),
     PathRule("openai", "sub", ("/v1/",)),
@@ -35,14 +35,14 @@ PATH_RULES = (
 
 
 def form_of(path: str) -> Form:
-    """The form of the errors at `path`: TEI's, unless a rule says otherwise."""
+    """The form of errors at `path`. Without a rule it is TEI's form."""
     return next((rule.form for rule in PATH_RULES if rule.matches(path)), "tei")
 
 
 def error_body(form: Form, status: int, error_type: str, message: str, param: str | None = None) -> dict[str, Any]:
-    """The JSON of an error. `param` is the field at fault.
+    """The JSON of an error. `param` is the wrong field.
 
-    OpenAI's form contains TEI's fields beside OpenAI's envelope: the openai SDK reads one, scripts written for TEI the other.
+    OpenAI's form has OpenAI's envelope for the openai SDK, and TEI's fields for scripts that were written for TEI.
     """
     if form == "cohere":
         return {"message": message}

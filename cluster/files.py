@@ -12,11 +12,11 @@ from engine.errors import EmberError
 
 File = TypeVar("File", bound=BaseModel)
 
-_LONGEST_VALUE = 200  # of a value in an error
+_LONGEST_VALUE = 200  # characters of a value in an error
 
 
 class ClusterError(EmberError):
-    """A file, a node or a plan cannot be used. The text names it, the value and the way out."""
+    """A file, a node or a plan cannot be used. The text names it, the value and what to do."""
 
 
 def read_yaml(path: Path, schema: type[File]) -> File:
@@ -28,7 +28,7 @@ def read_yaml(path: Path, schema: type[File]) -> File:
 
 
 def parse_yaml(text: str, name: str, schema: type[File]) -> File:
-    """Reads YAML as `schema`. Raises: ClusterError with `name`, the line at fault, and the rest as `read_yaml`."""
+    """Reads YAML as `schema`. Raises: ClusterError with `name`, the wrong line, and the reason as in `read_yaml`."""
     try:
         return schema.model_validate(yaml.safe_load(text))
     except ValidationError as error:
@@ -41,7 +41,7 @@ def parse_yaml(text: str, name: str, schema: type[File]) -> File:
 
 
 def _line(text: str, place: tuple[int | str, ...]) -> int:
-    """The line of the value at `place`, or of the innermost part of the file on the way there."""
+    """The line of the value at `place`, or of the innermost existing part of the file that would contain it."""
     part, line = yaml.compose(text, Loader=yaml.SafeLoader), 1
     for step in place:
         if isinstance(part, yaml.MappingNode):
@@ -66,13 +66,13 @@ def _explain(first: ErrorDetails, schema: type[BaseModel]) -> str:
         given = "empty" if first["input"] is None else _short(first["input"])
         return f"{where or 'the file'} is {given}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
     reason = first["msg"].removeprefix("Value error, ")
-    if isinstance(first["input"], dict):  # a rule between several keys; the reason names them
+    if isinstance(first["input"], dict):  # a rule about several keys; the reason names them
         return f"{where}: {reason}" if where else reason
     return f"{where} = {_short(first['input'])}: {reason}"
 
 
 def _short(value: object) -> str:
-    """The value as Python writes it, with at most some lines of it."""
+    """The value in Python's form, shortened to at most a few lines."""
     return reprlib.repr(value) if isinstance(value, list | dict) else repr(value)[:_LONGEST_VALUE]
 
 

@@ -1,4 +1,4 @@
-"""A model that generates, as a plan sees it: its context, the size of its cache, and its rates on a class of nodes."""
+"""The plan of a generation model: its context, the size of its KV cache, and its rates on a node class."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,45 +17,45 @@ from engine.model.decoder import DecoderConfig
 from engine.model.footprint import body_parameters, bytes_saved
 from engine.run.kv_cache import bytes_per_token, whole_pages
 
-# The defaults are what a card must have at least. The memory that is left becomes more cache, so a low number costs nothing.
+# The defaults are minimums that a card must hold. The remaining memory becomes more cache, so low values have no disadvantage.
 _CONTEXT = 8192
 _STREAMS = 4
 
-# Measured on an H200 with models of 28 and 36 layers (loadtests/results/generate.md): time of a decode step in which the GPU
-# starts kernels or waits for their ends, for each layer; and time of the host, for each step and for each stream of a step.
+# Measured on an H200 with models of 28 and 36 layers (loadtests/results/generate.md): for each layer, the time of a decode step
+# in which the GPU starts kernels or waits for their ends; and the host's time for each step, and for each stream of a step.
 _LAYER_S = 18e-6
 _HOST_S, _HOST_STREAM_S = 650e-6, 16e-6
-# Of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
+# The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
 _CPU_READ_SHARE = 0.36
-# Of the attention rate of the card, as prompts of 8,192 tokens reach it on an H200.
+# The share of the card's attention rate that prompts of 8,192 tokens reach on an H200.
 _ATTENTION_SHARE = 0.74
 
 
 def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
-    """The entry of a model that generates with the context, the streams and the least cache that the plan takes. Another model's
-    entry is returned as it is.
+    """Completes the entry of a generation model with the context, the streams and the least cache of the plan. The entry of any
+    other model does not change.
 
-    Raises: ClusterError for a context or streams that the model cannot have.
+    Raises: ClusterError for a context or streams that the model does not support.
     """
     if config.generation is None:
         for key in ("context", "streams", "pipeline"):
             if getattr(entry, key) is not None:
                 raise ClusterError(
-                    f"model {entry.name} has {key}: {getattr(entry, key)}, and does not generate text; leave {key} out"
+                    f"model {entry.name} has {key}: {getattr(entry, key)}, but does not generate text; leave {key} out"
                 )
         return entry
     longest, cache = config.max_input_length, entry.cache_tokens
     if entry.max_input_tokens is not None:
         raise ClusterError(
-            f"model {entry.name} generates text, so its limit is of prompt and answer together: write context: "
-            f"{entry.max_input_tokens} in place of max_input_tokens"
+            f"model {entry.name} generates text, so its limit counts prompt and answer together: write context: "
+            f"{entry.max_input_tokens} instead of max_input_tokens"
         )
     if entry.context is not None and entry.context > longest:
-        raise ClusterError(f"model {entry.name} has context: {entry.context}, and {entry.model} takes {longest} tokens at most")
+        raise ClusterError(f"model {entry.name} has context: {entry.context}, but {entry.model} takes at most {longest} tokens")
     context = entry.context or min(_CONTEXT, longest, cache or longest)
     if cache is not None and cache < context:
         raise ClusterError(
-            f"model {entry.name} has cache_tokens: {cache}, which hold no stream of context: {context}; give more cache_tokens "
+            f"model {entry.name} has cache_tokens: {cache}, too few for one stream of context: {context}; give more cache_tokens "
             "or a shorter context"
         )
     pages = whole_pages(context)
@@ -65,10 +65,10 @@ def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
 
 
 def decode_rate(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> Rate:
-    """Tokens/s of all streams together, each of them `length` tokens long, while no prompt is computed.
+    """Decode tokens/s of all streams together, each with `length` tokens, while no prompt is computed.
 
-    Where the model was measured on the node: `decode_tokens_per_s` times the share of it that the nearest measured number of
-    streams reached.
+    If the model was measured on the node: `decode_tokens_per_s` times the ratio of measured to computed rate at the nearest
+    measured number of streams.
     """
     here = _calibrated(config, dtype, node, "decode", streams, decode_tokens_per_s)
     rate = decode_tokens_per_s(config, dtype, node, streams, length)
@@ -76,7 +76,7 @@ def decode_rate(config: ModelConfig, dtype: torch.dtype, node: Node, streams: in
 
 
 def prefill_rate(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> Rate:
-    """Tokens/s of prompts of `length` tokens. Where the model was measured on the node: as `decode_rate`."""
+    """Tokens/s of prompts of `length` tokens. If the model was measured on the node, corrected as in `decode_rate`."""
     here = _calibrated(config, dtype, node, "prefill", 1, lambda c, d, n, _, length: prefill_tokens_per_s(c, d, n, length))
     rate = prefill_tokens_per_s(config, dtype, node, length)
     return Rate(rate, "estimated") if here is None else Rate(rate * here, "measured here")
@@ -90,7 +90,7 @@ def _calibrated(
     streams: int,
     computed: Callable[[ModelConfig, torch.dtype, Node, int, int], float],
 ) -> float | None:
-    """The node's own rate over the computed one, at the measured number of streams that is nearest. None without one."""
+    """The ratio of measured to computed rate at the nearest measured number of streams. None without a measurement."""
     rows = measured_here(config, dtype, node, what)
     if not rows:
         return None
@@ -99,7 +99,7 @@ def _calibrated(
 
 
 def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
-    """As `decode_rate`, from bytes and FLOPs alone.
+    """Like `decode_rate`, but computed only from bytes and FLOPs.
 
     A step reads all weights, and the keys and values of all streams. It multiplies each stream's token with the weights.
     """
@@ -110,14 +110,14 @@ def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, str
 def pipeline_decode_tokens_per_s(
     config: ModelConfig, dtype: torch.dtype, nodes: Sequence[Node], layers: Sequence[range], streams: int, length: int
 ) -> float:
-    """As `decode_tokens_per_s`, of a model that is cut over several cards.
+    """Like `decode_tokens_per_s`, for a model on several cards.
 
-    The streams form as many groups as there are stages, and the groups take turns. The slowest stage decides how often a group's
-    step ends. A group's next step begins after its last one has passed all stages.
+    The streams form one group for each stage, and the groups take turns. The slowest stage limits the rate of steps. A group's
+    next step begins after its previous step has passed all stages.
 
     Args:
-        nodes: for each stage, a node with its card alone.
-        layers: of each stage.
+        nodes: for each stage, a node with only its card.
+        layers: the layers of each stage.
     """
     groups = min(streams, len(layers))
     rows = math.ceil(streams / groups)
@@ -132,14 +132,14 @@ def _host_s(streams: int) -> float:
 
 
 def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
-    """The device's time for a decode step of a model, or of a part of it."""
+    """The device's time for a decode step of a model, or of a part of a model."""
     speed = speed_of(node)
     wide = compute_dtype(dtype).itemsize
     head = config.vocab_size * config.hidden_size * wide if config.has_end else 0
     layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
     read = layers + head + streams * _cached_bytes(config, dtype, length)
-    # A weight of 2 bytes is 2 FLOPs at the rate for bf16. One in 8 bits takes half the time, one of 4 bytes twice the time.
-    # One in 4 bits is multiplied in bf16.
+    # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time. A
+    # weight in 4 bits is multiplied in bf16.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
     if not node.cards:
         return read / (_CPU_READ_SHARE * speed.copy) + multiplied_s
@@ -147,9 +147,9 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
 
 
 def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:
-    """As `prefill_rate`, from the rate of texts of mixed lengths and the attention of a long prompt."""
+    """Like `prefill_rate`, computed from the rate of texts of mixed lengths and the attention of a long prompt."""
     width = config.n_heads * config.head_dim
-    flops = 2 * width * sum(_seen(config, length))  # of a token that sees half of the prompt
+    flops = 2 * width * sum(_seen(config, length))  # for a token that sees half of the prompt
     attention_s = flops / (_ATTENTION_SHARE * speed_of(node).attention(wgmma=True))
     if compute_dtype(dtype).itemsize == 4:
         attention_s *= 2
@@ -159,8 +159,8 @@ def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, le
 def pipeline_prefill_tokens_per_s(
     config: ModelConfig, dtype: torch.dtype, nodes: Sequence[Node], layers: Sequence[range], length: int
 ) -> float:
-    """As `prefill_tokens_per_s`, of a model that is cut over several cards: the chunks of prompts follow each other, so the
-    slowest stage decides. The arguments are those of `pipeline_decode_tokens_per_s`."""
+    """Like `prefill_tokens_per_s`, for a model on several cards. The chunks of prompts follow each other, so the slowest stage
+    decides. Same arguments as `pipeline_decode_tokens_per_s`."""
     stages = zip(nodes, layers, strict=True)
     return min(prefill_tokens_per_s(config, dtype, node, length) * config.n_layers / len(part) for node, part in stages)
 
@@ -171,6 +171,6 @@ def _cached_bytes(config: ModelConfig, dtype: torch.dtype, length: int) -> float
 
 
 def _seen(config: ModelConfig, length: int) -> list[int]:
-    """Tokens that the last of `length` tokens sees, for each layer of the model or of a part of it."""
+    """The number of tokens that the last of `length` tokens sees, for each layer of the model or of a part of it."""
     windows = [config.layer_window(layer) if isinstance(config, DecoderConfig) else None for layer in config.layers]
     return [length if window is None else min(length, window + 1) for window in windows]

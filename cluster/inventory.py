@@ -1,6 +1,6 @@
-"""This machine as a `Node`: cards, memory and cores, each figure with its source.
+"""Describes this machine as a `Node`: cards, memory and cores, each value with its source.
 
-`read_machine` gathers facts and judges nothing. The functions on `Facts` are pure, so a test can describe any machine.
+`read_machine` collects facts. The functions on `Facts` are pure, so a test can describe any machine.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from engine.devices import cpu_name, has_native_bf16
 from engine.kernels.compile import source_texts
 
 INTEGRATED = "MemAvailable (integrated GPU)"
-_NOT_SUPPORTED = "Not Supported"  # NVML's own words
+_NOT_SUPPORTED = "Not Supported"  # NVML's own text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Cgroup:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that the machine reports, unjudged."""
+    """Everything that the machine reports, without checks."""
 
     hostname: str
     machine: str
@@ -132,7 +132,7 @@ def available_cpus() -> int:
 def this_node(name: str | None = None, reserve_bytes: int | None = None, source: Source = read_machine) -> Node:
     """This machine as a node. The node has the host's name unless `name` is given.
 
-    Raises: ClusterError if the cards differ, if a card's memory is unknown, or if nothing is left for models.
+    Raises: ClusterError if the cards differ, if a card's memory is unknown, or if no memory is left for models.
     """
     facts = source()
     measurement, problem = usable(home_folder(), circumstances(facts))
@@ -153,7 +153,7 @@ def this_node(name: str | None = None, reserve_bytes: int | None = None, source:
 
 
 def circumstances(facts: Facts) -> Circumstances:
-    """What a measurement of this machine depends on. Raises: ClusterError if a card's memory is unknown."""
+    """The circumstances on which a measurement of this machine depends. Raises: ClusterError if a card's memory is unknown."""
     found = cards(facts)
     if not found:
         return Circumstances(card=f"{facts.cpu_name or facts.machine}, {facts.usable_cpus} cores", torch=str(torch.__version__))
@@ -167,12 +167,12 @@ def _kernels_digest() -> str:
 
 
 def cards(facts: Facts) -> tuple[Card, ...]:
-    """The cards that a CUDA program sees; each MIG slice is one. Raises: ClusterError if a card's memory is unknown."""
+    """The cards that a CUDA program sees; each MIG slice is a card. Raises: ClusterError if a card's memory is unknown."""
     return tuple(_card(nvml, seen, facts) for nvml, seen in _devices(facts))
 
 
 def capability(facts: Facts) -> tuple[int, int] | None:
-    """The compute capability of the node's cards, as in (12, 1). None without a card, or if no source tells it."""
+    """The compute capability of the node's cards, such as (12, 1). None without a card, or if it is unknown."""
     return next((_capability(nvml, seen) for nvml, seen in _devices(facts)), None)
 
 
@@ -221,7 +221,7 @@ def _entry(devices: Sequence[NvmlDevice], entry: str) -> tuple[NvmlDevice, ...]:
 
 
 def _parts(device: NvmlDevice) -> tuple[NvmlDevice, ...]:
-    """Raises: ClusterError for a GPU in MIG mode without slices, because such a GPU can run nothing."""
+    """Raises: ClusterError for a GPU in MIG mode without slices, because no program can use such a GPU."""
     if device.slices is None:
         return (device,)
     if not device.slices:
@@ -235,7 +235,7 @@ def _parts(device: NvmlDevice) -> tuple[NvmlDevice, ...]:
 def _devices(facts: Facts) -> list[_Device]:
     """Each visible device as NVML and as torch describe it."""
     if facts.torch and not any(device.slices for device in facts.nvml):
-        # CUDA orders cards by speed and NVML by bus, so the same index may mean different cards. A uuid means one card.
+        # CUDA orders cards by speed and NVML by bus, so the same index may mean different cards. A uuid identifies a card.
         by_uuid = {_bare(device.uuid): device for device in facts.nvml}
         return [(by_uuid.get(seen.uuid), seen) for seen in facts.torch]
     seen_by_uuid = {seen.uuid: seen for seen in facts.torch}
@@ -246,19 +246,19 @@ def _card(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> Ca
     if nvml is not None:
         name, uuid = nvml.name, nvml.uuid
     else:
-        assert seen is not None, "a device nobody saw"
+        assert seen is not None, "a device that neither NVML nor torch has seen"
         name, uuid = seen.name, f"GPU-{seen.uuid}"
     compute = _capability(nvml, seen)
     unified = _unified(nvml, seen, facts)
     if unified is not None:
-        # Without the control group's limit: it does not count memory that the GPU takes.
+        # Without the control group's limit, because it does not count memory that the GPU takes.
         return Card(name, facts.mem_total_bytes, facts.mem_available_bytes, True, uuid, unified, compute)
     if nvml is not None and nvml.total_bytes:
         return Card(name, nvml.total_bytes - nvml.reserved_bytes, nvml.free_bytes, False, uuid, "NVML", compute)
     if seen is not None:
         return Card(name, seen.total_bytes, None, False, uuid, "torch", compute)
     error = nvml.error if nvml is not None else None
-    raise ClusterError(f"the memory of {name} is unknown (NVML: {error}): install a CUDA build of torch, which can tell")
+    raise ClusterError(f"the memory of {name} is unknown (NVML: {error}): install a CUDA build of torch, which reports it")
 
 
 def _capability(nvml: NvmlDevice | None, seen: TorchDevice | None) -> tuple[int, int] | None:
@@ -266,9 +266,10 @@ def _capability(nvml: NvmlDevice | None, seen: TorchDevice | None) -> tuple[int,
 
 
 def _unified(nvml: NvmlDevice | None, seen: TorchDevice | None, facts: Facts) -> str | None:
-    """The source of the figures of a card that uses the host's memory. None for a card with memory of its own.
+    """The source of the values of a card that uses the host's memory. None for a card with its own memory.
 
-    torch tells whether a GPU is integrated. NVML does not: by driver it reports an error, zero, or the host's memory.
+    torch reports whether a GPU is integrated. NVML does not: depending on the driver it reports an error, zero, or the host's
+    memory.
     """
     if seen is not None:
         return INTEGRATED if seen.integrated else None
@@ -410,7 +411,7 @@ def read_cgroup(membership: str, root: Path) -> Cgroup:
 
 
 def _held_bytes(folder: Path) -> int:
-    """Bytes that a group holds and cannot free at once. 0 if the group does not tell."""
+    """Bytes that a group holds and cannot free at once. 0 if the group does not report them."""
     held = next(iter(_numbers(folder / "memory.current") + _numbers(folder / "memory.usage_in_bytes")), 0)
     try:
         words = (folder / "memory.stat").read_text(encoding="utf-8").split()

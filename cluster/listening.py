@@ -1,7 +1,8 @@
-"""Where Ray Serve's own servers listen, and how large a message they take, as far as Ray has no setting for it.
+"""Limits the addresses and the message sizes of Ray Serve's own servers, for which Ray has no settings.
 
-Ray opens gRPC on all interfaces, whatever host Serve has. On a server of one machine nobody else needs these ports: HAProxy alone
-listens for clients. Ray calls `keep_private` in every process that will listen (`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`).
+Ray opens gRPC on all interfaces, independent of Serve's host. On a server of one machine no other machine needs these ports,
+because only HAProxy listens for clients. Ray calls `keep_private` in every process that will listen
+(`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`).
 """
 
 import os
@@ -36,12 +37,12 @@ def keep_private() -> list[Any]:
 
 
 def limit_messages(most_bytes: int) -> None:
-    """Makes gRPC servers that start later in this process refuse longer messages before these have come."""
+    """Makes gRPC servers that start later in this process refuse longer messages before they are received."""
     from ray.serve._private.constants import DEFAULT_GRPC_SERVER_OPTIONS as OPTIONS
 
     OPTIONS[:] = [(name, most_bytes if name == _RECEIVE else value) for name, value in OPTIONS]
 
 
 def _on_this_machine(address: str) -> str:
-    """The address `[::]:PORT` as one of this machine alone."""
+    """The address `[::]:PORT`, changed to an address that only this machine can reach."""
     return f"127.0.0.1:{address.rpartition(':')[2]}"

@@ -1,4 +1,4 @@
-"""Starts and ends a Ray of our own on this machine. The end leaves no process behind."""
+"""Starts and stops our own Ray on this machine. No process remains after the stop."""
 
 import errno
 import logging
@@ -24,8 +24,8 @@ SERVE_ENV = {
     # The proxy's metrics cost 58-79 us of CPU for each request. The replicas' /metrics have the same figures.
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-    # If a gateway dies, HAProxy sends its requests to another one. That is safe because every POST of ours is a pure
-    # computation. The request must fit into HAProxy's buffer. One retry: a request that kills ends two replicas at most.
+    # If a gateway dies, HAProxy sends its requests to another one. That is safe because all our POST routes only compute.
+    # The request must fit into HAProxy's buffer. One retry, so that a request can kill at most two replicas.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
@@ -40,7 +40,7 @@ SERVE_ENV = {
     # The replicas' gRPC ports are next to their HTTP ports, below the kernel's ports for outgoing connections.
     "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": "31001",
     "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": "32000",
-    # Autoscaling gets new figures this often, in seconds. Ray's default is ten.
+    # Seconds between two reports to autoscaling. Ray's default is ten.
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     # The largest message between gateway and replica. 2,048 vectors of 4,096 numbers are 32 MiB.
@@ -54,7 +54,8 @@ SERVE_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-# And those of a server on one machine, where Ray's ports are for this machine. The first gives Ray the address 127.0.0.1.
+# Further variables of a server on one machine, on which only this machine may use Ray's ports. The first gives Ray the address
+# 127.0.0.1.
 _ALONE_ENV = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.listening:keep_private",
@@ -62,8 +63,8 @@ _ALONE_ENV = {
 
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 _PORTS_OF_A_RAY = 50
-# Between the ports of Ray's workers and of replicas. A free port from the kernel may be taken before it is used: a starting Ray
-# opens hundreds of connections from the same range.
+# Ports between those of Ray's workers and of replicas. A free port from the kernel's own range may be taken before it is used,
+# because a starting Ray opens hundreds of connections from that range.
 _FREE_PORTS = range(20000, 30000)
 
 # The variable with the path of HAProxy's socket for commands. Ray puts a folder with the node's id before the last name.
@@ -89,7 +90,7 @@ def serve_environment(state_dir: Path) -> dict[str, str]:
         | {
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-            # HAProxy sends requests here while no replica is up. On the default port another Ray's proxy may listen.
+            # HAProxy sends requests to this port while no replica is up. Another Ray's proxy may listen on the default port.
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         }
@@ -112,10 +113,10 @@ def haproxy_files(state_dir: Path) -> dict[str, str]:
 
 @contextmanager
 def grpc_ports() -> Iterator[dict[str, str]]:
-    """Reserves ports for the gRPC of one Ray's replicas, until the context ends.
+    """Reserves ports for gRPC of one Ray's replicas, until the context ends.
 
-    Ray 2.60 intends to give each replica a port of its own, but passes an option that gRPC ignores. Replicas of two Rays could
-    then listen on the same port, and get each other's calls.
+    Ray 2.60 tries to give each replica its own port, but passes an option that gRPC ignores. Without reserved ports, replicas of
+    two Rays could listen on the same port, and get each other's calls.
     """
     low, high = int(SERVE_ENV[_MIN_GRPC_PORT]), int(SERVE_ENV[_MAX_GRPC_PORT])
     for first in reversed(
@@ -150,7 +151,7 @@ def _is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port nobody uses at this moment, for who will listen on it in some seconds. Raises: OSError: all are taken."""
+    """A TCP port that is free now, for a server that starts within some seconds. Raises: OSError if all ports are taken."""
     for port in secrets.SystemRandom().sample(_FREE_PORTS, len(_FREE_PORTS)):
         if _is_free(port):
             return port
@@ -165,13 +166,13 @@ def set_environment(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: str = "127.0.0.1") -> Iterator[None]:
-    """Starts Ray in this process's session and connects to it. At the end it stops all of Ray's processes.
+    """Starts Ray in this process's session and connects to it. At the end of the context it stops all of Ray's processes.
 
-    Ray is imported here, after the environment is set. Only holders of this run's token may talk to it.
+    Ray is imported here, after the environment is set. Only processes with this run's token may use this Ray.
 
     Args:
         max_concurrent_requests: HAProxy's limit for each ingress process.
-        host: where HAProxy listens for clients. All else listens on 127.0.0.1.
+        host: the address on which HAProxy listens for clients. All other servers listen on 127.0.0.1.
     """
     with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
         environment = serve_environment(Path(state)) | ports | _ALONE_ENV | logs.share_stderr()
@@ -201,17 +202,17 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
 def _stop(me: psutil.Process) -> None:
     """Finishes the requests in flight, stops Serve and Ray, then ends all remaining descendants by pid.
 
-    HAProxy would outlive a killed Ray. If one step does not end in time, the later steps of Ray are left out. The step goes on in
-    its thread, and a Ray that stopped under it would end this process.
+    HAProxy would survive a killed Ray. If a step does not end in time, the later steps of Ray are skipped, because the step
+    continues in its thread, and a Ray that stopped during it would end this process.
     """
     import ray
     from ray import serve
 
     ours = set(me.children(recursive=True))
     if ray.is_initialized():
-        own = me.children()  # a signal may have reached and ended some of them, and then Ray does not answer
+        own = me.children()  # a signal may have ended some of them, and then Ray does not answer
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            # Ray prints the orderly end of the controller as an error.
+            # Ray prints the normal end of the controller as an error.
             if _within(DRAIN_S + _SERVE_STOP_S, _finish_requests, own) and _within(_SERVE_STOP_S, serve.shutdown, own):
                 ours |= set(me.children(recursive=True))
                 _within(_RAY_STOP_S, ray.shutdown)
@@ -225,10 +226,10 @@ def _stop(me: psutil.Process) -> None:
 
 
 def _finish_requests() -> None:
-    """Stops the replicas while HAProxy can still carry their last answers. `serve.shutdown` would end HAProxy first.
+    """Stops the replicas while HAProxy can still send their last answers. `serve.shutdown` would end HAProxy first.
 
-    Applications that are still loading have no requests, so they are not waited for. A gateway stops before its pools, whose
-    answers its requests need.
+    Applications that are still loading have no requests, so this function does not wait for them. A gateway stops before its
+    pools, because its requests need the pools' answers.
     """
     from ray import serve
 

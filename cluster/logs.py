@@ -1,9 +1,9 @@
-"""Log lines: what each process of ours writes to the stderr of the command that started it.
+"""Writes the log lines of all our processes to the stderr of the command that started them.
 
 A line is one JSON object, or a plain sentence on a terminal. A line is written at once, so that it survives its process.
 
-Ray gives each of its processes a file in place of stderr. `share_stderr` tells our processes where the command's stderr is. Ray
-could pass stderr on (`RAY_LOG_TO_STDERR`), but its own processes then print a page at each start, and errors at each end.
+Ray replaces stderr of each of its processes by a file. `share_stderr` tells our processes where the command's stderr is. Ray
+could forward stderr (`RAY_LOG_TO_STDERR`), but its own processes then print a page at each start, and errors at each end.
 """
 
 import logging
@@ -18,7 +18,7 @@ import orjson
 
 from engine.request_tag import request_tags
 
-# The variable with the path of the command's stderr. It is no setting, so it has no EMBERFORGE_ prefix. Without it a process
+# The variable with the path of the command's stderr. It is not a setting, so it has no EMBERFORGE_ prefix. Without it a process
 # writes to its own stderr.
 VARIABLE = "EMBER_STDERR"
 # In a container, the first process is the command.
@@ -31,10 +31,10 @@ ACCESS = "serve_app.access"
 
 
 def share_stderr() -> dict[str, str]:
-    """The variable by which other processes find the stderr of this one.
+    """The variable with which other processes find the stderr of this process.
 
-    A terminal can be opened again. A socket, as systemd gives it, cannot, and a file opened twice would be overwritten. For these
-    a thread copies from a pipe.
+    A terminal can be opened again. A socket, such as systemd's, cannot be opened again, and a file opened twice would be
+    overwritten. For these a thread copies from a pipe.
     """
     shared = 2
     if not os.isatty(2):
@@ -50,9 +50,9 @@ def _copy_to_stderr(source: int) -> None:
 
 
 def set_up(process: str) -> None:
-    """Send the log records of this process to the command's stderr. `process` names it in each line.
+    """Sends the log records of this process to the command's stderr. `process` names the process in each line.
 
-    A terminal gets warnings and errors only, because the command itself tells there what it does.
+    A terminal gets only warnings and errors, because the command itself prints there what it does.
     """
     stderr = _open_stderr()
     on_terminal = os.isatty(stderr)
@@ -60,12 +60,12 @@ def set_up(process: str) -> None:
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.WARNING if on_terminal else logging.INFO)
     logging.getLogger(ACCESS).setLevel(logging.INFO)
-    _add(logging.getLogger(), handler)  # the root: other libraries' warnings count, too
+    _add(logging.getLogger(), handler)  # the root logger, so that warnings of other libraries appear too
     set_up_ray(handler)
 
 
 def set_up_ray(handler: "_Stderr | None" = None) -> None:
-    """Send Ray's warnings and errors where ours go. To be called again after `ray.serve` was imported: it adds a handler."""
+    """Sends Ray's warnings and errors to the same stderr. Call it again after the import of `ray.serve`, which adds a handler."""
     handler = handler or next((each for each in logging.getLogger().handlers if isinstance(each, _Stderr)), None)
     if handler is None:
         return
@@ -75,7 +75,7 @@ def set_up_ray(handler: "_Stderr | None" = None) -> None:
         logger = logging.getLogger(name)
         for each in [each for each in logger.handlers if type(each) is logging.StreamHandler]:
             logger.removeHandler(each)
-        logger.propagate = False  # else the root's handler writes the line again
+        logger.propagate = False  # otherwise the root's handler writes the line a second time
         _add(logger, warnings)
     logging.getLogger("ray.serve").addFilter(_is_not_of_a_client_that_left)  # a second call adds nothing
 
@@ -83,7 +83,7 @@ def set_up_ray(handler: "_Stderr | None" = None) -> None:
 def _is_not_of_a_client_that_left(record: logging.LogRecord) -> bool:
     """False for a gRPC stream that its client has cancelled between two answers.
 
-    Python ends such a stream with GeneratorExit. Ray Serve takes it for an unforeseen error, and logs a traceback for each.
+    Python ends such a stream with GeneratorExit. Ray Serve treats it as an unexpected error, and logs a traceback.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], GeneratorExit))
 
@@ -95,7 +95,8 @@ def _add(logger: logging.Logger, handler: "_Stderr") -> None:
 
 
 def _open_stderr() -> int:
-    """The descriptor of the command's stderr; of this process's own, if there is no other or it cannot be opened.
+    """The file descriptor of the command's stderr; of this process's own stderr if the command's does not exist or cannot be
+    opened.
 
     In a replica Ray Serve replaces `sys.stderr`.
     """
@@ -119,7 +120,7 @@ class _Stderr(logging.Handler):
 
 class _Formatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:
-        """The traceback. logging's own method prints into a buffer, and Ray Serve's `print` in replicas garbles what it gets."""
+        """The traceback. logging's own method uses `print`, and Ray Serve's `print` in replicas garbles its text."""
         return "".join(traceback.format_exception(*ei)).rstrip()
 
 
@@ -154,7 +155,7 @@ class _Json(_Formatter):
 
 
 def _requests(record: logging.LogRecord) -> dict[str, Any]:
-    """The id of the request that the record is about, or the ids of several. A log call may give `extra={"tags": ...}`."""
+    """The id of the record's request, or the ids of several requests. A log call may give `extra={"tags": ...}`."""
     ids = [tag.id for tag in getattr(record, "tags", request_tags.get())]
     if not ids:
         return {}

@@ -1,4 +1,4 @@
-"""What stops a server on this machine without a clear error: a full disk, full shared memory, a port that somebody holds."""
+"""Finds problems that stop a server without a clear error: a full disk, full shared memory, a port in use."""
 
 import os
 import shutil
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 
-# Ray writes its logs and sockets to its folder. With less space its processes wait for files that never come.
+# Ray writes its logs and sockets to its folder. With less space its processes wait forever for files.
 LEAST_DISK = 512 << 20
-# Ray and HAProxy map shared memory. A write to a mapping without space behind it ends the process with SIGBUS.
+# Ray and HAProxy map shared memory. Without free space, a write to a mapping ends the process with SIGBUS.
 LEAST_SHARED = 32 << 20
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a file system, not a file
 _MIB = 1 << 20
@@ -20,17 +20,17 @@ def ray_folder() -> Path:
 
 
 def disk_problem() -> str | None:
-    """What is wrong with the disk of Ray's folder. None if nothing is."""
+    """The problem of the disk of Ray's folder, as text. None without a problem."""
     return _lack(ray_folder(), LEAST_DISK, "Ray's logs and sockets; free some, or set RAY_TMPDIR to another disk")
 
 
 def shared_memory_problem() -> str | None:
-    """What is wrong with the shared memory. None if nothing is, or if the system has none."""
+    """The problem of the shared memory, as text. None without a problem, or on a system without shared memory."""
     return _lack(SHARED_MEMORY, LEAST_SHARED, "what Ray's processes share; remove what others have left there")
 
 
 def free_space(folder: Path) -> str:
-    """The free space of a folder's file system in words."""
+    """The free space of a folder's file system, as text."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -39,9 +39,9 @@ def free_space(folder: Path) -> str:
 
 
 def holder(port: int) -> str | None:
-    """The process that listens on a TCP port of this machine, in words. None if nobody listens.
+    """The process that listens on a TCP port of this machine, as text. None if no process listens.
 
-    A process of another user is found, and not named.
+    The text does not name a process of another user.
     """
     try:
         listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
@@ -60,7 +60,7 @@ def holder(port: int) -> str | None:
 
 
 def problems() -> list[str]:
-    """What is wrong with this machine's disk and shared memory."""
+    """The problems of this machine's disk and shared memory."""
     return [problem for problem in (disk_problem(), shared_memory_problem()) if problem is not None]
 
 

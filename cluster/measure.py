@@ -1,6 +1,7 @@
-"""`emberforge doctor --measure`: what this machine's first GPU, or its CPU, computes right and how fast, in two minutes.
+"""`emberforge doctor --measure`: checks the kernels and measures the rates of this machine's first GPU, or its CPU.
 
-Everything is made here: no network, no model's files. Beside each rate of a model stands what a plan predicts for such a card.
+It takes two minutes, and needs no network and no files of a model. Beside each rate of a model it shows a plan's prediction for
+such a card.
 """
 
 import gc
@@ -36,7 +37,7 @@ from engine.run import reserve
 
 Say = Callable[[str], None]
 
-# No model is begun later. The slowest one takes half a minute.
+# Seconds after which no further model begins. The slowest model takes half a minute.
 _LAST_START_S = 85.0
 _CONTEXT = 128  # tokens of a prompt whose answer is measured
 _WARM_TOKENS, _TRIED_TOKENS = 4, 8
@@ -45,7 +46,7 @@ _STEPS_S, _FEWEST_STEPS, _MOST_STEPS = 1.0, 12, 128
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured of the device's models. The last of `larger` that fits is measured, so the largest comes last."""
+    """The models and sizes to measure. The last of `larger` that fits is measured, so the largest comes last."""
 
     embedders: tuple[str, ...]
     generators: tuple[str, ...]
@@ -53,7 +54,7 @@ class Workload:
     streams: tuple[int, ...]
     prompt: int  # tokens
     longest_text: int  # tokens
-    seconds: float  # of the rounds of one embedder
+    seconds: float  # for the rounds of one embedding model
 
 
 _GPU = Workload(
@@ -66,9 +67,9 @@ _CPU = Workload(("sentence-transformers/all-MiniLM-L6-v2",), ("HuggingFaceTB/Smo
 
 
 def measure(say: Say, workload: Workload | None = None) -> Measurement:
-    """Measures the device that a server would take. `say` gets a line for each part as it ends.
+    """Measures the device that a server would use. `say` gets a line for each finished part.
 
-    Raises: ClusterError where a card's memory is unknown; ModelError without a usable NVRTC.
+    Raises: ClusterError if a card's memory is unknown; ModelError without a usable NVRTC.
     """
     facts = read_machine()
     device = choose_device("auto")
@@ -95,7 +96,7 @@ def measure(say: Say, workload: Workload | None = None) -> Measurement:
 class _Run:
     def __init__(self, facts: Facts, device: torch.device, say: Say) -> None:
         self._facts, self._device, self._say = facts, device, say
-        # The prediction is the one of a plan that knows no measurement of this machine.
+        # The prediction is that of a plan without a measurement of this machine.
         self.node = replace(this_node(source=lambda: facts), measurement=None, measurement_problem=None)
         self.left_out: list[str] = []
         self._start = monotonic()
@@ -122,7 +123,7 @@ class _Run:
                 rate = next(measured)
             except StopIteration:
                 return
-            except Exception as error:  # of the driver or a library: the other parts may work
+            except Exception as error:  # an error of the driver or of a library; the other parts may work
                 self._leave_out("the other rates of the device", error)
                 return
             self._say(" ".join((rate.what, *([rate.dtype] if rate.dtype else []), f"{size_of(rate)}: {speed_of(rate)}")))
@@ -148,9 +149,9 @@ class _Run:
         torch.cuda.empty_cache()
 
     def kernels(self) -> list[KernelResult]:
-        """One line for each kernel; each wrong result has a line of its own."""
+        """Says one line for each kernel, and one line for each wrong result."""
         if self._device.type != "cuda":
-            self._say("kernels: on a CPU plain torch computes, so there is nothing to compare")
+            self._say("kernels: a CPU uses plain torch, so there is nothing to compare")
             return []
         results: list[KernelResult] = []
 
@@ -181,7 +182,9 @@ class _Run:
             yield from self._model(name, workload, self._generator)
         if workload.larger and fitting[-1:] != list(workload.larger[-1:]):
             left = workload.larger[len(fitting) :]
-            self.left_out.append(f"{', '.join(left)}: no room in {reserve.free_bytes(self._device) / GIB:.1f} GiB of free memory")
+            self.left_out.append(
+                f"{', '.join(left)}: too large for {reserve.free_bytes(self._device) / GIB:.1f} GiB of free memory"
+            )
             self._say(self.left_out[-1])
 
     def _model(
@@ -191,14 +194,14 @@ class _Run:
             self._leave_out(name, "the time is up")
             return
         if not self._fits(name, workload):
-            self._leave_out(name, f"no room in {reserve.free_bytes(self._device) / GIB:.1f} GiB of free memory")
+            self._leave_out(name, f"too large for {reserve.free_bytes(self._device) / GIB:.1f} GiB of free memory")
             return
         self._say(f"{name}: making random weights, warming up")
         try:
             yield from self._rates_of(name, workload, rates)
-        except (EmberError, RuntimeError) as error:  # RuntimeError: torch's, of memory or of a kernel
+        except (EmberError, RuntimeError) as error:  # RuntimeError: torch's errors of memory or of a kernel
             self._leave_out(name, error)
-        gc.collect()  # the frame that held the engine has ended
+        gc.collect()  # frees the engine, because the frame that held it has ended
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -264,25 +267,25 @@ class _Run:
     def _leave_out(self, what: str, why: object) -> None:
         lines = str(why).strip().splitlines() or [type(why).__name__]
         self.left_out.append(f"{what}: {lines[0]}")
-        self._say(f"left out, {self.left_out[-1]}")
+        self._say(f"not measured: {self.left_out[-1]}")
 
 
 def _shape(name: str, workload: Workload) -> ModelConfig:
-    """The published shape, for inputs no longer than what is measured."""
+    """The published shape, with inputs as long as those of the measurement."""
     config = CATALOGUE[name]
     longest = workload.longest_text if config.generation is None else workload.prompt + _CONTEXT + 2 * _MOST_STEPS
     return replace(config, max_input_length=min(config.max_input_length, longest))
 
 
 def _cache_tokens(config: ModelConfig, workload: Workload) -> int | None:
-    """Room for all streams with whole pages, and for a prompt."""
+    """Tokens of a cache for all streams with whole pages, and for a prompt."""
     if config.generation is None:
         return None
     return max(workload.streams) * (_CONTEXT + 2 * _MOST_STEPS) + 2 * workload.prompt
 
 
 def _cpu_rates() -> Iterator[DeviceRate]:
-    """In the dtype that the engine takes on this CPU."""
+    """The dtype that the engine chooses on this CPU."""
     name: DtypeName = "bfloat16" if has_native_bf16(torch.device("cpu")) else "float32"
     for size in (512, 1024, 2048):
         a, b = (torch.randn(size, size, dtype=DTYPES[name]) for _ in range(2))
@@ -294,7 +297,7 @@ def _cpu_rates() -> Iterator[DeviceRate]:
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
-    """The median of five calls on a CPU, behind one that warms up."""
+    """The median seconds of five calls on a CPU, after a call to warm up."""
     call()
     seconds = []
     for _ in range(5):
@@ -305,7 +308,7 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 
 def _gpu_percent(node: Node) -> int | None:
-    """The share of the first card's time that was taken lately, in percent. None if NVML does not tell."""
+    """The percentage of the first card's time that was used recently. None if NVML does not report it."""
     if node.cards[0].uuid is None:
         return None
     try:
@@ -317,7 +320,7 @@ def _gpu_percent(node: Node) -> int | None:
 
 
 def rate_line(rate: ModelRate) -> str:
-    """One line for a rate beside its prediction."""
+    """A line with a rate and its prediction."""
     what = {"embed": "embeds", "decode": f"decodes {rate.streams} at once", "prefill": f"computes prompts of {rate.length:,}"}
     ratio = rate.tokens_per_s / rate.predicted
     return (

@@ -15,7 +15,7 @@ _PATH = re.compile(r"(?<![\w.])~?(?:/[\w.@+-]+){2,}/?")
 
 
 def markdown(measurement: Measurement) -> str:
-    """The whole measurement in one block. Its texts come from this machine, so paths and the host's name are taken out."""
+    """The whole measurement in one block. Removes paths and the host's name, because its texts come from this machine."""
     lines = [f"### emberforge doctor --measure: {measurement.circumstances.card}", "", *_head(measurement), ""]
     lines += _table(("rate", "size", "measured"), map(_device_row, measurement.rates))
     lines += _table(
@@ -27,7 +27,7 @@ def markdown(measurement: Measurement) -> str:
         lines += _table(("kernel", "shapes", "largest error", "largest tolerance"), _kernel_rows(measurement.kernels))
     if wrong:
         lines += _table(("WRONG", "shape", "what happened"), ((each.kernel, each.shape, verdict(each)) for each in wrong))
-    lines += [f"* left out: {text}" for text in measurement.left_out]
+    lines += [f"* not measured: {text}" for text in measurement.left_out]
     return _anonymous("\n".join(lines).rstrip() + "\n")
 
 
@@ -43,13 +43,13 @@ def rates_table(rates: Sequence[ModelRate]) -> Table:
 def kernels_in_short(kernels: Sequence[KernelResult]) -> str:
     """One sentence."""
     if not kernels:
-        return "no kernels were checked: on a CPU plain torch computes"
+        return "no kernels were checked, because a CPU uses plain torch"
     right = sum(each.is_right for each in kernels)
     return f"{right} of {len(kernels)} checks of kernels against plain torch are right"
 
 
 def verdict(result: KernelResult) -> str:
-    """What a kernel did that is not right, or how close it came."""
+    """The problem of a kernel's result, or its error and the tolerance."""
     error = "not finite" if result.error is None else f"{result.error:.2e}"
     return result.problem or f"error {error}, tolerance {result.tolerance:.2e}"
 
@@ -99,7 +99,7 @@ def _rounded(number: float) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> list[str]:
-    """The lines of a table and an empty line; none without rows."""
+    """The lines of a table and an empty line; no lines without rows."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     if not lines:
         return []
@@ -107,6 +107,6 @@ def _table(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> list[str
 
 
 def _anonymous(text: str) -> str:
-    """Without absolute paths, and without this host's name."""
+    """The text without absolute paths and without this host's name."""
     text = _PATH.sub("(path)", text)
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "(host)", text)

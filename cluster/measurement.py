@@ -1,4 +1,4 @@
-"""What `emberforge doctor --measure` found on a machine: the file beside the node's record, and whether it still holds."""
+"""Stores the result of `emberforge doctor --measure` beside the node's record, and checks whether it is still valid."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,7 +10,7 @@ from engine.model.config import DtypeName
 
 What = Literal["embed", "decode", "prefill"]
 _FILE = "measured.json"
-# Others' share of a GPU's or CPU's time from which on a measurement says too little of the card.
+# If other processes used more than this percentage of the GPU's or CPU's time, a measurement is not used.
 BUSY_PERCENT = 10
 
 
@@ -19,15 +19,15 @@ class _Frozen(BaseModel):
 
 
 class Circumstances(_Frozen):
-    """What a measurement depends on. With any other value the figures may be others."""
+    """The circumstances on which a measurement depends. If one changes, the rates may change."""
 
-    card: str  # the GPU's name; without a GPU the CPU's, with the number of cores
-    driver: str = ""  # the GPU's
+    card: str  # the GPU's name; without a GPU the CPU's name and the number of cores
+    driver: str = ""  # the version of the GPU's driver
     torch: str
     kernels: str = ""  # a digest of our CUDA sources; empty without a GPU
 
     def changes(self, now: "Circumstances") -> list[str]:
-        """What is different now, in words."""
+        """The circumstances that have changed, as text."""
         named = {"card": "card", "driver": "driver", "torch": "torch", "kernels": "emberforge's kernels"}
         return [
             f"{words} {getattr(self, name) or 'none'} then and {getattr(now, name) or 'none'} now"
@@ -37,7 +37,7 @@ class Circumstances(_Frozen):
 
 
 class KernelResult(_Frozen):
-    """As `engine.measure.kernel_checks.Checked`. `error` is None where it is not finite."""
+    """Like `engine.measure.kernel_checks.Checked`. `error` is None if it is not finite."""
 
     kernel: str
     shape: str
@@ -59,8 +59,8 @@ class DeviceRate(_Frozen):
 class ModelRate(_Frozen):
     """Tokens/s of our engine with a published model's shape and random weights.
 
-    `streams` is 1 unless `what` is decode. `length` is the tokens of a stream in the middle of the measurement, of a prompt, or 0
-    for texts of mixed lengths. `predicted` is what a plan says of such a card without this measurement.
+    `streams` is 1 unless `what` is decode. `length` is the number of tokens of a stream in the middle of the measurement, of a
+    prompt, or 0 for texts of mixed lengths. `predicted` is the prediction of a plan for such a card without this measurement.
     """
 
     model: str
@@ -73,7 +73,7 @@ class ModelRate(_Frozen):
 
 
 class Measurement(_Frozen):
-    """All that one run found. `left_out` has a sentence for each part that was not measured."""
+    """The results of one run. `left_out` has a sentence for each part that was not measured."""
 
     measured_at: str  # UTC, ISO 8601
     emberforge: str
@@ -81,7 +81,7 @@ class Measurement(_Frozen):
     capability: tuple[int, int] | None = None
     memory_gib: float
     free_gib: float  # at the start
-    others_percent: int | None = None  # of the device's time that other processes took, before the start
+    others_percent: int | None = None  # percentage of the device's time that other processes used before the start
     kernels: tuple[KernelResult, ...] = ()
     rates: tuple[DeviceRate, ...] = ()
     models: tuple[ModelRate, ...] = ()
@@ -97,14 +97,14 @@ class Measurement(_Frozen):
         return max((rate.per_s for rate in self.rates if rate.what == "copy"), default=None)
 
     def gemm_per_s(self, dtype: DtypeName) -> float | None:
-        """FLOP/s of the largest size: the chip's power limits it, as it limits a model's passes."""
+        """FLOP/s of the largest size, which the chip's power limits, as in a model's passes."""
         rates = (rate for rate in self.rates if rate.what == "GEMM" and rate.dtype == dtype)
         largest = max(rates, key=lambda rate: rate.size, default=None)
         return None if largest is None else largest.per_s
 
 
 def save(measurement: Measurement, home: Path) -> Path:
-    """Writes the file in one step. Returns: its path."""
+    """Writes the file atomically. Returns: its path."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = home / f"{_FILE}.part"
     part.write_text(measurement.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -112,9 +112,9 @@ def save(measurement: Measurement, home: Path) -> Path:
 
 
 def usable(home: Path, now: Circumstances) -> tuple[Measurement | None, str | None]:
-    """The measurement that holds for this machine as it is now, and why there is none.
+    """Returns: (the measurement that is valid for this machine now, the reason if there is none).
 
-    Both are None if nobody has measured this machine.
+    Both are None if this machine was never measured.
     """
     again = "run emberforge doctor --measure there again"
     try:
@@ -126,7 +126,7 @@ def usable(home: Path, now: Circumstances) -> tuple[Measurement | None, str | No
     if changes := found.circumstances.changes(now):
         return None, f"its measurement of {found.day} is not used ({'; '.join(changes)}): {again}"
     if (found.others_percent or 0) >= BUSY_PERCENT:
-        busy = f"other processes took {found.others_percent} % of its time"
+        busy = f"other processes used {found.others_percent} % of its time"
         return None, f"its measurement of {found.day} is not used ({busy}): {again} when they are idle"
     return found, None
 

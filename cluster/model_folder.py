@@ -1,4 +1,4 @@
-"""A `ModelSpec` -> the model's folder and its configuration."""
+"""Finds the folder and the configuration of a `ModelSpec`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from engine.text.tokenizer import Tokenizer
 
 
 def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfig]:
-    """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only if asked for.
+    """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only with `weights`.
 
-    With `weights`, also opens every file of weights, and loads the tokenizer. So a server finds damaged files before it starts
+    With `weights`, it also opens every file of weights, and loads the tokenizer. So a server finds damaged files before it starts
     Ray, and not a minute later in a replica.
 
     Raises: ModelError.
@@ -40,10 +40,10 @@ def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfi
 
 
 def pinned(spec: ModelSpec) -> ModelSpec:
-    """The spec with the revision of the model's files, for a model on the Hub by `@COMMIT` too. Downloads no weights.
+    """The spec with the revision of the model's files; a model on the Hub also gets `@COMMIT`. Downloads no weights.
 
-    Every process of a server does this for itself, so a process never computes with other files than the plan's.
-    Raises: ModelError for other files than `spec.revision` says.
+    Every process of a server calls this function, so no process computes with files that differ from the plan's.
+    Raises: ModelError for files with another revision than `spec.revision`.
     """
     name, asked = split_revision(spec.model)
     if asked is not None and is_commit(asked):
@@ -54,7 +54,7 @@ def pinned(spec: ModelSpec) -> ModelSpec:
         asked = commit_of(folder)
     if spec.revision is not None and found is not None and found != spec.revision:
         raise ModelError(
-            f"{spec.model} has revision {found} here, and the plan says {spec.revision}: copy the planned files to this machine, "
+            f"{spec.model} has revision {found} here, but the plan says {spec.revision}: copy the planned files to this machine, "
             "or plan and deploy again"
         )
     model = spec.model if is_path(spec.model) or asked is None else f"{name}@{asked}"

@@ -1,4 +1,4 @@
-"""models.yaml: the models of a cluster, how many replicas each one has, and where they may run."""
+"""Reads models.yaml: the models of a cluster, the number of their replicas, and the nodes where they may run."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,22 +12,23 @@ from cluster.settings import ServerSettings
 
 
 class ModelEntry(ModelSpec):
-    """One model of models.yaml: its spec, and what placement and routing need.
+    """One model of models.yaml: its spec, and the values for placement and routing.
 
-    `context` and `streams` are for models that generate. A card gets a replica only if its cache holds `streams` streams of
-    `context` tokens at once. `cluster/generation.py` has their defaults.
+    `context` and `streams` are for generation models. A card gets a replica only if its KV cache holds `streams` streams of
+    `context` tokens at once. `cluster/generation.py` has the defaults.
     """
 
     min_replicas: int = Field(1, ge=0)
-    max_replicas: PositiveInt | None = None  # None: as many as min_replicas, at least one
+    max_replicas: PositiveInt | None = None  # None: min_replicas, at least one
     aliases: tuple[str, ...] = ()
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; of a model that generates, decode's
+    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; for a generation model, of decode
     context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
     streams: PositiveInt | None = None
-    pipeline: PositiveInt | None = None  # cards of one node that share the layers; None: as few as hold the model
-    # A new version runs beside the old one for a time, and gets this percentage of the requests. None: it replaces the old one.
+    pipeline: PositiveInt | None = None  # cards of one node that share the layers; None: the smallest number that holds the model
+    # A new version runs beside the old one for some time, and gets this percentage of the requests. None: it replaces the old
+    # one.
     canary: int | None = Field(None, ge=1, le=50)
     canary_s: PositiveFloat = 300.0
 
@@ -48,7 +49,7 @@ class ModelEntry(ModelSpec):
     @model_validator(mode="after")
     def _cache_has_one_size(self) -> "ModelEntry":
         if self.streams is not None and self.cache_tokens is not None:
-            raise ValueError("streams and cache_tokens are both set, and each sets the size of the cache; leave one out")
+            raise ValueError("streams and cache_tokens are both set, but each sets the size of the KV cache; leave one out")
         return self
 
     @property
@@ -57,14 +58,14 @@ class ModelEntry(ModelSpec):
 
 
 class ModelsFile(BaseModel):
-    """models.yaml. `default` answers requests that name no model; without `default` the first model does."""
+    """models.yaml. `default` answers requests that name no model; without `default` the first model answers them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     models: tuple[ModelEntry, ...] = Field(min_length=1)
     default: str | None = None
     gateways: PositiveInt = 1  # replicas of the gateway
-    asleep: Literal["wait", "refuse"] = "wait"  # the answer to a request that wakes a model scaled to zero
+    asleep: Literal["wait", "refuse"] = "wait"  # what happens to a request that starts a sleeping model
     settings: ServerSettings = ServerSettings()
 
     @model_validator(mode="before")
@@ -73,7 +74,7 @@ class ModelsFile(BaseModel):
         given = content.get("settings") if isinstance(content, dict) else None
         misplaced = next((name for name in ModelOptions.model_fields if name in given), None) if isinstance(given, dict) else None
         if misplaced:
-            raise ValueError(f"settings.{misplaced} is not for all models at once: it is taken from each model's entry")
+            raise ValueError(f"settings.{misplaced} cannot be set for all models at once: put it into each model's entry")
         return content
 
     @model_validator(mode="after")
@@ -83,19 +84,19 @@ class ModelsFile(BaseModel):
         if twice:
             raise ValueError(f"two models are called {twice!r}; names and aliases must differ")
         if self.default is not None and self.default not in names:
-            raise ValueError(f"default is {self.default!r}, which no model is called; there is {', '.join(names)}")
+            raise ValueError(f"default is {self.default!r}, but no model has this name; the models are {', '.join(names)}")
         slugs = Counter(pool_name(entry.name) for entry in self.models)
         slug, count = slugs.most_common(1)[0]
         if count > 1:
-            raise ValueError(f"{count} models would have pools called {slug!r}; let their names differ in the last part")
+            raise ValueError(f"{count} models would have pools called {slug!r}; give them names with different last parts")
         return self
 
 
 def load_models(path: Path) -> ModelsFile:
-    """Raises: ClusterError naming the place, the value and the allowed values."""
+    """Reads models.yaml. Raises: ClusterError naming the place, the value and the allowed values."""
     return read_yaml(path, ModelsFile)
 
 
 def parse_models(text: str) -> ModelsFile:
-    """As `load_models`, from the text of a models.yaml."""
+    """Like `load_models`, from the text of a models.yaml."""
     return parse_yaml(text, "models.yaml", ModelsFile)

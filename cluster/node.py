@@ -1,7 +1,7 @@
 """`emberforge node start` makes this machine a node of a cluster; `emberforge node stop` undoes it.
 
-`start` runs Ray's own command in a new session and with a mark in its environment. By session and mark `stop` finds all of its
-processes, and no other.
+`start` runs Ray's own command in a new session and with a mark in its environment. `stop` finds all processes of the node, and no
+others, by session and mark.
 """
 
 import logging
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class _Unexplained(ClusterError):
-    """Ray's command has failed, and its output has no error."""
+    """Ray's command has failed, and its output contains no error."""
 
 
 def start(
@@ -66,16 +66,16 @@ def start(
         port: the port where a head listens for its nodes.
         reserve_gib: memory of each card that models leave free; None takes the default for the kind of card.
         ip: the address at which the other nodes reach this machine; None chooses it.
-        redis: HOST:PORT of the Redis that keeps a head's state. A head that dies comes back into its cluster then.
-        replace_cluster: starts a head although nodes of an older cluster wait for one, and thereby ends these nodes.
-        shares_stderr: replicas and gateways write their logs to this command's stderr, for `hold`. Else Ray's files get them.
+        redis: HOST:PORT of the Redis that keeps a head's state. With Redis, a head can return into its cluster.
+        replace_cluster: whether to start a head although nodes of an older cluster wait for one. This ends these nodes.
+        shares_stderr: whether replicas and gateways write their logs to this command's stderr, for `hold`, or to Ray's files.
         say: takes each line for the operator.
-    Raises: ClusterError naming the obstacle. No process is left running then.
+    Raises: ClusterError with the reason. No process keeps running then.
     """
     if head == (address is not None):
         raise ClusterError("give either --head, on the first node, or --address HEAD, on every other node")
     if redis is not None and not head:
-        raise ClusterError("--redis is for the head alone: the other nodes ask the head")
+        raise ClusterError("--redis is only for the head: the other nodes ask the head")
     home = home_folder()
     _refuse_second(home)
     ray_hooks.check(SERVE_ENV)
@@ -133,7 +133,7 @@ def stop() -> int:
 
 
 def hold(started: Started) -> None:
-    """Returns at Ctrl-C or SIGTERM, when it has ended the node. Raises: ClusterError if the node has ended before."""
+    """Waits for Ctrl-C or SIGTERM, then ends the node and returns. Raises: ClusterError if the node ends earlier."""
     raylet = next(each.pid for each in started.processes if each.name == "raylet")
 
     def leave(_number: int, _frame: FrameType | None) -> None:
@@ -167,7 +167,7 @@ def describe(node: Node) -> list[str]:
 
 
 def how_to_deploy(token: Token, dashboard_port: int) -> list[str]:
-    """The lines that tell how to deploy from the head, and what Ray's own commands need there."""
+    """Lines for the operator: how to deploy from the head, and the environment for Ray's own commands."""
     variables = token.variables
     if dashboard_port != DEFAULT_DASHBOARD_PORT:
         variables["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard_port}"
@@ -181,9 +181,9 @@ def how_to_deploy(token: Token, dashboard_port: int) -> list[str]:
 
 
 def how_to_join(ip: str, port: int, token: Token, user: str) -> list[str]:
-    """The lines that tell how other nodes join. They do not show the token."""
+    """Lines for the operator: how other nodes join. They do not show the token."""
     if token.file is None:
-        bring = "export RAY_AUTH_TOKEN=...  # as it is set here"
+        bring = "export RAY_AUTH_TOKEN=...  # the same value as here"
     else:
         bring = f"mkdir -p ~/.emberforge && scp {shlex.quote(f'{user}@{ip}:{token.file}')} ~/.emberforge/token"
     return ["on every other node:", f"  {bring}", f"  emberforge node start --address {host_port(ip, port)}"]
@@ -195,8 +195,8 @@ def _refuse_second(home: Path) -> None:
     if started and find_processes(started):
         kind = "a head" if started.head else "a node"
         raise ClusterError(
-            f"{kind} called {started.name} runs here already: end it with emberforge node stop, or give a second node of "
-            "this machine an EMBERFORGE_HOME of its own"
+            f"{kind} called {started.name} already runs here: end it with emberforge node stop, or give a second node of "
+            "this machine its own EMBERFORGE_HOME"
         )
 
 
@@ -208,7 +208,7 @@ def _refuse_taken(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ClusterError(
-                f"port {port} cannot be had ({error.strerror}), perhaps because another Ray head or a Redis runs here: "
+                f"port {port} cannot be used ({error.strerror}), perhaps because another Ray head or a Redis runs here: "
                 "choose another with --port"
             ) from error
 
@@ -221,7 +221,7 @@ def _launch(
     try:
         try:
             session = _run_ray(arguments, {**environ, MARK: started.id}, address)
-        except _Unexplained as error:  # This was seen three times on a busy machine. Nobody knows the cause.
+        except _Unexplained as error:  # This happened three times on a busy machine. The cause is unknown.
             log.warning("%s; starting once more", error)
             end(started)
             session = _run_ray(arguments, {**environ, MARK: started.id}, address)
@@ -278,10 +278,12 @@ def _wait_until_alive(address: str, labels: Mapping[str, str], environ: Mapping[
             break
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"the head at {address} has not heard of this node in {_ALIVE_TIMEOUT_S:g} s: see /tmp/ray for why"
+                f"the head at {address} does not know this node after {_ALIVE_TIMEOUT_S:g} s: see the logs in /tmp/ray"
             )
         time.sleep(0.5)
     lost = [f"{key}={value}" for key, value in labels.items() if member.labels.get(key) != value]
     if lost:
-        raise ClusterError(f"Ray {version('ray')} has lost the labels {', '.join(lost)}, so no model would find this node")
+        raise ClusterError(
+            f"Ray {version('ray')} has lost the labels {', '.join(lost)}, so no model could be placed on this node"
+        )
     return member

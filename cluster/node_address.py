@@ -1,4 +1,4 @@
-"""The address at which the other nodes of a cluster reach this machine."""
+"""Finds the address at which the other nodes of a cluster reach this machine."""
 
 import ipaddress
 import socket
@@ -8,14 +8,15 @@ import psutil
 
 from cluster.files import ClusterError
 
-# Nothing is sent there. The kernel chooses a route, and with it one of our addresses.
+# Nothing is sent to this address. The kernel chooses a route to it, and with the route one of our addresses.
 _FAR_AWAY = ("8.8.8.8", 53)
 
 
 def head_ip(given: str | None) -> str:
     """The address of a head: `given`, else that of the default route, else the only one that other machines can reach.
 
-    Raises: ClusterError for an address that is not this machine's or that nobody else reaches, and where no choice is clear.
+    Raises: ClusterError for an address that this machine does not have or that other machines cannot reach, and for no clear
+    choice.
     """
     if given is not None:
         return checked_ip(given)
@@ -28,7 +29,7 @@ def head_ip(given: str | None) -> str:
     if found:
         raise ClusterError(f"this machine has no default route and several addresses: choose with --ip one of {', '.join(found)}")
     raise ClusterError(
-        "this machine has no address that another one could reach, so it cannot be a head: connect it to a network"
+        "this machine has no address that other machines could reach, so it cannot be a head: connect it to a network"
     )
 
 
@@ -40,7 +41,7 @@ def checked_ip(given: str) -> str:
     except ValueError:
         raise ClusterError(f"--ip {given!r} is not an IP address; this machine has {', '.join(found) or 'none'}") from None
     if ipaddress.ip_address(address).is_loopback:
-        raise ClusterError(f"--ip {given} reaches no other machine; this one has {', '.join(found) or 'no other address'}")
+        raise ClusterError(f"other machines cannot reach --ip {given}; this machine has {', '.join(found) or 'no other address'}")
     if address not in found:
         raise ClusterError(f"--ip {given} is not an address of this machine; it has {', '.join(found) or 'none'}")
     return address

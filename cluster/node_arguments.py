@@ -8,9 +8,9 @@ from cluster.local_ray import MOST_SOCKET_CHARS, NODE_ID_CHARS, SERVE_ENV, SOCKE
 from cluster.node_token import Token, home_folder
 from cluster.nodes import GIB, Node
 
-_LEAST_STORE = 75 << 20  # Ray refuses less
+_LEAST_STORE = 75 << 20  # Ray's minimum
 
-# Seconds that a node keeps answering without its head. Then Ray ends itself there. Ray's default is 60 s.
+# Seconds for which a node keeps answering without its head. Then Ray ends on this node. Ray's default is 60 s.
 _WITHOUT_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
 
@@ -50,7 +50,7 @@ def object_store_bytes(node: Node, gib: float | None) -> int:
     if gib is None:
         return max(_LEAST_STORE, min(2 * GIB, node.ram_bytes // 10))
     if gib * GIB < _LEAST_STORE:
-        raise ClusterError(f"--object-store-gib {gib:g} is too little: Ray takes {_LEAST_STORE / GIB:.3f} and more")
+        raise ClusterError(f"--object-store-gib {gib:g} is too little: Ray needs at least {_LEAST_STORE / GIB:.3f}")
     return int(gib * GIB)
 
 
@@ -68,7 +68,9 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str], redis:
         raise ClusterError(str(error)) from None
     mode = environ.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
-        raise ClusterError(f"RAY_AUTH_MODE is {mode!r}, and a node without a token obeys anyone who reaches it: unset it")
+        raise ClusterError(
+            f"RAY_AUTH_MODE is {mode!r}, and a node without a token runs code for anybody who reaches it: unset it"
+        )
     uuids = [card.uuid or "" for card in node.cards]
     # A MIG slice has no index. Ray can only assign it by its uuid.
     slices = {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if any(each.startswith("MIG-") for each in uuids) else {}
@@ -87,10 +89,11 @@ def ray_environment(node: Node, token: Token, environ: Mapping[str, str], redis:
 
 
 def memory_monitor(node: Node) -> dict[str, str]:
-    """Ray's threshold for killing replicas, on a GPU that shares the host's memory. Ray's own 95 % is less than models may take.
+    """Ray's threshold for killing replicas, on a GPU that shares the host's memory. Ray's default of 95 % is less than models may
+    use.
 
-    The threshold is reached when three quarters of the reserve are gone. It must exist: the kernel kills no process for memory
-    that the GPU holds, so the machine would hang.
+    The threshold is reached when three quarters of the reserve are used. It is necessary, because the kernel kills no process for
+    memory that the GPU holds, so the machine would hang.
     """
     if not node.cards or not node.cards[0].unified:
         return {}

@@ -1,4 +1,4 @@
-"""Questions to a cluster's head from another machine: its address, its cluster, and whether this machine may join."""
+"""Asks a cluster's head from another machine: its address, its cluster, and whether this machine may join."""
 
 import json
 import platform
@@ -19,7 +19,7 @@ DEFAULT_DASHBOARD_PORT = 8265
 _ASK_TIMEOUT_S = 20.0
 _CONNECT_TIMEOUT_S = 5.0
 
-# A script for a process of its own: Ray reads its token once, at import, and waits forever on a port that is not Ray's.
+# A script for a separate process, because Ray reads its token only at import, and waits forever on a port that is not Ray's.
 _ASK = """
 import json, sys
 from ray._common.usage.usage_lib import get_cluster_metadata
@@ -94,8 +94,8 @@ def connect(text: str) -> str:
         socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ClusterError(
-            f"no answer from {address} ({error}): start the head there with emberforge node start --head, and let its "
-            "firewall pass that port"
+            f"no answer from {address} ({error}): start the head there with emberforge node start --head, and open this port "
+            "in its firewall"
         ) from error
     return address
 
@@ -107,7 +107,7 @@ def joinable(text: str, name: str, environ: Mapping[str, str]) -> str:
     refuse_mismatch(cluster, version("ray"), platform.python_version(), level)
     if cluster.member(name):
         raise ClusterError(
-            f"the cluster at {address} has a node called {name} already: choose another name with --name, or wait half a "
+            f"the cluster at {address} already has a node called {name}: choose another name with --name, or wait half a "
             "minute if that node has just died"
         )
     return address
@@ -120,8 +120,8 @@ def refuse_mismatch(cluster: Cluster, ray: str, python: str, level: str) -> None
     parts = 2 if level == "minor" else 3
     if cluster.python.split(".")[:parts] != python.split(".")[:parts]:
         raise ClusterError(
-            f"the head runs Python {cluster.python} and this node {python}: use one version on all nodes, or, where only the "
-            "last number differs, set RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor on them"
+            f"the head runs Python {cluster.python} and this node {python}: use one version on all nodes, or, if only the "
+            "last number differs, set RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor on all nodes"
         )
 
 
@@ -129,10 +129,10 @@ def explain(output: str, address: str) -> str:
     """One sentence for the operator that explains Ray's output before a failure."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", output)
     if "InvalidAuthToken" in text or "AuthenticationError" in text:
-        return f"{address} takes another token than this node has: copy the head's again"
+        return f"{address} refuses this node's token: copy the head's token again"
     if "trying to use a port number" in text:
         port = re.search(r"port number (\d+)", text)
-        return f"port {port[1] if port else address} is one that Ray keeps for its own processes: choose another with --port"
+        return f"Ray reserves port {port[1] if port else address} for its own processes: choose another with --port"
     if "already occupied" in text:
         return "the port of Ray's dashboard is taken: choose another with --dashboard-port"
     if "Version mismatch" in text:
@@ -140,8 +140,8 @@ def explain(output: str, address: str) -> str:
         said = [f"{name} {value}" for name, value in found]
         return f"the head runs {' and '.join(said[:2])}, this node {' and '.join(said[2:])}: install the head's versions here"
     if "does not match persisted value" in text or "already running at" in text:
-        return f"a head runs at {address} already: end it, or choose another port with --port"
+        return f"a head already runs at {address}: end it, or choose another port with --port"
     if "Failed to connect to GCS" in text:
-        return f"what answers at {address} is no Ray head: give the address that `emberforge node start --head` printed"
+        return f"the server at {address} is not a Ray head: give the address that `emberforge node start --head` printed"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"Ray did not start: {lines[-1] if lines else 'it said nothing'}"
+    return f"Ray did not start: {lines[-1] if lines else 'its output is empty'}"

@@ -1,4 +1,4 @@
-"""The nodes of a running cluster: Ray's records of them, and each node's own description of itself."""
+"""Finds the nodes of a running cluster: Ray's records, and each node's description of itself."""
 
 import logging
 import os
@@ -53,7 +53,7 @@ class Seen:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Bytes of all cards together that Ray has promised to replicas. None without cards, or without a description."""
+        """Bytes of all cards together that Ray has reserved for replicas. None without cards, or without a description."""
         if self.node is None or not self.node.cards:
             return None
         return round((self.total.get("GPU", 0.0) - self.available.get("GPU", 0.0)) * self.node.usable_bytes)
@@ -89,33 +89,33 @@ def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tupl
     nodes = []
     for each in seen:
         if not each.alive:
-            say(f"node {each.name} is dead ({each.problem}): left out")
+            say(f"node {each.name} is dead ({each.problem}): not planned")
         elif each.class_label is None:
-            say(f"node {each.name} has no label {CLASS_LABEL}, by which models would find it: left out")
+            say(f"node {each.name} has no label {CLASS_LABEL}, so no model could be placed on it: not planned")
         elif each.node is None or each.problem:
             raise ClusterError(
-                f"node {each.name} at {each.ip} cannot be planned with ({each.problem}): end it with emberforge node stop there, "
+                f"node {each.name} at {each.ip} cannot be planned ({each.problem}): end it with emberforge node stop there, "
                 "or plan with --inventory"
             )
         else:
             if each.class_label != each.node.class_name:
                 say(
-                    f"node {each.name} was started as {each.class_label} and is {each.node.class_name} now, so models planned "
-                    "for it would never find it: end it and start it again"
+                    f"node {each.name} was started as {each.class_label} but is {each.node.class_name} now, so models planned "
+                    "for it could not be placed: end it and start it again"
                 )
             nodes.append(each.node)
     if not nodes:
-        raise ClusterError("the cluster has no node to plan with: start one with emberforge node start")
+        raise ClusterError("the cluster has no node that can be planned: start one with emberforge node start")
     return tuple(nodes)
 
 
 def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -> tuple[Node, ...]:
-    """Every node of the running cluster. Each node reads itself with `this_node` at this moment.
+    """Every node of the running cluster. Each node describes itself now with `this_node`.
 
     Args:
         address: the head's, HEAD[:PORT]; None takes the cluster that this machine is part of.
         say: takes a line for each node that is left out, and for each node that has changed since it was started.
-    Raises: ClusterError where there is no cluster, or where a node does not answer.
+    Raises: ClusterError if there is no cluster, or if a node does not answer.
     """
     with connected(address):
         return nodes_to_plan_with(Readings().read(), say)
@@ -226,16 +226,16 @@ def _default_address() -> str:
         return named
     started = running()
     if started is None:
-        raise ClusterError("no node runs here, and only its nodes can ask a cluster: start one with emberforge node start")
+        raise ClusterError("no node runs here, and only nodes can query their cluster: start a node with emberforge node start")
     return started.address
 
 
 def _refuse_outsider(address: str, cluster: Cluster) -> None:
-    """Raises: ClusterError if this machine is no node of the cluster. Ray would search for a node here for a long time."""
+    """Raises: ClusterError if this machine is not a node of the cluster. Ray would search for a node here for a long time."""
     own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     if not any(member.ip in own for member in cluster.members):
         names = ", ".join(sorted(member.labels.get(NODE_LABEL, member.ip) for member in cluster.members))
-        raise ClusterError(f"this machine is no node of the cluster at {address}, so it cannot ask: type it on one of {names}")
+        raise ClusterError(f"this machine is not a node of the cluster at {address}: type the command on one of {names}")
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""The metrics of a node at one address (docs/decisions/038).
+"""Answers with all metrics of a node at one address (docs/decisions/038).
 
-Each process of ours has a socket in a folder of the node. Whoever connects gets the metrics of the process (`publish`). The
-process beside HAProxy (`cluster/haproxy.py`) answers `GET /metrics` of the node: at each scrape it asks all processes and
-HAProxy, and merges their answers. Between scrapes nothing happens.
+Each of our processes has a socket in a folder of the node, at which it gives its metrics (`publish`). The process beside HAProxy
+(`cluster/haproxy.py`) answers `GET /metrics` of the node: at each scrape it asks all processes and HAProxy, and merges their
+answers.
 """
 
 import logging
@@ -21,13 +21,13 @@ from time import monotonic
 
 log = logging.getLogger(__name__)
 
-# Seconds that a process may take for its metrics. Prometheus waits 10 s for the node.
+# The timeout of a process's metrics in seconds. Prometheus waits 10 s for the node.
 TIMEOUT_S = 3.0
-# Scrapes within this time share one answer. Anyone may ask for metrics, and each answer takes time of every event loop.
+# Scrapes within this time share one answer. Anybody may ask for metrics, and each answer takes time of every event loop.
 _FRESH_S = 0.1
-# The names of the sockets are short, because the path of a socket has 107 bytes at most (`cluster/local_ray.py`).
+# The names of the sockets are short, because the path of a socket has at most 107 bytes (`cluster/local_ray.py`).
 _PROCESSES, _NODE = "p", "n"
-# The end of a whole answer. A process that is killed within its answer leaves the end out.
+# The end of a complete answer. It is missing if a process is killed while it answers.
 _END = b"# EOF\n"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,7 +58,7 @@ def node_socket(folder: Path) -> Path:
 
 
 def publish(folder: Path, exposition: Callable[[], bytes]) -> None:
-    """Answer on a socket of this process with its metrics, from a thread.
+    """Answers with this process's metrics on a socket, from a thread.
 
     Args:
         folder: the folder of this node's HAProxy.
@@ -77,14 +77,14 @@ def _answer_all(server: socket.socket, exposition: Callable[[], bytes]) -> None:
             try:
                 connection.settimeout(TIMEOUT_S)
                 connection.sendall(exposition() + _END)
-            except OSError:  # who asked has left; TimeoutError is an OSError
+            except OSError:  # the client has left; TimeoutError is an OSError
                 pass
             except Exception:
                 log.exception("the metrics of this process failed")
 
 
 def _listen(path: Path) -> socket.socket:
-    """A socket that listens at `path`. A socket that was there before is replaced in one step."""
+    """A socket that listens at `path`. It replaces an earlier socket atomically."""
     part = path.with_name(f"{path.name}.part")
     part.unlink(missing_ok=True)
     server = socket.socket(socket.AF_UNIX)
@@ -100,7 +100,7 @@ class NodeServer(ThreadingMixIn, UnixStreamServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, haproxy_port: int | None) -> None:
-        """`haproxy_port`: of HAProxy's exporter on this machine."""
+        """`haproxy_port`: the port of HAProxy's exporter on this machine."""
         super().__init__(str(node_socket(folder)), _Scrape, bind_and_activate=False)
         self.socket.close()
         self.socket = _listen(node_socket(folder))
@@ -115,7 +115,7 @@ class NodeServer(ThreadingMixIn, UnixStreamServer):
             return self._metrics
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves within its answer is no error of ours."""
+        """Ignores a client that leaves during its answer."""
         if not isinstance(sys.exception(), OSError):
             log.exception("the metrics of the node failed")
 
@@ -128,7 +128,7 @@ class _Scrape(BaseHTTPRequestHandler):
         self.wfile.write(self._head())
 
     def do_HEAD(self) -> None:
-        """HAProxy's `METH_GET` is true for HEAD, too."""
+        """Answers HEAD, because HAProxy's `METH_GET` is also true for HEAD."""
         self._head()
 
     def _head(self) -> bytes:
@@ -141,7 +141,7 @@ class _Scrape(BaseHTTPRequestHandler):
         return body
 
     def log_message(self, format: str, *args: object) -> None:
-        """HAProxy logs the requests."""
+        """Logs nothing, because HAProxy logs the requests."""
 
 
 def collect(folder: Path, haproxy_port: int | None = None) -> bytes:
@@ -204,7 +204,7 @@ def _own(num_answers: int, num_silent: int) -> str:
 
 
 def merged(expositions: Iterable[str]) -> bytes:
-    """One exposition of several. A series name has its type once, with the samples of all expositions after it."""
+    """Merges several expositions into one. Each series name has its type once, followed by the samples of all expositions."""
     families: dict[str, dict[str, str]] = {}  # by name of the series: one HELP, one TYPE, and the samples
     for text in expositions:
         lines: dict[str, str] = {}
@@ -218,7 +218,7 @@ def merged(expositions: Iterable[str]) -> bytes:
 
 
 def labelled(exposition: str, labels: str) -> str:
-    """The exposition with further labels on each sample. `labels` is as in a sample: `a="1",b="2"`."""
+    """Adds labels to each sample of an exposition. `labels` has the form of a sample: `a="1",b="2"`."""
     return "\n".join([line if line.startswith("#") else _labelled(line, labels) for line in exposition.splitlines()] + [""])
 
 

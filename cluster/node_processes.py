@@ -1,4 +1,4 @@
-"""The processes of a node that was started on this machine: recorded, found again, and ended without touching others."""
+"""Records, finds and ends the processes of a node that was started on this machine, without touching other processes."""
 
 import json
 import os
@@ -13,13 +13,14 @@ import psutil
 
 from cluster.files import ClusterError
 
-# A variable in the environment of all processes of a start. It is no setting, so it has no EMBERFORGE_ prefix.
+# A variable in the environment of all processes of a start. It is not a setting, so it has no EMBERFORGE_ prefix.
 MARK = "EMBER_NODE_ID"
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A process of ours. Its creation time, in seconds since the epoch, tells it from a later process with the same pid."""
+    """One of our processes. The creation time, in seconds since the epoch, distinguishes it from a later process with the same
+    pid."""
 
     pid: int
     create_time: float
@@ -35,7 +36,7 @@ class Started:
     head: bool
     session: int | None = None  # the operating system's session
     address: str = ""  # the cluster's address, HOST:PORT
-    note: str = ""  # the file in which Ray notes the address of the current cluster
+    note: str = ""  # the file in which Ray stores the address of the current cluster
     noted: str = ""  # the file's text for this cluster
     processes: tuple[Recorded, ...] = ()
 
@@ -49,11 +50,11 @@ def read_record(home: Path) -> Started | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ClusterError(f"{file} cannot be read ({error}): remove it once no node runs here") from error
+        raise ClusterError(f"{file} cannot be read ({error}): remove it when no node runs here") from error
 
 
 def write_record(home: Path, started: Started) -> None:
-    """Writes the record in one step. With half a record nobody could end the processes."""
+    """Writes the record atomically, because with an incomplete record nobody could end the processes."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = _record_file(home).with_suffix(".part")
     part.write_text(json.dumps(asdict(started), indent=1), encoding="utf-8")
@@ -71,7 +72,7 @@ def _record_file(home: Path) -> Path:
 def find_processes(started: Started) -> set[psutil.Process]:
     """All living processes of a start: recorded, marked, in its session, or descendants of such a process.
 
-    No single sign is enough: Ray's workers overwrite their environment with their title, and orphans lose their parents.
+    One criterion is not enough: Ray's workers overwrite their environment with their title, and orphans lose their parents.
     """
     everyone = list(psutil.process_iter())
     ours = {process for process in everyone if _is_recorded(process, started) or _mark(process) == started.id}
@@ -86,7 +87,7 @@ def find_processes(started: Started) -> set[psutil.Process]:
 
 
 def dead_processes(started: Started) -> list[str]:
-    """The processes without which a node is none, and that have ended: of every node its raylet, of a head its GCS server too."""
+    """The necessary processes of a node that have ended: the raylet, and on a head the GCS server."""
     alive = {_name(process) for process in find_processes(started)}
     return [name for name in ("raylet", *(["gcs_server"] if started.head else [])) if name not in alive]
 
@@ -100,8 +101,8 @@ def recorded(processes: Iterable[psutil.Process]) -> Iterable[Recorded]:
 def end(started: Started) -> int:
     """Ends all processes of a start by pid, and returns their number. Raises: ClusterError for processes that survive SIGKILL."""
     ended = find_processes(started)
-    # The raylet first: it signs off at the head, and ends its workers and HAProxy. If its helpers are ended at the same time,
-    # it waits for them.
+    # The raylet first, because it reports its end to the head, and ends its workers and HAProxy. If its helpers are ended at the
+    # same time, it waits for them.
     _signal((process for process in ended if _name(process) == "raylet"), "terminate", 5)
     for signal_name in ("terminate", "kill"):
         ours = {process for process in ended | find_processes(started) if _is_alive(process)}
@@ -126,7 +127,8 @@ def _signal(processes: Iterable[psutil.Process], signal_name: str, seconds: floa
 
 
 def _forget_address(started: Started) -> None:
-    """Removes Ray's note of our cluster. Otherwise the next Ray here would look for this cluster. Others' notes stay."""
+    """Removes Ray's file with the address of our cluster. Otherwise the next Ray here would look for it. Keeps other clusters'
+    files."""
     if started.noted and content(Path(started.note)) == started.noted:
         Path(started.note).unlink(missing_ok=True)
 
@@ -141,7 +143,7 @@ def content(file: Path) -> str:
 def _is_recorded(process: psutil.Process, started: Started) -> bool:
     known = next((each for each in started.processes if each.pid == process.pid), None)
     with suppress(psutil.Error):
-        # Creation times count from the time of boot, which Linux gives to the second, and which NTP moves.
+        # Creation times count from the time of boot, which Linux gives in whole seconds, and which NTP changes.
         return known is not None and abs(process.create_time() - known.create_time) < 2
     return False
 

@@ -1,4 +1,4 @@
-"""The token that all nodes of a cluster share, and the file that holds it. Whoever has the token can run code on every node."""
+"""Finds or makes the token that all nodes of a cluster share. Anybody with the token can run code on every node."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ class Token:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables that Ray needs besides those that are already set."""
+        """The variables that Ray needs in addition to those that are already set."""
         return {"RAY_AUTH_MODE": "token"} | ({"RAY_AUTH_TOKEN_PATH": str(self.file)} if self.file else {})
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a cluster as plain data: their cards, and the class that equal nodes share.
+"""Describes the nodes of a cluster as plain data: their cards, and the class that equal nodes share.
 
 `cluster/inventory.py` reads a running node. `load_nodes` reads a file, so a cluster can be planned before it is bought.
 """
@@ -17,7 +17,7 @@ from cluster.measurement import Measurement
 from engine.host import UNIFIED_RESERVE as UNIFIED_RESERVE
 
 GIB = 1 << 30
-# Left to the system, as `UNIFIED_RESERVE` is on machines whose GPU shares the host's memory.
+# Bytes left to the system, like `UNIFIED_RESERVE` on machines whose GPU shares the host's memory.
 HOST_RESERVE = 4 * GIB
 CARD_RESERVE = GIB // 4
 
@@ -38,12 +38,12 @@ class Card:
     free_bytes: int | None = None
     unified: bool = False
     uuid: str | None = None
-    source: str = "file"  # the source of the two figures
-    capability: tuple[int, int] | None = None  # compute capability, as in (12, 1); None if unknown
+    source: str = "file"  # the source of these two values
+    capability: tuple[int, int] | None = None  # compute capability, such as (12, 1); None if unknown
 
     @property
     def is_slice(self) -> bool:
-        """Whether this is a MIG slice. CUDA gives a process one slice at most."""
+        """Whether this is a MIG slice. CUDA gives a process at most one slice."""
         return " mig " in f" {self.name.lower()} "
 
 
@@ -56,9 +56,9 @@ class Node:
     ram_bytes: int
     num_cpus: int
     cards: tuple[Card, ...] = ()
-    reserve_bytes: int | None = None  # None takes the default for the kind of node
+    reserve_bytes: int | None = None  # None means the default for the kind of node
     read_at: float | None = None
-    cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16; False for a node from a file, where nobody knows
+    cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16; False for a node from a file, because it is unknown
     measurement: Measurement | None = None  # by `emberforge doctor --measure` on this node
     measurement_problem: str | None = None  # why the node's measurement is not used
 
@@ -66,7 +66,7 @@ class Node:
     def class_name(self) -> str:
         """The node's class. Nodes of one class are interchangeable: same card, memory and architecture, or the same CPUs.
 
-        The class is also the value of the label by which models are placed. Unlike cards are all in it, in their order.
+        The class is also the value of the label by which models are placed. If the cards differ, it names all of them in order.
         """
         if self.cards:
             cards = [f"{_slug(card.name)}-{_nominal_gib(card.total_bytes)}g" for card in self.cards]
@@ -90,7 +90,7 @@ class Node:
     def usable_bytes(self) -> int:
         """Bytes that models may take: of each card, or of the host if there is no card.
 
-        Ray chooses the card of a replica that takes one. So each of unlike cards counts as the smallest.
+        Ray chooses the card of a replica on one card. So if the cards differ, each one counts as the smallest.
         """
         return min((card.total_bytes for card in self.cards), default=self.ram_bytes) - self.reserved
 
@@ -100,12 +100,12 @@ class Node:
         return len({(card.name, round(card.total_bytes / GIB)) for card in self.cards}) > 1
 
     def with_card(self, index: int) -> "Node":
-        """The node as if it had this card alone."""
+        """The node as if it had only this card."""
         return replace(self, cards=(self.cards[index],))
 
 
 def checked(node: Node) -> Node:
-    """Returns the node. Raises: ClusterError for cards that no model can share, or no memory left for models."""
+    """Returns the node. Raises: ClusterError for cards that no model can share, or if no memory is left for models."""
     if node.is_mixed and any(card.unified or card.is_slice for card in node.cards):
         names = ", ".join(sorted(f"{card.name} {round(card.total_bytes / GIB)} GiB" for card in set(node.cards)))
         raise ClusterError(
@@ -119,8 +119,8 @@ def checked(node: Node) -> Node:
             else f"it has {node.ram_bytes / GIB:.2f}"
         )
         raise ClusterError(
-            f"node {node.name}: {has} GiB, and nothing of that is left for models beside a reserve of "
-            f"{node.reserved / GIB:.2f} GiB; reserve_gib sets another"
+            f"node {node.name}: {has} GiB, and a reserve of {node.reserved / GIB:.2f} GiB leaves nothing for models; "
+            "set another reserve with reserve_gib"
         )
     return node
 
@@ -141,7 +141,7 @@ def _label(name: str) -> str:
     """Raises: ValueError for a name that cannot be a label. Models are pinned to a node by a label with the node's name."""
     if not is_label(name):
         raise ValueError(
-            "a node's name is 1 to 63 letters, digits, dots, dashes or underscores, and none of these three at its ends"
+            "a node's name has 1 to 63 letters, digits, dots, dashes or underscores, and begins and ends with a letter or a digit"
         )
     return name
 
@@ -206,7 +206,7 @@ def _slug(name: str) -> str:
 
 
 def _shortened(slug: str, length: int) -> str:
-    """Cuts a long slug to `length`. A digest at the end keeps it distinct."""
+    """Cuts a long slug to `length`. A digest at the end keeps it unique."""
     if len(slug) <= length:
         return slug
     return f"{slug[: length - 9].rstrip('-')}-{uuid.uuid5(uuid.NAMESPACE_OID, slug).hex[:8]}"

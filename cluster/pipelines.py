@@ -1,4 +1,4 @@
-"""A model that is cut over several cards of one node, as a plan sees it: the memory of each stage, and its place."""
+"""Plans pipelines, whose layers are divided among several cards of one node: the memory of each stage, and the cards."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from engine.run.stages import bytes_beside_passes, sizes_of
 
 @dataclass(frozen=True)
 class Cards:
-    """A model that generates, and the cards that may hold it together, in the order of the node's cards."""
+    """A generation model, and the cards that may hold it together, in the order of the node's cards."""
 
     config: ModelConfig
     dtype: torch.dtype
-    nodes: tuple[Node, ...]  # for each card, its node with this card alone
+    nodes: tuple[Node, ...]  # for each card, its node with only this card
     max_batch_tokens: int | None
 
     @cached_property
@@ -31,7 +31,7 @@ class Cards:
         return sizes_of(self.config, self.dtype, on_gpu=True)
 
     def _pass_bytes(self, num_cards: int) -> int:
-        """What each card takes beside weights and cache."""
+        """The bytes that each card needs besides weights and cache."""
         one = footprint(self.config, self.dtype, "gpu", self.max_batch_tokens, cache_tokens=0)
         return one.of_passes + one.context + bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens)
 
@@ -43,7 +43,7 @@ class Cards:
         ]
 
     def layers(self, cache_tokens: int) -> list[range]:
-        """The layers of each card. Raises: ModelError with the numbers where they do not fit."""
+        """The layers of each card. Raises: ModelError with the numbers if they do not fit."""
         return cut.cut(self._sizes, self._devices, cache_tokens)
 
     def needs(self, cache_tokens: int) -> tuple[int, ...]:
@@ -52,19 +52,19 @@ class Cards:
         return tuple(cut.stage_bytes(self._sizes, self._devices, stage, part, cache_tokens) for stage, part in layers)
 
     def most_cache_tokens(self, least: int, most: int) -> int:
-        """The tokens of the cache that the engine's own search would take, from `least` to `most`. There is a cut for `least`."""
+        """The tokens of the cache that the engine's own search would choose, from `least` to `most`. `least` must fit."""
         return max(least, cut.cut_with_cache(self._sizes, self._devices, most, PAGE_SIZE)[1])
 
     def card_bytes(self, cache_tokens: int, num_cards: int) -> int:
-        """Bytes that each of so many equal cards needs, whatever cards there are."""
+        """Bytes that each card needs, for a number of equal cards."""
         devices = [cut.Device("", 1 << 62, self._pass_bytes(num_cards), 1.0)] * num_cards
         layers = cut.cut(self._sizes, devices, cache_tokens)
         return max(cut.stage_bytes(self._sizes, devices, stage, part, cache_tokens) for stage, part in enumerate(layers))
 
 
 def arrange(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT_STEPS) -> tuple[Placement, list[Slot]]:
-    """As `place`, for models of which some take several whole cards of a node. These get their cards first: an empty node is
-    harder to find than room on a card. Their room to grow is what all other models leave empty.
+    """Like `place`, for demands of which some need several whole cards of a node. Pipelines get their cards first, because empty
+    cards of one node are harder to find than memory on a card. They can grow onto cards that all other models leave empty.
 
     Returns: the placement, and the slots. The cards of a pipeline are one slot.
     """
@@ -95,7 +95,7 @@ def arrange(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT
 def _take_turns(
     demands: Sequence[Demand], wanted: dict[str, int], slots: Sequence[Slot], named: Iterable[str], required: bool
 ) -> tuple[list[Replica], list[Slot]]:
-    """Replicas over several empty cards, one for each model in turn, until none fits; and the slots that are left.
+    """Places replicas on several empty cards, one for each model in turn, until none fits. Returns also the remaining slots.
 
     Args:
         wanted: by model, the number of replicas.
@@ -117,8 +117,8 @@ def _take_turns(
 
 
 def _best_cards(demand: Demand, slots: Sequence[Slot], found: Sequence[Replica], named: set[str]) -> list[Slot]:
-    """The cards of the best node: one with the fewest replicas of this model, then the fastest, then one that no other model
-    names, then the one with the fewest empty cards. Empty if no node has enough cards."""
+    """The cards of the best node: with the fewest replicas of this model, then the fastest, then without pins of other models,
+    then with the fewest empty cards. Empty if no node has enough cards."""
     on_node: dict[str, list[Slot]] = {}
     for slot in slots:
         may = (demand.nodes is None or slot.node in demand.nodes) and slot.node not in demand.not_nodes
@@ -142,7 +142,7 @@ def _with_fewer_places(slot: Slot, taken: int) -> Slot:
 
 
 def _on_one_card(demand: Demand, placed: int) -> Demand:
-    """What is left of a demand on the classes where a replica takes one card, or CPUs."""
+    """The rest of a demand, for the classes on which a replica takes one card, or CPUs."""
     bytes_on = {each: needs for each, needs in demand.bytes_on.items() if demand.cards_on.get(each, 1) == 1}
     lack = demand.min_replicas - placed
     return replace(demand, bytes_on=bytes_on, min_replicas=lack, max_replicas=lack)

@@ -1,9 +1,9 @@
-"""Which replica goes on which card: pure functions on plain data.
+"""Decides which replica goes on which card, with pure functions on plain data.
 
 Required replicas (`min_replicas`) are placed first, the most constrained model first, each on the card with the most tokens/s
-for it. If one finds no place and the cluster is small, an exact search looks for an arrangement of all. The remaining room goes
-to further replicas up to `max_replicas`, first to models that are scaled to zero. The whole plan fits at once, so autoscaling
-never meets a full card.
+for it. If a replica finds no place and the cluster is small, an exact search looks for an arrangement of all replicas. The
+remaining memory goes to further replicas up to `max_replicas`, first to models that are scaled to zero. The whole plan fits at
+once, so autoscaling always finds a free card.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-# The exact search is left out with more slots or more replicas than these.
+# With more slots or more replicas than these there is no exact search.
 EXACT_SLOTS = 24
 EXACT_REPLICAS = 24
 EXACT_STEPS = 100_000  # a second or two
@@ -55,14 +55,14 @@ class Demand:
     tokens_per_s: Mapping[str, float]
     min_replicas: int = 1
     max_replicas: int = 1
-    nodes: frozenset[str] | None = None  # only there
+    nodes: frozenset[str] | None = None  # the only nodes that may have the model
     not_nodes: frozenset[str] = frozenset()
     cards_on: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A replica and its card. A replica that is not `required` is room for autoscaling."""
+    """A replica and its card. A replica that is not `required` is reserved for autoscaling."""
 
     model: str
     slot: Slot
@@ -133,11 +133,11 @@ class _Board:
         self._facts: dict[str, tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.float64]]] = {}
 
     def choose(self, demand: Demand, apart: bool = False) -> int | None:
-        """The best card with room: on a node with the fewest replicas of this model, then with the most tokens/s for one more
-        replica, then the fullest.
+        """The best card with enough memory: on a node with the fewest replicas of this model, then with the most tokens/s for one
+        more replica, then the fullest.
 
-        With `apart`, cards that have this model are left out, because a second replica makes a card no faster. CPU nodes stay,
-        because there each replica has cores of its own.
+        With `apart`, cards with this model are excluded, because a second replica does not make a card faster. CPU nodes are not
+        excluded, because on them each replica has its own cores.
         """
         allowed, needs, rates = self._of(demand)
         fitting = allowed & (needs <= self._free) & (self._count < self._places)
@@ -156,7 +156,7 @@ class _Board:
         return int(fits[0])
 
     def put(self, demand: Demand, slot: int, count: int = 1) -> None:
-        """Puts a replica on the card. With `count` -1, takes it off again."""
+        """Puts a replica on the card. With `count` -1, removes it."""
         _, needs, _ = self._of(demand)
         self._free[slot] -= count * needs[slot]
         self._count[slot] += count
@@ -205,12 +205,12 @@ def _settled(
             for turn, card in enumerate(cards):
                 board.put(demand, card, -1)
                 best = board.choose(demand)
-                assert best is not None, "the card it came from has room"
+                assert best is not None, "its previous card has enough memory"
                 cards[turn] = best
                 board.put(demand, best)
         if chosen == before:
             break
-    _take_turns(demands, board, chosen)  # an interrupted search may have left room
+    _take_turns(demands, board, chosen)  # an interrupted search may have left cards with enough memory
     return board, chosen
 
 
@@ -218,7 +218,7 @@ def _fill(demands: Sequence[Demand], board: _Board) -> list[Replica]:
     """Further replicas, one for each model in turn, until nothing fits or every model has `max_replicas`."""
     found: list[Replica] = []
     room = {demand.model: demand.max_replicas - demand.min_replicas for demand in demands}
-    turns = sorted(demands, key=lambda demand: demand.min_replicas > 0)  # a model scaled to zero needs a card to wake on
+    turns = sorted(demands, key=lambda demand: demand.min_replicas > 0)  # a model scaled to zero needs a card for its start
     while any(room.values()):
         for demand in turns:
             slot = board.choose(demand, apart=True) if room[demand.model] else None
@@ -267,12 +267,12 @@ class _Search:
         self._steps, self._most_steps = 0, steps
 
     def best(self) -> tuple[dict[str, list[int]], bool]:
-        """(cards by model, whether nothing better is possible)."""
+        """Returns: (cards by model, whether no better arrangement is possible)."""
         self._visit(0, (0, 0))
         return self._best, self._steps < self._most_steps or self._best_value == self._goal
 
     def _least_sums(self, item: int) -> list[int]:
-        """The least bytes that 1, 2, ... of the replicas from `item` on take."""
+        """The least bytes that 1, 2, ... of the replicas from `item` on need."""
         options = (self._options[demand.model] for demand in self._items[item:])
         least = sorted(min(needs for _, needs in cards) for cards in options if cards)
         return [sum(least[: count + 1]) for count in range(len(least))]
@@ -293,7 +293,7 @@ class _Search:
             return
         tried: set[tuple[int, int, int]] = set()
         for index, needs in self._options[demand.model]:
-            # Replicas of a model are interchangeable, so each goes to the same card as the one before, or to a later one.
+            # Replicas of a model are interchangeable, so each goes to the card of the previous one or to a later card.
             node = self._node[index]
             if needs > self._free[index] or not self._places[index] or not self._node_places[node]:
                 continue
@@ -312,7 +312,7 @@ class _Search:
             self._free[index] += needs
             self._places[index] += 1
             self._node_places[node] += 1
-        # Leaves this replica out, and also the later replicas of the same model.
+        # The case without this replica, and without the later replicas of the same model.
         self._visit(item + demand.min_replicas - len(cards), value)
 
     def _was_here(self, item: int, value: tuple[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""A cluster's models and nodes -> which replica goes where, why, and what does not fit."""
+"""Plans a cluster: from its models and nodes to the node of each replica, the reasons, and the models that do not fit."""
 
 import math
 from bisect import bisect_left
@@ -37,24 +37,24 @@ from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, M
 from engine.model_id import is_path, split_revision
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 
-# A CPU replica computes with this many cores or more.
+# A CPU replica computes with at least this many cores.
 _CORES_A_REPLICA = 4
-# CPUs that Ray books for a gateway, and for a replica on a card.
+# CPUs that Ray reserves for a gateway, and for a replica on a card.
 GATEWAY_CPUS = 0.5
 CARD_REPLICA_CPUS = 0.5
-# Limits on the search for ways out: steps of one search, and replicas placed by all searches together. The limits amount to some
+# Limits of the search for ways out: steps of one search, and replicas placed by all searches together. All searches then take
 # seconds. With hundreds of nodes only the first unplaced models get ways out.
 _TRY_STEPS = 5_000
 _TRY_REPLICAS = 100_000
-# What "auto" may become, the most preferred first: no model overflows bfloat16.
+# The dtypes that "auto" may become, the most preferred first. No model overflows bfloat16.
 _AUTO: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A replica of the plan, and why it is there. A replica that is not `required` is room for autoscaling.
+    """A replica of the plan, and the reason for its place. A replica that is not `required` is reserved for autoscaling.
 
-    A model that generates takes `more_cache_bytes` beside what it needs. A pipeline takes `more_cards` beside its first one.
+    A generation model gets `more_cache_bytes` in addition to its least cache. A pipeline has `more_cards` besides its first one.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPool:
-    """The replicas of one model on one class of nodes. They become one Serve application."""
+    """The replicas of one model on one node class. They become one Serve application."""
 
     model: str
     node_class: str
@@ -84,8 +84,8 @@ class PlannedPool:
     num_cpus: float
     num_threads: int
     tokens_per_s: float
-    cache_tokens: int | None  # of a model that generates
-    streams: int | None  # how many of the longest streams that cache holds at once
+    cache_tokens: int | None  # for a generation model
+    streams: int | None  # the number of longest streams that this cache holds at once
     num_stages: int  # of each replica: whole cards of its node, or parts of a node's CPUs
 
     @property
@@ -94,7 +94,7 @@ class PlannedPool:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of a replica that has several stages. Ray shows a replica the cards that it books, and no others."""
+        """The devices of a replica with several stages. Ray shows a replica only the cards that it reserves."""
         if self.num_stages == 1:
             return ()
         return tuple(f"cuda:{index}" if self.num_gpus else "cpu" for index in range(self.num_stages))
@@ -102,10 +102,10 @@ class PlannedPool:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRates:
-    """Tokens/s of a model that generates on one class of node, with half of its context full."""
+    """Tokens/s of a generation model on one node class, with half of its context full."""
 
     decode_alone: float  # of one stream
-    decode: float  # of as many streams as the model's entry asks for, all together
+    decode: float  # of all `streams` of the model's entry together
     prefill: float
     decode_basis: Basis
     prefill_basis: Basis
@@ -122,9 +122,9 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """Required replicas that found no card, and the changes that would make room for them.
+    """Required replicas without a card, and the changes with which they would fit.
 
-    `count` is 0 for a model scaled to zero that has no card to wake on.
+    `count` is 0 for a model scaled to zero that has no card for its start.
     """
 
     model: str
@@ -136,22 +136,22 @@ class Unplaced:
 def shape_of(entry: ModelEntry) -> ModelConfig:
     """The model's configuration from the catalogue, a local folder, or the Hub. Raises: ClusterError, ModelError."""
     ours = entry.backend == "emberforge" and not is_path(entry.model)
-    config = known_model(split_revision(entry.model)[0]) if ours else None  # a revision has other values in the same shape
+    config = known_model(split_revision(entry.model)[0]) if ours else None  # revisions differ in values, not in the shape
     if config is None or (config.generation is not None and entry.pooling is not None):  # a pooling may end generation
         _, config = read_model(entry)
     return shortened(config, entry.max_input_tokens)
 
 
 class Plan:
-    """Where every replica goes. All other properties derive from the placement."""
+    """The place of every replica. All other properties derive from the placement."""
 
     def __init__(self, file: ModelsFile, nodes: Sequence[Node]) -> None:
-        """Raises: ClusterError for a pin to an unknown node, or a dtype that the model cannot have; ModelError for a model that
+        """Raises: ClusterError for an unknown node in an entry, or for an unsupported dtype; ModelError for a model that
         cannot be read."""
         self.file, self.nodes = file, tuple(nodes)
         self.written = {entry.name: entry for entry in file.models}
         self.shapes = {name: shape_of(entry) for name, entry in self.written.items()}
-        # The entries as written, with a context and a cache for models that generate.
+        # The entries as written, with a context and a cache for generation models.
         self.given = {name: settled(entry, self.shapes[name]) for name, entry in self.written.items()}
         self.classes = _classes(nodes)
         self.class_of = {node.name: node.class_name for node in nodes}
@@ -164,11 +164,11 @@ class Plan:
         _check_pins(file.models, {node.name for node in nodes})
         for entry in file.models:
             if entry.dtype == "float16" and family_of(self.shapes[entry.name]).overflows_float16:
-                raise ClusterError(f"model {entry.name} has dtype float16, which it overflows; use bfloat16 or float32")
+                raise ClusterError(f"model {entry.name} overflows float16; use dtype bfloat16 or float32")
         self._empty_slots, self._most_cards = empty, _most_cards(nodes)
         self._pipelines: dict[tuple[str, str], Pipeline | str | None] = {}
         self._tries = _TRY_REPLICAS // max(1, sum(entry.min_replicas for entry in file.models))
-        # The entries with one dtype each in place of "auto" (docs/decisions/037).
+        # The entries with one dtype instead of "auto" (docs/decisions/037).
         self.dtypes = {name: self._dtype(entry) for name, entry in self.given.items()}
         self.entries = {name: _in_dtype(entry, self.dtypes[name]) for name, entry in self.given.items()}
         self.demands = {name: self._demand(entry, self.dtypes[name]) for name, entry in self.given.items()}
@@ -181,7 +181,7 @@ class Plan:
         self.placement, self.slots = arrange(list(self.demands.values()), empty)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
-        """The bytes of one replica on a class of node. `changes` replaces fields of the model's entry."""
+        """The bytes of one replica on a node class. `changes` replaces fields of the model's entry."""
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
@@ -190,8 +190,8 @@ class Plan:
         return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
-        """The rate in the model's entry, or else the best known estimate. Of a model that generates: decode's, of all the streams
-        that its entry asks for."""
+        """The rate in the model's entry, else the best known estimate. For a generation model: the decode rate of all `streams`
+        of its entry."""
         if node_class in entry.tokens_per_s:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
@@ -216,12 +216,12 @@ class Plan:
         return prefill_rate(config, dtype, node, _half(entry))
 
     def pipeline_on(self, name: str, node_class: str) -> Pipeline | None:
-        """The cut of a replica on a class of node. None for a replica on one card, or on CPUs."""
+        """The pipeline of a replica on a node class. None for a replica on one card, or on CPUs."""
         found = self._pipeline(self.entries[name], self.classes[node_class])
         return found if isinstance(found, Pipeline) else None
 
     def _pipeline(self, entry: ModelEntry, node: Node) -> Pipeline | str | None:
-        """As `pipeline_on`, of an entry with its dtype; or why no cut fits. The node stands for its class."""
+        """Like `pipeline_on`, for an entry with its dtype; or the reason why no pipeline fits. `node` represents its class."""
         key = entry.model_dump_json(), node.class_name
         if key not in self._pipelines:
             self._pipelines[key] = self._new_pipeline(entry, node)
@@ -231,21 +231,21 @@ class Plan:
         if entry.streams is None or not node.cards or entry.pipeline == 1:
             return None
         if (most := self._most_cards[node.class_name]) < (entry.pipeline or 2):
-            return f"has {most} on a node, and pipeline is {entry.pipeline}" if entry.pipeline else None
+            return f"has {most} on a node, but pipeline is {entry.pipeline}" if entry.pipeline else None
         if entry.pipeline is None and self._has_a_card_for(entry):
             return None
         reason = ""
         for number in [entry.pipeline] if entry.pipeline else range(2, most + 1):
             try:
                 if node.is_mixed and number < len(node.cards):
-                    raise ModelError(f"Ray cannot choose {number} of its {len(node.cards)} unlike cards")
+                    raise ModelError(f"Ray cannot choose {number} of its {len(node.cards)} different cards")
                 return self._cut(entry, node, number)
             except ModelError as error:
                 reason = f"over {number} cards of one node: {error}"
         return reason
 
     def _cut(self, entry: ModelEntry, node: Node, number: int) -> Pipeline:
-        """Raises: ModelError where it does not fit."""
+        """The pipeline of an entry over `number` cards of the node. Raises: ModelError if it does not fit."""
         config = shortened(self.shapes[entry.name], entry.max_input_tokens)
         alone = tuple(node.with_card(index if node.is_mixed else 0) for index in range(number))
         cards = Cards(config, dtype_on(entry, node, config), alone, entry.max_batch_tokens)
@@ -253,14 +253,14 @@ class Plan:
         return Pipeline(cards, tuple(cards.layers(tokens)), cards.needs(tokens))
 
     def _has_a_card_for(self, entry: ModelEntry) -> bool:
-        """Whether one card holds a replica, on any node that the model may have. Where we choose the dtype, the card has it."""
+        """Whether one card holds a replica, on any node that may have the model. With "auto", a card that supports the dtype."""
         nodes = [node for each in self._allowed_classes(entry) if (node := self.classes[each]).cards and _runs(entry.dtype, node)]
         if self.written[entry.name].dtype == "auto" and entry.dtype in _AUTO:
             nodes = [node for node in nodes if self._has(entry.dtype, entry, node)]
         return any(self._footprint(entry, node).total <= node.usable_bytes for node in nodes)
 
     def generation_rates(self, name: str) -> dict[str, GenerationRates]:
-        """The rates of a model that generates, by class of node that can hold it. Empty for another model."""
+        """The rates of a generation model, by node class that can hold it. Empty for any other model."""
         entry, found = self.entries[name], {}
         allowed = self._allowed_classes(entry)
         for each, needs in self.demands[name].bytes_on.items():
@@ -275,11 +275,12 @@ class Plan:
 
     @cached_property
     def more_cache_tokens(self) -> dict[tuple[str, str], int]:
-        """What each replica of a pool gets beyond the cache that its model needs, by model and class of node.
+        """The tokens that each replica's cache gets in addition to its least size, by model and node class.
 
-        A model whose entry says `cache_tokens` gets these. No cache holds more streams than a pass computes. The system uses a
-        part of a host's memory, and the engine leaves the reserve free beside this part. So as much again is left of such memory.
-        Ray chooses the cards: where larger replicas would not find theirs, the caches get a half, a quarter, and so on.
+        A model with `cache_tokens` in its entry gets no more. No cache holds more streams than a pass computes. In a host's
+        memory the plan leaves the reserve free a second time, because the engine leaves the reserve free beside the part that the
+        system uses. Ray chooses the cards: if larger replicas would not all find a card, the caches get a half of the additional
+        tokens, a quarter, and so on.
         """
         left = {slot: slot.capacity - self._kept_of_host(slot.node_class) for slot in self.slots}
         growing: dict[Slot, Counter[tuple[str, str]]] = {}
@@ -305,7 +306,7 @@ class Plan:
         return of_pipelines | {pool: count * PAGE_SIZE for pool, count in pages.items()}
 
     def _more_of_pipeline(self, name: str, node_class: str) -> int:
-        """As `more_cache_tokens`, of one pool. A pipeline shares its cards with no other model. 0 for another pool."""
+        """Like `more_cache_tokens`, for one pipeline's pool: it shares its cards with no other model. 0 for any other pool."""
         entry, pipeline = self.entries[name], self.pipeline_on(name, node_class)
         if pipeline is None or self.written[name].cache_tokens is not None or entry.context is None:
             return 0
@@ -325,8 +326,10 @@ class Plan:
         return finds_room(sorted(pools, reverse=True), [len(node.cards) for node in nodes])
 
     def _share(self, name: str, node_class: str, more_bytes: int) -> int:
-        """The share of a card that Ray books for a replica, in ten-thousandths, because Ray counts four decimals. Rounded up,
-        replicas that fit to the byte would exceed the card. A pipeline takes whole cards, as Ray gives no shares of several."""
+        """The share of a card that Ray reserves for a replica, in ten-thousandths, because Ray counts four decimals. It is
+        rounded
+        down: rounded up, replicas that fit exactly would exceed the card. A pipeline takes whole cards, because Ray gives no
+            shares of several cards."""
         if (number := self.demands[name].cards_on.get(node_class, 1)) > 1:
             return number * 10_000
         share = (self.demands[name].bytes_on[node_class] + more_bytes) / self.classes[node_class].usable_bytes
@@ -344,11 +347,11 @@ class Plan:
         return 0 if memory_kind(node) == "gpu" else node.reserved
 
     def _bytes_per_token(self, name: str) -> int:
-        """Of a token in the cache of a model that generates."""
+        """Bytes of a token in the cache of a generation model."""
         return bytes_per_token(self.shapes[name], compute_dtype(DTYPES[self.dtypes[name]]))
 
     def cache_bytes(self, pool: PlannedPool) -> int:
-        """Of a replica that generates. 0 for another one."""
+        """Tokens of the least cache of a generation model's replica. 0 for any other replica."""
         return pool.cache_tokens * self._bytes_per_token(pool.model) if pool.cache_tokens else 0
 
     def _more_bytes(self, name: str, node_class: str) -> int:
@@ -378,7 +381,7 @@ class Plan:
         return tuple(found)
 
     def capacity(self, slot: Slot) -> int:
-        """Bytes for models. A pipeline uses the whole memory of unlike cards."""
+        """Bytes for models. A pipeline uses the whole memory of different cards."""
         node = self.classes[slot.node_class]
         if not slot.more or not node.is_mixed:
             return slot.capacity
@@ -397,8 +400,8 @@ class Plan:
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
     def _dtype(self, entry: ModelEntry) -> DtypeName:
-        """The dtype of all replicas of a model. If the entry leaves the choice to us, the fastest one on the nodes that it may
-        have, after the number of required replicas that find a place."""
+        """The dtype of all replicas of a model. "auto" chooses the dtype with which the most required replicas find a place, then
+        the fastest one, on the nodes that may have the model."""
         if entry.dtype != "auto":
             return entry.dtype
         nodes = [self.classes[each] for each in self._allowed_classes(entry)]
@@ -429,20 +432,21 @@ class Plan:
         return min(entry.min_replicas, on_node.total()), sum(sorted(speeds, reverse=True)[: entry.most_replicas])
 
     def _estimate(self, entry: ModelEntry, node: Node) -> float:
-        """Tokens/s from FLOPs and bytes alone."""
+        """Tokens/s computed only from FLOPs and bytes."""
         if entry.streams is not None:
             return self._decode(entry, node, entry.streams).tokens_per_s
         config = self.shapes[entry.name]
         return estimated_tokens_per_s(config, dtype_on(entry, node, config), node)
 
     def _has(self, dtype: DtypeName, entry: ModelEntry, node: Node) -> bool:
-        """Whether the node computes in this dtype at full speed and the model can have it."""
+        """Whether the node computes in this dtype at full speed and the model supports it."""
         if dtype == "bfloat16":
             return has_bf16(node)
         return dtype == "float32" or (bool(node.cards) and not family_of(self.shapes[entry.name]).overflows_float16)
 
     def left_out(self, name: str) -> tuple[str, ...]:
-        """The classes of node that hold the model and get no replica, because they lack the dtype that "auto" became."""
+        """The node classes that could hold the model but get no replica, because they do not support the dtype that "auto"
+        became."""
         given, bytes_on = self.given[name], self.demands[name].bytes_on
         return tuple(
             each
@@ -454,7 +458,7 @@ class Plan:
 
     def _demand(self, given: ModelEntry, dtype: DtypeName) -> Demand:
         entry = _in_dtype(given, dtype)
-        # An operator may choose a dtype that a node computes slowly; we do not.
+        # An operator may choose a dtype that a node computes slowly; "auto" never does.
         runs = partial(self._has, dtype, entry) if given.dtype == "auto" else partial(_runs, dtype)
         cuts = {name: self._pipeline(entry, node) for name, node in self.classes.items() if runs(node)}
         classes = [name for name, found in cuts.items() if not isinstance(found, str)]
@@ -478,7 +482,7 @@ class Plan:
             return needs.total
         config = self.shapes[entry.name]
         head = config.vocab_size * config.hidden_size * compute_dtype(dtype_on(entry, node, config)).itemsize
-        return needs.total + (stages - 1) * needs.workspace + head  # the last stage may have a copy of the words
+        return needs.total + (stages - 1) * needs.workspace + head  # the last stage may have a copy of the word embeddings
 
     def _pool(self, name: str, node_class: str, replicas: Sequence[Replica]) -> PlannedPool:
         node = self.classes[node_class]
@@ -494,7 +498,7 @@ class Plan:
             self.dtypes[name],
             sum(each.required for each in replicas),
             len(replicas),
-            # On the only node of a class any limit does. One that follows the number would make Serve replace all replicas.
+            # Any limit works on the only node of a class. A limit that follows the number would make Serve replace all replicas.
             most if has_others else max(most, len(node.cards) or places),
             self._share(name, node_class, self._more_bytes(name, node_class)) / 1e4 if node.cards else 0.0,
             CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
@@ -513,9 +517,9 @@ class Plan:
         if slot.more:
             return f"{len(slot.more) + 1} cards, {'as asked' if self.entries[name].pipeline else 'because no card holds it'}"
         if len(self.classes) == 1:
-            return "the only class of node"
+            return "the only node class"
         if len(possible) == 1:
-            return f"no other class of node {f'has {self.dtypes[name]}' if self.left_out(name) else 'can hold it'}"
+            return f"no other node class {f'supports {self.dtypes[name]}' if self.left_out(name) else 'can hold it'}"
         best = max(possible, key=lambda each: demand.tokens_per_s[each])
         if best == slot.node_class:
             return "fastest class that holds it"
@@ -530,7 +534,7 @@ class Plan:
         possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]
         if not possible:
             classes = sorted({slot.node_class for slot in allowed})
-            return _cannot_run(self.entries[name].dtype, classes) if classes else "its pins and exclusions leave no node"
+            return _cannot_run(self.entries[name].dtype, classes) if classes else "nodes and not_nodes leave no node for it"
         used: Counter[Slot] = Counter()
         for each in self.placement.replicas:
             used[each.slot] += self.demands[each.model].bytes_on[each.slot.node_class]
@@ -543,7 +547,7 @@ class Plan:
         largest = min(possible, key=lambda slot: lacks(slot, 0))
         if lacks(largest, 0) > 0:
             needs = demand.bytes_on[largest.node_class]
-            return f"a replica needs {_gib_up(needs)}, and {_where(largest)} has no more than {_gib(largest.capacity)} for models"
+            return f"a replica needs {_gib_up(needs)}, but {_where(largest)} has only {_gib(largest.capacity)} for models"
         with_cpus = [slot for slot in possible if slot.node_places is None or on_node[slot.node] < slot.node_places]
         if not with_cpus:
             return self._cpus_taken(min(possible, key=lambda slot: lacks(slot, used[slot])).node)
@@ -552,34 +556,34 @@ class Plan:
             return self._cores_taken(with_cpus)
         closest = min(with_place, key=lambda slot: lacks(slot, used[slot]))
         needs, free = demand.bytes_on[closest.node_class], closest.capacity - used[closest]
-        return f"a replica needs {_gib_up(needs)}, and {_where(closest)} has {_gib(free)} of {_gib(closest.capacity)} left"
+        return f"a replica needs {_gib_up(needs)}, but {_where(closest)} has only {_gib(free)} of {_gib(closest.capacity)} left"
 
     def _why_no_pipeline(self, name: str, allowed: Sequence[Slot]) -> str | None:
-        """Why no node has several cards for a replica. None for a replica that takes one card."""
+        """Why no node has several cards for a replica. None for a replica on one card."""
         classes = tuple(dict.fromkeys(slot.node_class for slot in allowed))
         found = {each: self._pipeline(self.entries[name], self.classes[each]) for each in classes}
         fitting = {each: pipeline for each, pipeline in found.items() if isinstance(pipeline, Pipeline)}
         if fitting:
             number = min(len(pipeline.layers) for pipeline in fitting.values())
-            return f"a replica takes {number} whole cards of one node, and no node has as many empty"
+            return f"a replica needs {number} whole cards of one node, but no node has {number} empty cards"
         return next((f"{each} {reason}" for each, reason in found.items() if isinstance(reason, str)), None)
 
     def _cpus_taken(self, name: str) -> str:
         num_cpus = next(node.num_cpus for node in self.nodes if node.name == name)
         kept = self.gateways_a_node * GATEWAY_CPUS
-        return f"a replica books {CARD_REPLICA_CPUS:g} CPUs; all {num_cpus} of {name} are booked, {kept:g} of them for gateways"
+        return f"a replica needs {CARD_REPLICA_CPUS:g} CPUs; all {num_cpus} of {name} are reserved, {kept:g} of them for gateways"
 
     def _cores_taken(self, slots: Iterable[Slot]) -> str:
         fewest = min(self.classes[slot.node_class].num_cpus for slot in slots)
-        return f"a replica computes with {min(fewest, _CORES_A_REPLICA)} cores, and all are taken"
+        return f"a replica computes with {min(fewest, _CORES_A_REPLICA)} cores, but no cores are free"
 
     def _ways_out(self, name: str) -> tuple[str, ...]:
-        """Changes that place all replicas of this model and displace no other: of each kind the smallest that works."""
+        """Changes with which all replicas of this model fit and no other replica moves: the smallest one of each kind."""
         smaller = (each for each in self._dtypes(name) if self._would_fit(name, {"dtype": each}))
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
         found += self._in_four_bits(name)
         for kind in self._changes(name):
-            # A larger change fits wherever a smaller one does.
+            # A larger change fits wherever a smaller one fits.
             smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
             if smallest < len(kind):
                 found.append(_written_out(kind[smallest]))
@@ -652,9 +656,7 @@ class Plan:
             return False
         self._tries -= 1
         demands = [changed if each.model == name else each for each in self.demands.values()]
-        required = [
-            replace(each, max_replicas=max(1, each.min_replicas)) for each in demands
-        ]  # room for autoscaling is not needed here
+        required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # without replicas for autoscaling
         then, _ = arrange(required, self._empty_slots, _TRY_STEPS)
         others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
@@ -663,7 +665,7 @@ class Plan:
         entry = self.given[name]
         config = shortened(self.shapes[name], entry.max_input_tokens)
         count = self.placement.missing.get(name, 0)
-        # A model without any replica can have bfloat16 on the new nodes. Otherwise the new nodes must have the others' dtype.
+        # A model without any replica can have bfloat16 on the new nodes. Otherwise the new nodes must support the present dtype.
         free = entry.dtype == "auto" and count == entry.min_replicas
         dtype = torch.bfloat16 if free else DTYPES[self.dtypes[name]]
         needs_bytes = footprint(config, dtype, "gpu", entry.max_batch_tokens, cache_tokens=entry.cache_tokens).total
@@ -676,12 +678,12 @@ class Plan:
         return f"{more} {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
 
     def guesses(self) -> tuple[str, ...]:
-        """The classes of node with an unknown card. Their speed is a cautious guess."""
+        """The node classes with an unknown card. Their speed is a cautious guess."""
         return tuple(name for name, node in self.classes.items() if not is_known(node))
 
 
 def _half(entry: ModelEntry) -> int:
-    """Half of the context of a model that generates: the rates are of streams that are half full on average."""
+    """Half of the context of a generation model, because streams are half full on average."""
     assert entry.context is not None, "the model generates"
     return max(1, entry.context // 2)
 
@@ -692,8 +694,8 @@ def _written_out(changes: dict[str, Any]) -> str:
 
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
-    """For each class a node with the least memory for models, and the fewest CPUs, of the class. A replica that fits there fits
-    on every node of the class. Its measurement is the newest one of the class's nodes."""
+    """For each class, a node with the least memory for models and the fewest CPUs of the class. A replica that fits on it fits on
+    every node of the class. Its measurement is the newest one of the class."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
@@ -705,7 +707,7 @@ def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
 
 
 def _most_cards(nodes: Iterable[Node]) -> dict[str, int]:
-    """The largest number of cards of a node, by class. A pipeline has no MIG slices: CUDA gives a process one of them."""
+    """The largest number of cards of a node, by class. MIG slices do not count, because CUDA gives a process only one slice."""
     most: dict[str, int] = {}
     for node in nodes:
         number = 1 if any(card.is_slice for card in node.cards) else len(node.cards)
@@ -765,7 +767,7 @@ def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
 
 
 def _least_capability(dtype: Dtype) -> tuple[int, int] | None:
-    """The compute capability that a dtype needs. None if every card has the dtype."""
+    """The compute capability that a dtype needs. None if every card supports the dtype."""
     return None if dtype == "auto" else LEAST_CAPABILITY.get(DTYPES[dtype])
 
 
@@ -774,7 +776,7 @@ def _written(capability: tuple[int, int]) -> str:
 
 
 def dtype_on(entry: ModelSpec, node: Node, config: ModelConfig) -> torch.dtype:
-    """The dtype that the engine chooses on this node alone. Of a CPU that nobody has read, the larger dtype is assumed."""
+    """The dtype that the engine chooses on this node alone. For an unknown CPU it is the larger dtype."""
     if entry.dtype != "auto":
         return DTYPES[entry.dtype]
     if has_bf16(node):
@@ -792,7 +794,7 @@ def _check_pins(entries: Iterable[ModelEntry], nodes: set[str]) -> None:
             if name not in nodes:
                 known = sorted(nodes)
                 there = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
-                raise ClusterError(f"model {entry.name} names node {name!r}, which is not there; there is {there}")
+                raise ClusterError(f"model {entry.name} names node {name!r}, which does not exist; the nodes are {there}")
 
 
 def _where(slot: Slot) -> str:

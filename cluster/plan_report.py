@@ -1,4 +1,4 @@
-"""Reports of a `Plan`: rich tables for people, plain data for programs."""
+"""Reports a `Plan`: as rich tables for people, and as plain data for programs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +21,9 @@ from engine.model.quantized.four_bits import kept_groups
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
-# Every node must have been started with `emberforge node start`, which sets the labels and environment that this file needs.
+# Start every node with `emberforge node start`, which sets the labels and the environment that this file needs.
 """
-# Explanations of the words beside tokens/s.
+# Explanations of the marks of tokens/s.
 _BASES: dict[Basis, str] = {
     "given": "the tokens_per_s in the model's entry",
     "measured here": "by emberforge doctor --measure on a node of that class, with random weights and no other model on the card",
@@ -36,9 +36,9 @@ _MEASURED_STREAMS = (
     "computed rate"
 )
 _GENERATION = (
-    "at once: streams as long as the context that each cache holds; memory that was left on a card made it larger than asked",
-    "decode, prefill: tokens/s with half of the context full; a model that generates is placed by decode of all streams asked",
-    "decode: computed from the bytes that a step reads; on an H200 within a factor of 1.3 of what we measured",
+    "at once: streams as long as the context that each KV cache holds; remaining memory of a card may make it larger than asked",
+    "decode, prefill: tokens/s with half of the context full; decode of all streams asked decides the place of a model",
+    "decode: computed from the bytes that a step reads; on an H200 within a factor of 1.3 of our measurement",
     "prefill: computed from FLOPs",
 )
 # The mapping of a file of weights counts as the host's memory until the file has been copied. Large models have several files.
@@ -47,8 +47,8 @@ _MOST_FILE_BYTES = 5 * GIB
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """How much of a card's memory is used. `card` is None for a node without cards; the memory is then the host's. The cards that
-    a pipeline takes are one use: `more_cards` are beside the first one."""
+    """The used memory of a card. `card` is None for a node without cards; the memory is then the host's. The cards of a pipeline
+    are one use: `more_cards` are those besides the first one."""
 
     node: str
     card: int | None
@@ -65,7 +65,7 @@ class CardUse:
 
 @dataclass(frozen=True, slots=True)
 class CpuUse:
-    """How many of a node's CPUs Ray books for replicas. Gateways are not counted, because Ray chooses their nodes."""
+    """The CPUs of a node that Ray reserves for replicas. Gateways do not count, because Ray chooses their nodes."""
 
     node: str
     booked: float
@@ -73,12 +73,12 @@ class CpuUse:
 
     @property
     def gateways(self) -> int:
-        """The number of gateways that the other CPUs are enough for."""
+        """The number of gateways for which the other CPUs are enough."""
         return int((self.num_cpus - self.booked) / GATEWAY_CPUS + 1e-6)
 
 
 def cpu_uses(plan: Plan) -> tuple[CpuUse, ...]:
-    """The booked CPUs of every node of the cluster."""
+    """The reserved CPUs of every node of the cluster."""
     num_cpus = {(pool.model, pool.node_class): pool.num_cpus for pool in plan.pools}
     booked = dict.fromkeys((node.name for node in plan.nodes), 0.0)
     for each in plan.assigned:
@@ -87,7 +87,7 @@ def cpu_uses(plan: Plan) -> tuple[CpuUse, ...]:
 
 
 def card_uses(plan: Plan) -> tuple[CardUse, ...]:
-    """The use of every card of the cluster, also of empty cards. What is left is handed out as cache, and counts as used."""
+    """The use of every card of the cluster, also of empty cards. The remaining memory that caches get counts as used."""
     on: dict[tuple[str, int | None], list[Assigned]] = {}
     for each in plan.assigned:
         on.setdefault((each.node, each.card), []).append(each)
@@ -161,20 +161,20 @@ def summary(plan: Plan) -> tuple[str, ...]:
     missing = [each.model for each in plan.unplaced]
     more = f" and {len(missing) - 3} more" if missing[3:] else ""
     if handed_out := sum(each.more_cache_bytes for each in plan.assigned):
-        memory += f" ({handed_out / GIB:,.1f} of them handed out as more cache for streams)"
+        memory += f" ({handed_out / GIB:,.1f} of them as additional cache for streams)"
     return (
         f"Some replicas have no place: of {', '.join(missing[:3])}{more}"
         if missing
         else "Everything fits: every required replica has a place",
         f"{_count(len(plan.entries), 'model')}; {_count(len(plan.assigned), 'replica')}, {required} of them required; "
         f"{len(nodes)} of {_count(len(plan.nodes), 'node')} used; {_count(plan.file.gateways, 'gateway')}",
-        f"memory for models: {memory}; CPUs booked by replicas: {booked}, "
+        f"memory for models: {memory}; CPUs reserved for replicas: {booked}, "
         f"on {fullest.node} {fullest.booked:g} of {fullest.num_cpus}",
     )
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
-    """Sentences that explain the figures and the placement. They name guesses and doubtful settings."""
+    """Sentences that explain the values and the placement. They name guesses and doubtful settings."""
     found = [
         f"the speed of {name} is a guess, because the card is unknown: set tokens_per_s to a measured rate"
         for name in plan.guesses()
@@ -182,7 +182,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
     for name, entry in plan.entries.items():
         for node_class in entry.tokens_per_s:
             if node_class not in plan.classes:
-                found.append(f"{name}: tokens_per_s names {node_class}, and no node is of that class")
+                found.append(f"{name}: tokens_per_s names {node_class}, but no node is of this class")
     found += _measurements(plan)
     bases = {each.basis for each in plan.assigned if each.basis != "estimated" or plan.entries[each.model].streams is None}
     found += [f"{basis}: {meaning}" for basis, meaning in _BASES.items() if basis in bases]
@@ -193,8 +193,8 @@ def notes(plan: Plan) -> tuple[str, ...]:
     found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
     found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
     found += [
-        f"{node.name} has cards of different kinds: Ray chooses the card of a replica that takes one, so each of them counts as "
-        "the smallest; start one node per kind, each with its own CUDA_VISIBLE_DEVICES, to use all of their memory"
+        f"{node.name} has cards of different kinds: Ray chooses the card of a replica on one card, so each card counts as the "
+        "smallest one; start one node per kind, each with its own CUDA_VISIBLE_DEVICES, to use all of their memory"
         for node in plan.nodes
         if node.is_mixed and any(each.node == node.name and not each.more_cards for each in plan.assigned)
     ]
@@ -207,7 +207,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
-    dequantised = f"dequantised at load, so it takes what its values take in {dtype}"
+    dequantised = f"dequantised at load, so it takes the memory of {dtype}"
     if not keeps_four_bits(shape, DTYPES[dtype]) or kept_groups(shape.quantization) is None:
         return f"it is {dequantised}"
     return f"GPUs keep it in 4 bits, on a CPU it is {dequantised}"
@@ -219,21 +219,21 @@ def failure(plan: Plan) -> str:
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
-    """Notes on failures to expect: of a lone gateway, for want of CPUs, for want of a dtype, and for want of host memory."""
+    """Warnings of failures to expect: a single gateway, too few CPUs, an unsupported dtype, too little host memory."""
     gateways, cpus = plan.file.gateways, cpu_uses(plan)
     if gateways == 1 and len(plan.nodes) > 1:
-        yield "warning: with one gateway, requests wait for some 10 s whenever it or its node dies: set gateways: 2 or more"
+        yield "warning: with one gateway, requests wait for about 10 s if it or its node dies: set gateways: 2 or more"
     places = sum(min(each.gateways, plan.gateways_a_node) for each in cpus)
     if places < gateways:
-        yield f"warning: {gateways} gateways book {GATEWAY_CPUS:g} CPUs each, and beside the replicas there are CPUs for {places}"
+        yield f"warning: {gateways} gateways need {GATEWAY_CPUS:g} CPUs each, but beside the replicas there are CPUs for {places}"
     left_out: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, dtype in plan.dtypes.items():
         if classes := plan.left_out(name):
             left_out.setdefault((dtype, classes), []).append(name)
     for (chosen, classes), names in left_out.items():
         yield (
-            f"warning: {_some(names)}: one dtype everywhere, {chosen}, leaves out {_some(classes)}, where it is slow or missing; "
-            "dtype: float32 takes all nodes"
+            f"warning: {_some(names)}: one dtype on all nodes, {chosen}, excludes {_some(classes)}, which compute it slowly "
+            "or not at all; dtype: float32 uses all nodes"
         )
     for node in plan.nodes:
         here = [each for each in plan.assigned if each.node == node.name]
@@ -243,13 +243,13 @@ def _warnings(plan: Plan) -> Iterator[str]:
         needs = len(here) * HOST_BYTES + min(weights, _MOST_FILE_BYTES)
         if needs > node.ram_bytes:
             yield (
-                f"warning: loading the replicas of {node.name} may take {_gib(needs)} GiB of the host's memory, and it has "
+                f"warning: loading the replicas of {node.name} may take {_gib(needs)} GiB of the host's memory, but it has "
                 f"{_gib(node.ram_bytes)} GiB"
             )
 
 
 def _measurements(plan: Plan) -> Iterator[str]:
-    """A note for each class of node whose speed was measured there, and for each node whose measurement is not used."""
+    """A note for each node class whose speed was measured, and for each node whose measurement is not used."""
     for name, node in plan.classes.items():
         measured = node.measurement
         if measured is None:
@@ -274,7 +274,7 @@ def _gateways_note(plan: Plan) -> Iterator[str]:
 
 
 def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str]:
-    """A note if two classes of node change places between decode and prefill."""
+    """A note if one node class is faster in decode and another one in prefill."""
     fastest = sorted(rates, key=lambda each: -rates[each].decode)
     for first, second in pairwise(fastest):
         if rates[first].prefill < rates[second].prefill:
@@ -332,12 +332,12 @@ def _pools(plan: Plan) -> Table:
 
 
 def _generating(plan: Plan) -> dict[str, dict[str, GenerationRates]]:
-    """The rates of the models that generate, by class of node that can hold them."""
+    """The rates of the generation models, by node class that can hold them."""
     return {name: rates for name in plan.entries if (rates := plan.generation_rates(name))}
 
 
 def _generation(plan: Plan, generating: Mapping[str, Mapping[str, GenerationRates]]) -> Table:
-    """Also has the classes that could hold a model and get no replica: a dash in place of streams and cache."""
+    """The table of streams. Classes that could hold a model but get no replica have a dash for streams and cache."""
     table = _table("Streams", *("model", "class", *_STREAM_NUMBERS))
     pools = {(pool.model, pool.node_class): pool for pool in plan.pools}
     for name, rates in generating.items():
@@ -369,7 +369,7 @@ def _unplaced(each: Unplaced) -> Iterator[Text]:
 
 def _lacking(each: Unplaced) -> str:
     if not each.count:
-        return f"{each.model} is scaled to zero and has no card to wake on"
+        return f"{each.model} is scaled to zero and has no card for its start"
     return f"{each.model} lacks {each.count} required replica{'s' if each.count > 1 else ''}"
 
 

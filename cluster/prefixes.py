@@ -1,11 +1,11 @@
-"""Which replicas hold the beginning of a prompt in their caches, as far as one gateway knows.
+"""Remembers which replicas hold the prefix of a prompt in their KV caches, as far as one gateway knows.
 
-A replica's cache keeps keys and values in pages of 128 tokens, and finds whole pages only. So a prompt is cut into pages, and a
-page's hash stands for all tokens from the start of the prompt to the end of the page.
+A replica's KV cache keeps keys and values in pages of 128 tokens, and finds only whole pages. So a prompt is cut into pages, and
+a page's hash identifies all tokens from the start of the prompt to the end of the page.
 
-A gateway learns from the answers of its own streams. It learns of evictions from them, too: a replica tells how many tokens of a
-prompt were cached. A cache evicts the pages that were used least recently. So if one page was evicted, the pages that were used
-before it are gone as well.
+A gateway learns from the answers of its own streams. It also learns of evictions from them, because a replica reports how many
+tokens of a prompt were cached. A cache evicts the pages that were used least recently. So if one page was evicted, all pages that
+were last used before it are evicted too.
 """
 
 from collections import OrderedDict
@@ -16,8 +16,9 @@ import numpy as np
 
 from engine.options import TokenIds
 
-PAGE_TOKENS = 128  # `engine.run.kv_cache.PAGE_SIZE`, which comes with torch
-# Of each pool. A pair is a page and a replica that holds it. 200,000 pairs take up to 66 MB and stand for 25 million tokens.
+PAGE_TOKENS = 128  # equals `engine.run.kv_cache.PAGE_SIZE`, whose module imports torch
+# The most pairs of each pool. A pair is a page and a replica that holds it. 200,000 pairs take up to 66 MB, for 25 million
+# tokens.
 _MOST_PAIRS = 200_000
 
 
@@ -37,12 +38,12 @@ class Prefixes:
     def __init__(self, most_pairs: int = _MOST_PAIRS) -> None:
         self.time = 0
         self._most_pairs, self._num_pairs = most_pairs, 0
-        # For each page the replicas that hold it, with the time of the last use. The page that is unused the longest is first.
+        # For each page the replicas that hold it, with the time of the last use. The least recently used page is first.
         self._holders: OrderedDict[int, dict[str, int]] = OrderedDict()
         self._evicted_until: dict[str, int] = {}  # a replica has evicted the pages that it last used at this time or before
 
     def held(self, pages: Sequence[int]) -> dict[str, int]:
-        """For each replica that holds the first page: how many of the pages it holds without a gap."""
+        """For each replica that holds the first page: the number of first pages that it holds without a gap."""
         found: dict[str, int] = {}
         for depth, page in enumerate(pages):
             holders = self._holders.get(page, {})
@@ -58,7 +59,7 @@ class Prefixes:
         return found
 
     def learn(self, pages: Sequence[int], replica: str) -> None:
-        """The replica holds these pages now, because a stream has used them."""
+        """Records that the replica holds these pages now, because a stream has used them."""
         self.time += 1
         for page in pages:
             holders = self._holders.setdefault(page, {})
@@ -70,9 +71,9 @@ class Prefixes:
             self._num_pairs -= len(holders)
 
     def missed(self, page: int, replica: str, sent_at: int) -> None:
-        """The replica did not hold the page for a stream that was sent at `sent_at`.
+        """Records that the replica did not hold the page for a stream that was sent at `sent_at`.
 
-        A later use proves nothing: another stream may have filled the page after this stream looked for it.
+        A page that was used later is kept, because another stream may have filled it after this stream looked for it.
         """
         used = self._holders.get(page, {}).get(replica)
         if used is not None and used <= sent_at:

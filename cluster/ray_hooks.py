@@ -1,4 +1,4 @@
-"""The private parts of Ray that we use. A start checks all of them, so that another Ray fails at once and by name.
+"""Lists the private parts of Ray that we use. A start checks all of them, so that an unsupported Ray fails at once.
 
 Ray may change these parts in any version without notice. pyproject.toml pins the versions that have them.
 """
@@ -23,7 +23,7 @@ class Hook(NamedTuple):
 
     module: str
     name: str
-    use: str  # the file of ours that uses the part
+    use: str  # our file that uses the part
     takes: str | None = None
     text: str | None = None
 
@@ -69,10 +69,10 @@ HOOKS = (
 
 
 def check(variables: Iterable[str]) -> None:
-    """Imports parts of Ray, so Ray's environment must be set before.
+    """Checks all parts. It imports parts of Ray, so Ray's environment must be set before.
 
     Args:
-        variables: of the environment, which Ray Serve must read.
+        variables: environment variables that Ray Serve must read.
 
     Raises: ClusterError naming the first part that this Ray lacks.
     """
@@ -84,7 +84,7 @@ def check(variables: Iterable[str]) -> None:
 
 
 def missing(variables: Iterable[str]) -> Iterator[str]:
-    """The parts that this Ray lacks, each with the file of ours that needs it. `variables` as in `check`."""
+    """The parts that this Ray lacks, each with our file that needs it. `variables` as in `check`."""
     read = [each for each in variables if each.startswith("RAY_SERVE_")]
     for hook in (*HOOKS, *(Hook(_CONSTANTS, "", "cluster/local_ray.py", text=f'"{each}"') for each in read)):
         if not _is_there(hook):
@@ -106,7 +106,7 @@ def _is_there(hook: Hook) -> bool:
 
 
 def _haproxy_file() -> str:
-    """What Ray's template makes of one application with gRPC. "" without a template."""
+    """The text that Ray's template gives for one application with gRPC. "" without a template."""
     from jinja2 import ChainableUndefined, Environment
 
     try:

@@ -1,4 +1,4 @@
-"""Whether the nodes have room for the replicas that run now beside those of a plan."""
+"""Checks whether the nodes can hold the running replicas together with those of a plan."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -11,11 +11,11 @@ from engine.errors import EmberError
 
 
 def has_room(plan: Plan, names: Mapping[str, str], details: Mapping[str, Any], applications: Collection[str]) -> bool:
-    """Plans once more, with the running replicas of `applications` as further models that stay on their nodes.
+    """Makes a second plan in which the running replicas of `applications` are further models that stay on their nodes.
 
     Args:
-        names: of nodes by Ray's ids.
-        details: Serve's.
+        names: names of nodes by Ray's ids.
+        details: the details of Serve.
     """
     running = Counter(
         (each.application, each.node or "")
@@ -29,5 +29,5 @@ def has_room(plan: Plan, names: Mapping[str, str], details: Mapping[str, Any], a
         entries.append(ModelEntry.model_validate(spec | changes))
     try:
         return not Plan(plan.file.model_copy(update={"models": (*plan.file.models, *entries)}), plan.nodes).unplaced
-    except EmberError:  # the old version's files or its node are gone
+    except EmberError:  # the old version's files or its node no longer exist
         return False

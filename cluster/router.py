@@ -1,8 +1,8 @@
-"""Which pool, and which replica of the pool, finishes a request first.
+"""Predicts which pool, and which replica of the pool, finishes a request first.
 
-Plain data and arithmetic, without Ray and without a clock: `cluster/ray_router.py` feeds the data, and callers give `now` in
+Plain data and arithmetic, without Ray and without a clock: `cluster/ray_router.py` supplies the data, and callers give `now` in
 seconds. All objects here belong to one gateway process. It learns of other gateways' requests from the replicas' reports, which
-are a second late.
+are up to a second old.
 """
 
 from collections import deque
@@ -14,13 +14,13 @@ import numpy as np
 
 from engine.request_tag import RequestTag
 
-# A replica that fails gets no requests for one second, then two, four, ... up to the second figure. Otherwise a card that fails
+# A replica that fails gets no requests for one second, then two, four, ... up to the second value. Otherwise a card that fails
 # fast would look idle, and attract requests.
 _SHUNNED_S = 1.0
 _MOST_SHUNNED_S = 30.0
 # A replica counts as lost if its latest report is this much older than the latest report of any replica, and another replica has
-# reported so many times since. Serve's controller brings all reports. A slow controller brings them seldom, some pools' later
-# than others', and then four seconds prove nothing.
+# reported this many times since. Serve's controller brings all reports. A slow controller brings reports rarely, and those of
+# some pools later than others. Then four seconds alone are no proof.
 SILENT_S = 4.0
 SILENT_REPORTS = 3
 # Assumed seconds to start a replica.
@@ -34,28 +34,28 @@ _SPLIT_FROM_S = 0.2
 class Report:
     """A replica's report on itself, sent every second. The rates are 0 before the first measurement."""
 
-    at: float = 0.0  # the replica's own clock; only tells a new report from an old one
+    at: float = 0.0  # the replica's own clock; only distinguishes a new report from an old one
     queued_tokens: int = 0
     tokens_per_s: float = 0.0
     pass_s: float = 0.0
     longest_input: int | None = None  # tokens of the longest input that fits into memory now
     busy: float = 0.0  # share of the last second in which it computed
     batch_tokens: int = 0  # the part of queued_tokens with batch priority
-    max_batch_tokens: int = 0  # in one pass
+    max_batch_tokens: int = 0  # the most tokens of a pass
     dtype: str = ""  # the dtype that the replica has loaded the model in
     revision: str = ""  # of the files that the replica has loaded
-    pages_held: int = 0  # of the KV cache, by streams
-    pages: int = 0  # of the KV cache; 0 for a model that does not generate
-    prompt_tokens: int = 0  # the part of queued_tokens that is not of answers
-    streams: int = 0  # that have a token and want more
-    step_s: float = 0.0  # of a decode step of so many streams; 0 before the first measurement
-    stream_s: float = 0.0  # by which each further stream makes a step longer
+    pages_held: int = 0  # pages of the KV cache that streams hold
+    pages: int = 0  # pages of the KV cache; 0 for a model that does not generate
+    prompt_tokens: int = 0  # the part of queued_tokens that belongs to prompts
+    streams: int = 0  # streams that have a token and need more
+    step_s: float = 0.0  # seconds of a decode step with this number of streams; 0 before the first measurement
+    stream_s: float = 0.0  # additional seconds of a step for each further stream
     node: str = ""  # Ray's id of the replica's node
     card: str = ""  # uuid of its GPU, without a prefix such as GPU-; empty on a CPU
-    planned_bytes: int = 0  # of the card's memory, or the host's
+    planned_bytes: int = 0  # bytes of the card's memory, or of the host's, that the plan gives the replica
     used_bytes: int = 0
-    wire: Sequence[Any] = ()  # (host, port, secret) at which the replica listens for gateways; empty where it does not
-    deaths: Sequence[Sequence[Any]] = ()  # what it knows of requests that killed replicas: `serve_app.admission.suspects.Death`
+    wire: Sequence[Any] = ()  # (host, port, secret) at which the replica listens for gateways; empty if it does not listen
+    deaths: Sequence[Sequence[Any]] = ()  # requests in flight at replicas that died: `serve_app.admission.suspects.Death`
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Ticket:
     """The facts about a request that routing needs. A ticket travels with its request.
 
     `longest` is the request's longest input in tokens. `batch` is True for batch priority. An interactive request waits for at
-    most one pass of batch work. With `replica` the request goes to this replica and to no other. A stream's `num_tokens` are of
-    its prompt and of the longest answer.
+    most one pass of batch work. With `replica` the request goes only to this replica. A stream's `num_tokens` counts its prompt
+    and the longest answer.
     """
 
     id: int
@@ -72,9 +72,9 @@ class Ticket:
     longest: int
     batch: bool = False
     replica: str | None = None
-    fingerprint: int = 0  # of the request, which the replica writes into its journal; routing does not read it
-    tag: RequestTag | None = None  # the request's name in the replica's logs and traces; routing does not read it
-    answer_tokens: int = 0  # the part of `num_tokens` that is of the answer; 0 for a request that is not a stream
+    fingerprint: int = 0  # of the request; for the replica's journal, not for routing
+    tag: RequestTag | None = None  # the request's name in the replica's logs and traces, not for routing
+    answer_tokens: int = 0  # the part of `num_tokens` for the answer; 0 for a request that is not a stream
     pages: tuple[int, ...] = ()  # `cluster.prefixes.page_hashes` of a stream's prompt
 
     @property
@@ -87,18 +87,18 @@ class ReplicaLoad:
     """A replica as this gateway sees it."""
 
     report: Report = Report()
-    heard_at: float = 0.0  # by this process's clock
+    heard_at: float = 0.0  # the time of the latest report, by this process's clock
     reports_at: deque[float] = field(default_factory=lambda: deque(maxlen=SILENT_REPORTS))  # the latest reports' times
     sent: dict[int, int] = field(default_factory=dict)  # tokens of this gateway's open interactive requests, by ticket
     sent_batch: dict[int, int] = field(default_factory=dict)  # the same for batch priority
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive failures
     shunned_until: float = 0.0
 
     def queued_tokens(self, rate: float, now: float, batch: bool = True) -> float:
         """Tokens queued ahead of a new request.
 
-        This is the larger of two figures: the tokens that this gateway has sent, and the tokens that the replica last reported
-        minus those it has processed since. With `batch` False the new request is interactive. Then at most one pass of batch
+        This is the larger of two numbers: the tokens that this gateway has sent, and the tokens that the replica last reported
+        minus those that it has processed since. With `batch` False the new request is interactive. Then at most one pass of batch
         work counts.
         """
         done, own = rate * (now - self.heard_at), sum(self.sent.values())
@@ -111,9 +111,9 @@ class ReplicaLoad:
 
 @dataclass
 class Heard:
-    """When replicas report, by this process's clock. All pools share it.
+    """The times of replicas' reports, by this process's clock. All pools share this object.
 
-    If no replica reports at all, the controller is gone and the replicas are not lost.
+    If no replica reports at all, the controller is down and the replicas are not lost.
     """
 
     at: float = 0.0  # of the latest report of any replica
@@ -125,7 +125,7 @@ class Heard:
         return min(self.at - SILENT_S, self.repeated_at)
 
     def add(self, load: ReplicaLoad, now: float) -> None:
-        """A replica has reported."""
+        """Records a report of a replica."""
         load.heard_at, self.at = now, max(self.at, now)
         load.reports_at.append(now)
         if len(load.reports_at) == SILENT_REPORTS:
@@ -133,15 +133,15 @@ class Heard:
 
 
 class PoolLoad:
-    """The replicas of one pool, and how soon each of them finishes a request."""
+    """The replicas of one pool, and the predicted times at which they finish a request."""
 
     def __init__(self, name: str, tokens_per_s: float, heard: Heard | None = None) -> None:
-        """`tokens_per_s` is the plan's figure, used until a replica has measured its own."""
+        """`tokens_per_s` is the plan's rate, used until a replica has measured its own."""
         self.name = name
         self._heard = heard or Heard()
         self._planned = tokens_per_s
         self.replicas: dict[str, ReplicaLoad] = {}
-        # What the replicas have loaded, by their reports.
+        # The dtypes and revisions that the replicas have loaded, by their reports.
         self.dtypes: frozenset[str] = frozenset()
         self.revisions: frozenset[str] = frozenset()
         self._replica_of: dict[int, str | None] = {}  # the replica of each open request, by ticket; None before it is routed
@@ -159,11 +159,11 @@ class PoolLoad:
 
     @property
     def is_measured(self) -> bool:
-        """Whether a replica has measured its rate. Until then predictions rest on the plan, or on a guess if there is none."""
+        """Whether a replica has measured its rate. Until then predictions use the plan's rate, or a guess without a plan."""
         return any(each.report.tokens_per_s for each in self.replicas.values())
 
     def update(self, reports: Mapping[str, Report], now: float) -> None:
-        """Takes the latest reports of all replicas that exist now."""
+        """Takes the latest reports of all existing replicas."""
         for gone in set(self.replicas) - set(reports):
             del self.replicas[gone]
         for name, report in reports.items():
@@ -181,14 +181,14 @@ class PoolLoad:
             self.on_loaded()
 
     def opened(self, ticket: Ticket) -> None:
-        """A request is about to be sent to this pool. From now on it counts as load, and once if it is opened twice."""
+        """Counts a request that will be sent to this pool as load. A request that is opened twice counts once."""
         self._replica_of[ticket.id] = None
         if ticket.id not in self._unrouted:
             self._unrouted.add(ticket.id)
             self._unrouted_tokens[ticket.batch] += ticket.num_tokens
 
     def routed(self, replica: str, ticket: Ticket) -> None:
-        """The request goes to this replica, and no longer to an earlier one. Does nothing if the request has ended."""
+        """Assigns the request to this replica instead of an earlier one. Does nothing if the request has ended."""
         if ticket.id not in self._replica_of:
             return
         self._release(ticket)
@@ -197,11 +197,11 @@ class PoolLoad:
         (load.sent_batch if ticket.batch else load.sent)[ticket.id] = ticket.num_tokens
 
     def finished(self, ticket: Ticket, now: float, failed: bool | None = False) -> None:
-        """The request has ended.
+        """Removes a request that has ended.
 
         Args:
-            failed: whether the replica caused a failure. None for a request whose caller has left: it proves neither that the
-                replica works nor that it does not.
+            failed: whether the replica caused a failure. None if the caller has left, which does not show whether the replica
+                works.
         """
         load = self._release(ticket)
         self._replica_of.pop(ticket.id, None)
@@ -210,7 +210,7 @@ class PoolLoad:
         if not failed:
             load.failures = 0
             return
-        if load.shunned_until > now:  # one of many requests that failed at once
+        if load.shunned_until > now:  # one of several requests that failed at the same time
             return
         load.failures += 1
         load.shunned_until = now + min(_MOST_SHUNNED_S, _SHUNNED_S * 2 ** (load.failures - 1))
@@ -226,11 +226,11 @@ class PoolLoad:
         return load
 
     def replica_of(self, ticket: Ticket) -> str | None:
-        """The replica that an open request has been routed to."""
+        """The replica to which an open request was routed."""
         return self._replica_of.get(ticket.id)
 
     def is_lost(self, ticket: Ticket) -> bool:
-        """Whether the request's replica is gone, or has stopped reporting while others report."""
+        """Whether the request's replica no longer exists, or has stopped reporting while others report."""
         replica = self._replica_of.get(ticket.id)
         if replica is None:
             return False
@@ -254,12 +254,13 @@ class PoolLoad:
         return load.shunned_until > now or self._silent(load)
 
     def ranked(self, ticket: Ticket, now: float) -> list[str]:
-        """The replicas that can hold the request, the one that finishes first in front."""
+        """The replicas that can hold the request, sorted by predicted finish."""
         able = [name for name, load in self.replicas.items() if _holds(load, ticket)]
         return sorted(able, key=lambda name: (self._avoided(self.replicas[name], now), self._finish_s(name, ticket, now), name))
 
     def finish_s(self, ticket: Ticket, now: float) -> float | None:
-        """Predicted seconds until a request sent now is done. None if no replica can do it, not even one yet to be started."""
+        """Predicted seconds until a request sent now is finished. None if no replica, running or started later, can compute
+        it."""
         if not self.replicas:
             return COLD_START_S + ticket.num_tokens / self._planned
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]
@@ -298,18 +299,18 @@ _HEARD = Heard()
 
 
 def load_of(pool: str, tokens_per_s: float, kind: type[PoolLoad] = PoolLoad) -> PoolLoad:
-    """This process's view of a pool. The first call makes it, of this kind."""
+    """This process's view of a pool. The first call makes an object of class `kind`."""
     return LOADS.setdefault(pool, kind(pool, tokens_per_s, _HEARD))
 
 
 def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:
-    """The pool that finishes first. None if no pool can do the request."""
+    """The pool that finishes first. None if no pool can compute the request."""
     times = [(seconds, pool.name, pool) for pool in pools if (seconds := pool.finish_s(ticket, now)) is not None]
     return min(times, key=lambda each: each[:2])[2] if times else None
 
 
 def split(pools: Sequence[PoolLoad], lengths: Sequence[int], now: float, batch: bool = False) -> list[list[int]]:
-    """Splits a request into parts for different replicas. Returns one part unless several parts are done sooner.
+    """Splits a request into parts for different replicas. Returns one part unless several parts finish sooner.
 
     The longest input is assigned first. Each input goes to the replica that then finishes first.
     """

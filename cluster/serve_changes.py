@@ -1,7 +1,7 @@
-"""What the deployment of a config will do to a cluster that runs another one: what starts, ends, moves or is replaced.
+"""Lists the changes between two Serve configs: which applications start, end, move or are replaced.
 
-Ray Serve replaces all replicas of an application if anything in it changes but the number of replicas. It takes the number from
-the deployment's options, so `args` must not contain it.
+Ray Serve replaces all replicas of an application at any change except that of the number of replicas. The number is in the
+deployment's options, so `args` must not contain it.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +24,7 @@ def deployed_before(file: Path) -> dict[str, Any] | None:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each application that the deployment of `new` changes, and for settings that it cannot change."""
+    """A line for each application that the deployment of `new` changes, and for settings that the deployment cannot change."""
     before, after = _applications(old), _applications(new)
     for name in after:
         if name not in before:
@@ -55,15 +55,15 @@ def interruptions(
     ended: Collection[str] = (),
     start_s: Mapping[str, float] | None = None,
 ) -> Iterator[str]:
-    """A line for each model that answers nothing for a time while `new` is deployed, and one if no gateway answers.
+    """A line for each model that does not answer for some time while `new` is deployed, and one if no gateway answers.
 
-    Serve replaces one replica of an application after another, and ends the old one first. So an application goes on answering
-    if it has two replicas.
+    Serve replaces one replica of an application after another, and ends the old replica first. So an application with two
+    replicas keeps answering.
 
     Args:
-        replicas: the replicas that run now, by application.
+        replicas: the number of running replicas, by application.
         ended: applications that are ended and started again.
-        start_s: seconds that a replica took to start, by application.
+        start_s: start time of a replica in seconds, by application.
     """
     before, after = _applications(old), _applications(new)
     gaps = {*ended, *(name for name in replaced(old, new) if replicas.get(name, 0) < 2)}
@@ -72,17 +72,15 @@ def interruptions(
         coming = _by_model(after).get(model)
         if coming is None or not any(replicas.get(pool) for pool in pools) or kept.intersection(pools):
             continue
-        # The pools of another version have other names. Their replicas start about as fast.
+        # The pools of another version have other names. Their replicas start in about the same time.
         took = [start_s[pool] for pool in (*coming, *pools) if start_s and pool in start_s]
-        how_long = (
-            f"about {min(took):.0f} s at the last start" if took else "how long is not known before the first measured start"
-        )
+        how_long = f"about {min(took):.0f} s at the last start" if took else "the time is unknown before the first measured start"
         whom = "no model answers until a new gateway" if model is None else f"{model} does not answer until a new replica"
         yield f"{whom} has started: {how_long}"
 
 
 def _by_model(applications: Mapping[str, Any]) -> dict[str | None, list[str]]:
-    """The names of the applications of each model. The gateway's is None."""
+    """The names of the applications of each model. The key of gateways is None."""
     found: dict[str | None, list[str]] = {}
     for name, each in applications.items():
         args = each.get("args") or {}
@@ -95,9 +93,9 @@ def _applications(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replaced_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The keys whose change makes Serve replace replicas, with the keys inside `args` and of deployments named.
+    """The changed keys that make Serve replace replicas, including keys inside `args` and of deployments.
 
-    A key of a model's spec has its values too. No other key has, because settings may be secret.
+    Keys of a model's spec come with their values. Other keys come without values, because settings may be secret.
     """
     old, new = without_numbers(before), without_numbers(after)
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
@@ -107,7 +105,7 @@ def _replaced_for(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
 
 
 def without_numbers(application: Mapping[str, Any]) -> dict[str, Any]:
-    """All of an application whose change makes Serve replace its replicas, with keys as `_replaced_for` names them."""
+    """The values of an application whose change makes Serve replace its replicas, with keys as in `_replaced_for`."""
     flat = {key: value for key, value in application.items() if key not in ("args", "deployments")}
     for key, value in (application.get("args") or {}).items():
         inner = value.items() if key in ("spec", "settings") and isinstance(value, dict) else None

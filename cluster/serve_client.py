@@ -1,4 +1,4 @@
-"""Ray Serve of the running cluster, through the REST API of the head's dashboard. `serve deploy` uses the same API."""
+"""Reads and changes Ray Serve of the running cluster, through the REST API of the head's dashboard, like `serve deploy`."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,32 +8,32 @@ from urllib.parse import urlsplit
 
 from cluster.files import ClusterError
 
-# Serve's own options. It takes them when it starts, and never again.
+# Serve's own options. Serve reads them only when it starts.
 _FIXED = ("proxy_location", "http_options", "grpc_options")
 
 
 class ServeClient:
-    """What Serve runs, and commands to change it. Ray must be connected, so that it has read its token."""
+    """Ray Serve of the cluster. Ray must be connected, so that it has read its token."""
 
     def __init__(self, address: str) -> None:
-        """`address` is the dashboard's, http://HOST:PORT. Raises: ClusterError if it does not answer."""
+        """`address`: the dashboard's address, http://HOST:PORT. Raises: ClusterError if it does not answer."""
         from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
         self._address = address
-        # A company's proxy cannot reach the cluster.
+        # Without a proxy, because a company's proxy cannot reach the cluster.
         direct = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), urlsplit(address).hostname)
         os.environ["no_proxy"] = ",".join(filter(None, direct))
         with self._in_one_sentence():
             self._client: Any = ServeSubmissionClient(address)
 
     def details(self) -> dict[str, Any]:
-        """All that Serve says of itself. Without a running Serve there are no applications. Raises: ClusterError."""
+        """Serve's own details. Without a running Serve there are no applications. Raises: ClusterError."""
         with self._in_one_sentence():
             details: dict[str, Any] = self._client.get_serve_details()
             return details
 
     def deploy(self, config: Mapping[str, Any]) -> None:
-        """Makes the applications of a Serve config the only ones. Returns before their replicas have started.
+        """Deploys a Serve config, and ends all other applications. Returns before the replicas have started.
 
         Raises: ClusterError, also for a config that Serve refuses.
         """
@@ -61,7 +61,7 @@ class ServeClient:
 
 
 def dashboard_address() -> str:
-    """The address of the dashboard of the cluster that this process is connected to."""
+    """The address of the dashboard of the cluster to which this process is connected."""
     import ray
 
     node: Any = ray._private.worker.global_worker.node
@@ -69,10 +69,10 @@ def dashboard_address() -> str:
 
 
 def running_config(details: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs, as a Serve config to compare with the config `like`.
+    """The running applications, as a Serve config to compare with the config `like`.
 
-    Serve tells its own options with their defaults. Only the keys of `like` are taken. A Serve that does not run yet will take
-    all options of `like`.
+    Serve gives its own options with their defaults. Only the keys of `like` are used. A Serve that does not run yet will take all
+    options of `like`.
     """
     deployed = [each.get("deployed_app_config") for each in details["applications"].values()]
     config: dict[str, Any] = {"applications": [each for each in deployed if each]}

@@ -1,4 +1,4 @@
-"""The Serve config of a plan: one application for each pool, and the gateway in front of them."""
+"""Makes the Serve config of a plan: one application for each pool, and one for the gateways."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path, split_r
 
 
 def serve_config(plan: Plan) -> dict[str, Any]:
-    """The Serve config as plain data for YAML. It names the revision of every model, so that no replica starts with another one.
+    """The Serve config as plain data for YAML. It has the revision of every model, so that no replica starts with another one.
 
-    Raises: ClusterError where the default model has no replica: a gateway needs one to answer requests without a model name.
-        ModelError for a model on the Hub whose commit neither the Hub nor its cache tells.
+    Raises: ClusterError if the default model has no replica, because gateways need it for requests without a model name.
+        ModelError for a model on the Hub whose commit is in neither the Hub nor its cache.
     """
     settings = plan.file.settings
     specs = {name: _pinned(spec_of(plan.entries[name])) for name in dict.fromkeys(pool.model for pool in plan.pools)}
@@ -37,7 +37,7 @@ def serve_config(plan: Plan) -> dict[str, Any]:
 
 
 def canaries(plan: Plan) -> dict[str, Canary]:
-    """The models of a plan whose new versions run beside the old ones for a time."""
+    """The models of a plan whose new versions run beside the old ones for a limited time."""
     return {name: Canary(entry.canary, entry.canary_s) for name, entry in plan.entries.items() if entry.canary is not None}
 
 
@@ -49,7 +49,7 @@ def _pinned(spec: ModelSpec) -> ModelSpec:
             raise
         name = split_revision(spec.model)[0]
         raise ModelError(
-            f"the commit of {spec.model} is not known: {error}; or name the commit in models.yaml: {name}@COMMIT"
+            f"the commit of {spec.model} is unknown: {error}; or name the commit in models.yaml: {name}@COMMIT"
         ) from None
 
 
@@ -88,7 +88,7 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
 
 
 def _gateway_application(plan: Plan, specs: dict[str, ModelSpec], names: dict[str, str]) -> dict[str, Any]:
-    """`names`: of the pools' applications, by the plan's names."""
+    """`names`: the names of the pools' applications, by the plan's names."""
     models = []
     for name, entry in plan.entries.items():
         pools = [
@@ -102,7 +102,7 @@ def _gateway_application(plan: Plan, specs: dict[str, ModelSpec], names: dict[st
     default = plan.file.default or plan.file.models[0].name
     answers = {alias for pool in plan.pools for alias in (pool.model, *plan.entries[pool.model].aliases)}
     if default not in answers:
-        raise ClusterError(f"{default}, the default model, has no place, so there is no config; let default be another")
+        raise ClusterError(f"{default}, the default model, has no place, so there is no config; set default to another model")
     return {
         "name": "gateway",
         "route_prefix": "/",
@@ -117,7 +117,7 @@ def _gateway_application(plan: Plan, specs: dict[str, ModelSpec], names: dict[st
             {
                 "name": "Gateway",
                 "num_replicas": plan.file.gateways,
-                # Two gateways on one node would end together.
+                # Not two gateways on one node, because they would be lost together.
                 "max_replicas_per_node": plan.gateways_a_node,
                 "ray_actor_options": {"num_cpus": GATEWAY_CPUS},
             }
@@ -126,7 +126,7 @@ def _gateway_application(plan: Plan, specs: dict[str, ModelSpec], names: dict[st
 
 
 def spec_of(entry: ModelEntry) -> ModelSpec:
-    """The spec that gateway and replicas get. They run in other working directories, so a folder is named by its whole path."""
+    """The spec for gateways and replicas. A folder has its absolute path, because they run in other working directories."""
     if is_path(entry.model):
         source = str(Path(entry.model).expanduser().resolve())
     elif entry.model in (EMBEDDED_MODEL, EMBEDDED_GENERATOR):
@@ -137,7 +137,7 @@ def spec_of(entry: ModelEntry) -> ModelSpec:
 
 
 def _rate(pool: PlannedPool) -> int:
-    """Tokens/s for the router, which takes no 0. A large model decodes slower than that on CPUs."""
+    """Tokens/s for the router, at least 1, because a large model may decode slower on CPUs and the router cannot use 0."""
     return max(1, round(pool.tokens_per_s))
 
 

@@ -1,4 +1,4 @@
-"""How far a deployment is: the replicas' states as Serve's controller tells them, and the reason of a failure."""
+"""Follows a deployment: the replicas' states from Serve's controller, and the reason of a failure."""
 
 import re
 import time
@@ -15,12 +15,12 @@ _LONGEST_MESSAGE = 300
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """A replica at one moment. `node` is None until Ray has found a node with room and started a process there."""
+    """A replica at one moment. `node` is None until Ray has found a node and started a process on it."""
 
     application: str
     id: str
     node: str | None
-    state: str  # Serve's word
+    state: str  # the state in Serve's terms
     started_at: float  # seconds since the epoch
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def replicas_seen(details: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[
 
 
 def running_replicas(details: Mapping[str, Any]) -> dict[str, int]:
-    """How many replicas of each application run."""
+    """The number of running replicas of each application."""
     return {
         name: sum(replica["state"] == "RUNNING" for each in application["deployments"].values() for replica in each["replicas"])
         for name, application in details["applications"].items()
@@ -59,7 +59,7 @@ def is_ready(details: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def failure(details: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """Why these applications do not start, if one of them has failed."""
+    """The reason why one of these applications has failed. None without a failure."""
     for name, application in details["applications"].items():
         if name in names and application["status"] in _FAILED:
             messages = [deployment["message"] for deployment in application["deployments"].values()]
@@ -69,7 +69,7 @@ def failure(details: Mapping[str, Any], names: Collection[str]) -> str | None:
 
 
 def failed_deployments(details: Mapping[str, Any]) -> set[str]:
-    """The applications with a deployment that has failed. Serve starts no replica of it again until its config changes."""
+    """The applications with a failed deployment. Serve starts no further replicas of it until its config changes."""
     return {
         name
         for name, application in details["applications"].items()
@@ -78,13 +78,13 @@ def failed_deployments(details: Mapping[str, Any]) -> set[str]:
 
 
 def last_words(messages: Iterable[str]) -> str:
-    """The last line of the traceback that a replica raised. Serve's own error names only the deployment."""
+    """The last line of the traceback of a replica. Serve's own error names only the deployment."""
     message = next((each for each in messages if "Traceback" in each), "")
     return re.sub(r"^(engine|cluster|serve_app)[\w.]*: ", "", message.rstrip().rpartition("\n")[2])
 
 
 class Progress:
-    """Tells each change of a replica's state in a line, and measures how long replicas take to start."""
+    """Prints a line for each change of a replica's state, and measures the start time of replicas."""
 
     def __init__(
         self,
@@ -95,20 +95,20 @@ class Progress:
     ) -> None:
         """
         Args:
-            starts: reads how far these replicas are, of all that Serve has.
-            bars: takes the starts of the replicas that start now, by what the replica is called. None: each step is a line.
+            starts: reads the start reports of these replicas.
+            bars: takes the reports of the starting replicas, by name, to show progress bars. None: each step prints a line.
         """
         self._say, self._nodes, self._starts, self._bars = say, nodes, starts, bars
-        self._steps: dict[str, Start] = {}  # the last one of each replica that starts, by what the replica is called
+        self._steps: dict[str, Start] = {}  # the last step of each starting replica, by name
         self._seen: dict[str, ReplicaSeen] | None = None
         self._messages: dict[str, str] = {}
-        self.start_s: dict[str, float] = {}  # of the slowest replica, by application
+        self.start_s: dict[str, float] = {}  # seconds of the slowest replica, by application
 
     def tell(self, line: str) -> None:
         self._say(line)
 
     def update(self, details: Mapping[str, Any]) -> None:
-        """Takes Serve's latest details. The first ones tell only of replicas that are not ready."""
+        """Takes Serve's latest details. The first details print only replicas that are not ready."""
         seen, before = replicas_seen(details, self._nodes), self._seen
         for key, replica in seen.items():
             was = before.get(key) if before is not None else None
@@ -147,7 +147,7 @@ class Progress:
 
 
 def _messages(details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What Serve says of applications that are being deployed."""
+    """Serve's messages about applications that are being deployed."""
     for name, application in details["applications"].items():
         for deployment in application["deployments"].values():
             if application["status"] == "DEPLOYING" and deployment["message"]:

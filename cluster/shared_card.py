@@ -1,4 +1,4 @@
-"""The cache of models that generate beside other models of one server: what their card has left for it."""
+"""Computes the size of the KV cache of generation models that share a card with other models of one server."""
 
 from collections.abc import Sequence
 
@@ -13,20 +13,20 @@ from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, most_default_tokens
 
 
 def replicas_on_a_card(num_models: int, num_gpus: int) -> int:
-    """At most; each model has one replica."""
+    """The most replicas on one card; each model has one replica."""
     return -(-num_models // num_gpus)
 
 
 def shared_cache_tokens(node: Node, models: Sequence[tuple[ModelSpec, ModelConfig]], count: int) -> int | None:
-    """Tokens for the cache of each model that generates and names none; None where all that generate name one.
+    """Tokens for the KV cache of each generation model without `cache_tokens`; None if all generation models have it.
 
-    A model with a card to itself chooses by the memory that is free at its load. Replicas that share a card load at once,
-    and the first would take what the others need.
+    A model that does not share its card chooses its cache by the free memory at its load. Replicas that share a card load at the
+    same time, and the first would take the memory of the others.
 
     Args:
-        node: with cards.
-        count: replicas of different models on one card. Ray chooses which; the largest are assumed to meet.
-    Raises: ModelError with the numbers, where there is no memory for a single page.
+        node: a node with cards.
+        count: replicas of different models on one card. Ray chooses them, so the largest models are assumed to share a card.
+    Raises: ModelError with the numbers if there is no memory for a single page.
     """
     told = [(spec, config) for spec, config in models if config.generation is not None and spec.cache_tokens is None]
     if not told:
@@ -43,7 +43,7 @@ def shared_cache_tokens(node: Node, models: Sequence[tuple[ModelSpec, ModelConfi
     tokens = (usable - taken) // sum(sorted(per_token)[-count:]) // PAGE_SIZE * PAGE_SIZE
     if tokens < PAGE_SIZE:
         raise ModelError(
-            f"{count} models share a card with {usable / GIB:.1f} GiB for models; they need {taken / GIB:.1f} GiB besides the "
-            "cache of what generates; serve fewer models, or lower max_batch_tokens or max_input_tokens, or take a smaller dtype"
+            f"{count} models share a card with {usable / GIB:.1f} GiB for models; they need {taken / GIB:.1f} GiB without the "
+            "KV cache; serve fewer models, or lower max_batch_tokens or max_input_tokens, or choose a smaller dtype"
         )
     return min(tokens, max(most_default_tokens(config) for _, config in told))

@@ -1,6 +1,6 @@
-"""How far the start of a replica is. The replica writes it to Ray's key-value store, and `emberforge apply` reads it there.
+"""Reports the progress of a replica's start. The replica writes it to Ray's key-value store, and `emberforge apply` reads it.
 
-Serve itself says `STARTING` from the start of the process until the replica is ready.
+Serve itself only says `STARTING`, from the start of the process until the replica is ready.
 """
 
 import json
@@ -22,17 +22,17 @@ _WRITE_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The step that a replica is at. `share` is of this step, from 0 to 1; None if nobody knows it."""
+    """The present step of a replica's start. `share` is the finished part of the step, from 0 to 1; None if it is unknown."""
 
     step: Step
     share: float | None = None
 
 
 class StartReport:
-    """Writes the steps of a replica's start. A report that cannot be written disturbs nothing."""
+    """Writes the steps of a replica's start. If a report cannot be written, the start continues."""
 
     def __init__(self, replica: str, store: Store | None) -> None:
-        """Args: store: None for a process that is no replica; the report then writes nothing."""
+        """Args: store: None for a process that is not a replica; the report then writes nothing."""
         self._key, self._store = _PREFIX + replica, store
         self._step: Step | None = None
         self._due = 0.0
@@ -51,7 +51,7 @@ class StartReport:
         self.at("download", share)
 
     def loaded(self, share: float) -> None:
-        """Takes the share of the weights. After the last of them, kernels are compiled and measured."""
+        """Takes the loaded share of the weights. After the last weights, kernels are compiled and measured."""
         self.at(*(("load", share) if share < 1 else ("compile", None)))
 
     def at(self, step: Step, share: float | None = None) -> None:
@@ -63,21 +63,21 @@ class StartReport:
         try:
             self._store.put(self._key, json.dumps(asdict(Start(step, share))))
         except Exception as error:
-            log.warning("the progress of the start is not told: %r", error)
+            log.warning("the progress of the start could not be reported: %r", error)
             self._store = None
 
     def end(self) -> None:
-        """Removes the report: the replica is ready, or has failed."""
+        """Removes the report when the replica is ready or has failed."""
         if self._store is None:
             return
         try:
             self._store.delete(self._key)
         except Exception as error:
-            log.warning("the progress of the start stays in Ray's store: %r", error)
+            log.warning("the report of the start could not be removed from Ray's store: %r", error)
 
 
 def starts(store: Store, replicas: Collection[str]) -> dict[str, Start]:
-    """The reports of these replicas, by Serve's id. Removes reports that processes left behind when they were killed."""
+    """The reports of these replicas, by Serve's id. Removes reports of killed processes."""
     found = {}
     for key in store.keys(_PREFIX):
         replica = key.removeprefix(_PREFIX)

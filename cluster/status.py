@@ -1,4 +1,4 @@
-"""The state of a running cluster, as tables and as plain data: its nodes with their cards, its pools with their load.
+"""Shows the state of a running cluster, as tables and as plain data: nodes with their cards, pools with their load.
 
 The first half of this file is pure. The second half asks Ray, the nodes and the gateway.
 """
@@ -37,7 +37,7 @@ _GATEWAY_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """A pool, or another application with a model. Fields are None if the source does not tell: only the gateway knows load."""
+    """A pool, or another application with a model. Fields are None if the source lacks them: only the gateway knows the load."""
 
     name: str
     model: str
@@ -110,7 +110,7 @@ class ReplicaState:
 
 
 def serve_replicas(details: Mapping[str, Any]) -> tuple[ReplicaState, ...]:
-    """The replicas that have a model, whatever their state, and the gateways."""
+    """All replicas that have a model, in any state, and the gateways."""
     return tuple(
         ReplicaState(replica["replica_id"], name, str(replica["state"]).rpartition(".")[2].lower(), replica["node_id"])
         for name, application in details["applications"].items()
@@ -133,7 +133,7 @@ def gateway_urls(details: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def as_data(status: Status) -> dict[str, Any]:
-    """The status for JSON. Sizes are in bytes, ages in seconds; unknown figures are null."""
+    """The status for JSON. Sizes are in bytes, ages in seconds; unknown values are null."""
     return {
         "address": status.address,
         "at": status.at,
@@ -154,10 +154,10 @@ def as_text(status: Status, width: int) -> Iterator[RenderableType]:
 
 
 def notes(status: Status) -> tuple[str, ...]:
-    """Remarks on the figures."""
+    """Notes on the values."""
     silent = [f"node {each.name}: {each.problem}" for each in status.nodes if each.alive and each.problem]
     moved = [
-        f"node {each.name} was started as {each.class_label} and is {each.node.class_name} now: end it and start it again"
+        f"node {each.name} was started as {each.class_label} but is {each.node.class_name} now: end it and start it again"
         for each in status.nodes
         if each.node and each.class_label and each.class_label != each.node.class_name
     ]
@@ -270,12 +270,12 @@ class Watcher:
     """Reads the status of the cluster that this process is connected to."""
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
-        """`api_key` is for the gateway."""
+        """`api_key`: an API key of the gateway."""
         self._address, self._api_key = address, api_key
         self._readings = Readings()
 
     def look(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Status:
-        """The status now. Waits for the nodes for at most `timeout_s`. Raises: ClusterError if the head has gone."""
+        """The present status. Waits for the nodes for at most `timeout_s`. Raises: ClusterError if the head is lost."""
         connect(self._address)
         nodes = self._readings.read(timeout_s)
         try:
@@ -296,25 +296,25 @@ def show(status: Status, console: Console) -> None:
 def show_forever(watcher: Watcher, console: Console) -> None:
     """Shows the status every 2 s until Ctrl-C.
 
-    Raises: ClusterError if the head has gone. A minute later Ray itself would end this process.
+    Raises: ClusterError if the head is lost. A minute later Ray itself would end this process.
     """
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         timeout_s = ANSWER_TIMEOUT_S
         while True:
             live.update(Group(*as_text(watcher.look(timeout_s), console.width)), refresh=True)
-            timeout_s = _WATCH_EVERY_S  # a node that has not answered yet may answer before a later look
+            timeout_s = _WATCH_EVERY_S  # a node that has not answered yet may answer before the next query
             time.sleep(_WATCH_EVERY_S)
 
 
 @contextmanager
 def watching(address: str | None = None, api_key: str | None = None) -> Iterator[Watcher]:
-    """Raises: ClusterError if there is no cluster, or if this machine is no node of it."""
+    """Raises: ClusterError if there is no cluster, or if this machine is not a node of it."""
     with connected(address) as found:
         yield Watcher(found, api_key)
 
 
 def _pools(details: Mapping[str, Any], api_key: str | None = None) -> tuple[tuple[PoolState, ...], str, tuple[str, ...]]:
-    """(the pools, the source, the problems of gateways that did not answer)."""
+    """Returns: (the pools, the source, the problems of gateways that did not answer)."""
     problems = []
     for url in gateway_urls(details):
         try:
@@ -324,7 +324,7 @@ def _pools(details: Mapping[str, Any], api_key: str | None = None) -> tuple[tupl
             problems.append(f"the gateway at {url} does not answer: {error}{wants_key}")
         except (OSError, ValueError, KeyError) as error:
             problems.append(f"the gateway at {url} does not answer: {error}")
-    return serve_pools(details), "as Serve's controller says, which does not know their load", tuple(problems)
+    return serve_pools(details), "as Serve's controller says, which does not know the load", tuple(problems)
 
 
 def _ask_gateway(url: str, api_key: str | None) -> list[dict[str, Any]]:

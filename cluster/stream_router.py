@@ -1,7 +1,7 @@
-"""Which replica gets a stream: the one that gives the first token soonest, with the time of the rest of the answer weighed in.
+"""Chooses the replica for a stream: by the time to its first token, and by the weighted time of the rest of the answer.
 
-Plain data and arithmetic like `cluster/router.py`. A decision looks at all replicas of a model, which may be 1,000. The figures
-of the replicas stand in one array, and a replica's row is computed again when something about the replica has changed.
+Plain data and arithmetic like `cluster/router.py`. A decision compares all replicas of a model, which may be 1,000. The values of
+the replicas are in one array, and a replica's row is computed again when something about the replica has changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from cluster.prefixes import PAGE_TOKENS, Prefixes
 from cluster.router import Heard, PoolLoad, ReplicaLoad, Report, Ticket
 
-# A second of the rest of the answer, of this stream or of another one, counts as so many seconds before the first token.
+# The weight of a second of the rest of the answer, of this or another stream, relative to a second before the first token.
 _ANSWER_WEIGHT = 0.02
-# Tokens of an answer before any answer has ended, and the weight of each answer in the mean.
+# The assumed tokens of an answer before any answer has ended, and the weight of each answer in the mean.
 _ANSWER_TOKENS, _ANSWER_SHARE = 256.0, 0.02
-# Another gateway may have sent the unknown part of a prompt before. It then chose by the same hash. The replica of this hash is
-# taken if it costs at most this share of the time to compute the unknown part more than the best one.
+# Another gateway may have sent the unknown part of a prompt before, and then chose the replica by the same hash. We choose this
+# replica if its additional cost is at most this share of the time to compute the unknown part.
 _HASH_SHARE = 0.25
-# A replica that has failed or is silent costs this much more. It is taken if there is no other.
+# The additional cost of a replica that has failed or is silent. It is chosen only if there is no other replica.
 _AVOIDED_S = 1e6
 
 _ROW = np.dtype(
@@ -33,9 +33,9 @@ _ROW = np.dtype(
         ("shunned_until", float),
         ("longest", float),  # tokens of the longest stream
         ("queued", float, 2),  # prompt tokens that waited at `heard_at` or were sent since, for an interactive and a batch stream
-        ("own", float, 2),  # prompt tokens of this gateway that wait
-        ("step_s", float),  # seconds of a decode step with one stream more
-        ("stream_s", float),  # of it, for each stream
+        ("own", float, 2),  # waiting prompt tokens of this gateway
+        ("step_s", float),  # seconds of a decode step with one more stream
+        ("stream_s", float),  # the part of these seconds for each stream
         ("streams", float),
         ("pages_free", float),
         ("pages_held", float),
@@ -45,13 +45,13 @@ _ROW = np.dtype(
 
 @dataclass(slots=True)
 class _Own:
-    """The open streams of this gateway on one replica. Each pair is of interactive and of batch priority."""
+    """The open streams of this gateway on one replica. Each pair is (interactive, batch priority)."""
 
     waiting: list[int] = field(default_factory=lambda: [0, 0])  # prompt tokens of streams without a token
-    since: list[int] = field(default_factory=lambda: [0, 0])  # of them, sent since the latest report
-    streams: int = 0  # with a token
+    since: list[int] = field(default_factory=lambda: [0, 0])  # the part of `waiting` that was sent since the latest report
+    streams: int = 0  # streams with a token
     pages: int = 0
-    streams_reported: int = 0  # `streams` when the latest report came
+    streams_reported: int = 0  # the value of `streams` at the latest report
     pages_reported: int = 0
 
 
@@ -60,20 +60,20 @@ class _Sent:
     """An open request on a replica."""
 
     replica: str
-    at: int  # by `Prefixes.time`
+    at: int  # the time by `Prefixes.time`
     waiting: int  # prompt tokens to compute
     pages: int
     num_held: int  # pages of the prompt that the replica should hold
-    since_report: float  # the time of the latest report then
+    since_report: float  # the time of the latest report when the request was sent
     has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a ticket meets in one pool. All arrays are in the order of `StreamLoad.names`."""
+    """The predictions for a ticket in one pool. All arrays are in the order of `StreamLoad.names`."""
 
-    first_s: NDArray[np.float64]  # predicted seconds until the first token; inf where the stream never fits
-    cost_s: NDArray[np.float64]  # with the rest of the answer weighed in
+    first_s: NDArray[np.float64]  # predicted seconds until the first token; inf if the stream never fits
+    cost_s: NDArray[np.float64]  # `first_s` plus the weighted time of the rest of the answer
     unknown_s: NDArray[np.float64]  # seconds to compute the part of the prompt that is not known to be cached
     num_known: int  # the most pages of the prompt that a replica is known to hold
 
@@ -83,7 +83,7 @@ class Outlook:
 
 
 class StreamLoad(PoolLoad):
-    """The replicas of one pool of a model that generates."""
+    """The replicas of one pool of a generation model."""
 
     def __init__(self, name: str, tokens_per_s: float, heard: Heard | None = None) -> None:
         super().__init__(name, tokens_per_s, heard)
@@ -123,10 +123,10 @@ class StreamLoad(PoolLoad):
         self._changed.add(replica)
 
     def begun(self, ticket: Ticket, num_cached: int | None) -> None:
-        """The first token has come.
+        """Records the first token of a stream.
 
         Args:
-            num_cached: tokens of the prompt that the replica had in its cache; None if it did not tell.
+            num_cached: tokens of the prompt that the replica had in its cache; None if it did not report them.
         """
         sent = self._sent.get(ticket.id)
         if sent is None or sent.has_begun:
@@ -139,11 +139,11 @@ class StreamLoad(PoolLoad):
         self._prefixes.learn(ticket.pages, sent.replica)
 
     def answered(self, ticket: Ticket, pages: Sequence[int], num_tokens: int) -> None:
-        """The stream has its end, and has not `finished` yet.
+        """Records the end of a stream, before `finished`.
 
         Args:
             pages: hashes of prompt and answer.
-            num_tokens: of the answer.
+            num_tokens: tokens of the answer.
         """
         self._answer_tokens += _ANSWER_SHARE * (num_tokens - self._answer_tokens)
         if (sent := self._sent.get(ticket.id)) is not None:
@@ -253,7 +253,7 @@ class StreamLoad(PoolLoad):
 
 
 def choose_stream(pools: Sequence[StreamLoad], ticket: Ticket, now: float) -> tuple[StreamLoad, str | None] | None:
-    """The pool and the replica for a stream. The replica is None if the pool's first replica is yet to start.
+    """The pool and the replica for a stream. The replica is None if the pool's first replica has not started yet.
 
     None if no replica can ever hold the stream.
     """
@@ -263,7 +263,7 @@ def choose_stream(pools: Sequence[StreamLoad], ticket: Ticket, now: float) -> tu
         times = [(seconds, pool.name, pool) for pool in pools if (seconds := pool.finish_s(ticket, now)) is not None]
         return (min(times, key=lambda each: each[:2])[2], None) if times else None
     best_s = min(outlook.cost_s.min() for _, outlook in able)
-    # Where the known part of the prompt ends, the hash of the next page decides. A prompt without a full page goes anywhere.
+    # After the known part of the prompt, the hash of the next page decides. A prompt without a full page may go to any replica.
     num_known = max(outlook.num_known for _, outlook in able)
     key = ticket.pages[min(num_known, len(ticket.pages) - 1)] if ticket.pages else ticket.id * 0x9E3779B97F4A7C15 % 2**64
     chosen: tuple[int, StreamLoad, str] | None = None
@@ -274,7 +274,7 @@ def choose_stream(pools: Sequence[StreamLoad], ticket: Ticket, now: float) -> tu
             place = int(scores.argmax())
             if chosen is None or scores[place] > chosen[0]:
                 chosen = int(scores[place]), pool, pool.names[near[place]]
-    assert chosen is not None, "the best replica is near itself"
+    assert chosen is not None, "the best replica itself is within the limit"
     return chosen[1:]
 
 

@@ -1,4 +1,4 @@
-"""Tokens/s that a model should reach on a class of nodes, before it has run there.
+"""Predicts the tokens/s of a model on a node class, before the model has run there.
 
 The rate is measured on one card, predicted for other cards from that measurement, or estimated from FLOPs and bytes.
 """
@@ -23,15 +23,15 @@ from engine.model.footprint import body_parameters
 # Written by `python -m loadtests.predict` from loadtests/results/engine.json.
 TABLE_FILE = Path(__file__).parent / "throughput.json"
 
-# The source of a rate. "given": the operator's own figure. "measured here": by `emberforge doctor --measure` on a node of this
+# The source of a rate. "given": the operator's own value. "measured here": by `emberforge doctor --measure` on a node of this
 # class. "measured": our measurement on this card. "predicted": our measurement on another card, scaled to this card.
-# "estimated": computed from FLOPs and bytes alone.
+# "estimated": computed only from FLOPs and bytes.
 Basis = Literal["given", "measured here", "measured", "predicted", "estimated"]
 _Body = tuple[Any, ...]
 
 
 class Rate(NamedTuple):
-    """Tokens/s of one replica that has a card to itself, while texts are queued.
+    """Tokens/s of one replica that does not share its card, while texts are queued.
 
     The texts are short, or of mixed lengths. Longer texts also need time for attention that the rate does not include.
     """
@@ -64,7 +64,7 @@ class Speed:
 
 
 _MMA_SYNC = 0.62  # of the GEMM rate; the highest share on Hopper, and assumed for Blackwell's B200
-# We measured the H200 (loadtests/results). Others measured the GB10 (GEMM 91-92 TFLOP/s, copy 218 GB/s). The other figures are
+# We measured the H200 (loadtests/results). Others measured the GB10 (GEMM 91-92 TFLOP/s, copy 218 GB/s). The other values are
 # NVIDIA's, with 90 % of the memory bandwidth. The first pattern that occurs in the card's name is used.
 _CARDS = {
     "gb10": Speed(92e12, 218e9),
@@ -94,8 +94,8 @@ _CPU_BANDWIDTH = 40e9
 _GEMM_SHARE = 0.88  # of `Speed.gemm`, which a model's GEMMs reach on the H200
 _MIG_SLICES = 7  # of a whole GPU; the same on every GPU that has MIG
 
-# Compute capability by the card's name, for cards from a file. A card that no pattern matches is assumed to be newer than all of
-# these.
+# Compute capability by the card's name, for cards from a file. A card without a matching pattern is assumed to be newer than all
+# of these.
 _OLDER_CARDS = {
     r"t4|v100|p100|p40|p4|titan|quadro rtx|rtx 20[678]0|gtx": (7, 5),  # or lower
     r"a100|a800|a30": (8, 0),
@@ -143,7 +143,7 @@ def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
 
 
 def measured_here(config: ModelConfig, dtype: torch.dtype, node: Node, what: What) -> list[ModelRate]:
-    """What the node's own measurement has of a model with this body."""
+    """The rates of a model with this body in the node's own measurement."""
     if node.measurement is None:
         return []
     body = _body(config)
@@ -198,14 +198,15 @@ def _rows_by_body() -> dict[tuple[_Body, torch.dtype], Measured]:
 
 
 def _body(config: ModelConfig) -> _Body:
-    """All that the time per token depends on. Models with equal bodies differ only in weights, vocabulary, pooling or head."""
+    """All values on which the time per token depends. Models with equal bodies differ only in weights, vocabulary, pooling or
+    head."""
     widths = (config.hidden_size, config.intermediate_size, config.n_heads, config.n_kv_heads, config.head_dim)
     scores = (config.causal, family_of(config).biases_scores, getattr(config, "window", None))
     return (type(config), config.n_layers, *widths, *scores, body_parameters(config))
 
 
 def speed_of(node: Node) -> Speed:
-    """The speed of the node's slowest card, or of the CPUs of a node without cards. What was measured there counts first."""
+    """The speed of the node's slowest card, or of the CPUs of a node without cards. The node's own measurement has precedence."""
     speed = Speed(node.num_cpus * _CPU_CORE_FLOPS, _CPU_BANDWIDTH)
     if node.cards:
         speeds = (card_speed(name) for name in {card.name for card in node.cards})
@@ -215,7 +216,7 @@ def speed_of(node: Node) -> Speed:
     measured = node.measurement
     gemm = measured.gemm_per_s("bfloat16") or measured.gemm_per_s("float16")
     if gemm is None and (wide := measured.gemm_per_s("float32")) is not None:
-        gemm = 2 * wide  # a plan counts float32 with half the rate of bf16
+        gemm = 2 * wide  # because a plan gives float32 half the rate of bf16
     return replace(speed, gemm=gemm or speed.gemm, copy=measured.copy_per_s or speed.copy)
 
 
@@ -229,8 +230,8 @@ def card_speed(name: str) -> Speed:
 
 
 def capability_of(node: Node) -> tuple[int, int] | None:
-    """The compute capability of the node's cards, the least one: as read from the card, or else by its name. None for a node
-    without cards."""
+    """The least compute capability of the node's cards: as read from the card, else by the card's name. None for a node without
+    cards."""
     return min(map(_capability_of_card, set(node.cards)), default=None)
 
 

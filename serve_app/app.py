@@ -147,7 +147,7 @@ def run(settings: Settings, share: Share) -> None:
 
 
 def targets(settings: Settings, share: Share, route_prefix: str = "/") -> list[serve.RunTarget]:
-    """The applications of a server with gateways, to start at once."""
+    """The applications of a server with gateways. They start at the same time."""
     pools = [serve.RunTarget(pool.bind(args, **share.options()), args.pool, None) for args in _pools(settings)]
     front = gateway.bind(_gateway(settings), num_replicas=settings.num_gateways, **_GATEWAY_OPTIONS)
     return [*pools, serve.RunTarget(front, GATEWAY, route_prefix)]

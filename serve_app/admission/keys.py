@@ -61,7 +61,7 @@ class Keys:
         return cls(settings.api_key, file, usage, num_gateways)
 
     def account(self, headers: Iterable[tuple[bytes, bytes]]) -> Account:
-        """The account of the key that the headers have as `Authorization: Bearer KEY`. Header names are in lower case.
+        """The account of the key in the header `Authorization: Bearer KEY`. Header names are in lower case.
 
         Raises: Unauthorized without a valid key.
         """
@@ -93,7 +93,7 @@ class Keys:
             self._num_misses += 1
             if self._num_misses >= _LOOKS_TO_BE_GONE:
                 self._keys, self._seen = self._by_digest(()), None
-                self._report(f"{self._file} is gone: its keys are no longer valid")
+                self._report(f"{self._file} was deleted: its keys are no longer valid")
         except OSError as error:
             self._report(f"{self._file} cannot be checked ({error.strerror}); the previous keys stay valid")
         self._looked_at = monotonic()

@@ -91,7 +91,7 @@ def embed(
     else:
         worker = _remote(url, model, api_key, in_flight, task, rerank is not None)
     if worker.kind in files.schema.names:
-        raise InvalidInput(f"the corpus has a column {worker.kind!r} already; rename it")
+        raise InvalidInput(f"the corpus already has a column {worker.kind!r}; rename that column")
     if worker.kind == "answer" and file_format == "npy":
         raise InvalidInput("npy holds only numbers, but this model generates text; choose --format parquet")
     job = {"model": worker.model, "revision": worker.revision, "dtype": worker.dtype, "columns": texts, **asdict(task)}

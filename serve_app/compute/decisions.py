@@ -68,7 +68,7 @@ class Asked:
 class Read(NamedTuple):
     """The answer to one question."""
 
-    probabilities: list[float]  # of the options, by softmax over their labels alone: the sum is 1
+    probabilities: list[float]  # of the options, by softmax over only their labels: the sum is 1
     mass: float  # the sum of the labels' probabilities among all tokens
 
     @property

@@ -122,10 +122,10 @@ def run(
 
 
 def _compute(worker: Worker, empty: NDArray[Any], texts: pa.Table) -> _Part:
-    """The results of some rows. Models take no empty texts, so a row without a text gets no result.
+    """Computes some rows. Models do not accept empty texts, so a row without a text gets no result.
 
     Args:
-        empty: no results, for their shape and type.
+        empty: an array without results, with their shape and type.
     """
     rows = list(zip(*(column.to_pylist() for column in texts.columns), strict=True))
     values = np.zeros((len(rows), *empty.shape[1:]), empty.dtype)

@@ -335,12 +335,12 @@ class PooledGenerator(PooledModel):
             return error
 
     def _choose_replica(self, stream: Stream) -> tuple[PoolClient, Ticket]:
-        """The pool, and a ticket with the replica, that should give the next token first. A pool without replicas gives None.
+        """The pool that should give the next token first, and a ticket with the replica; None in a pool without replicas.
 
         Raises: as `_choose`. A stream that has tokens is not refused because of its timeout.
         """
         num_tokens, answer_tokens = len(stream.prompt) + stream.options.max_tokens, stream.options.max_tokens - len(stream.answer)
-        # The cache is of no use to a prompt that is scored, and what the replica tells of it does not prove an eviction.
+        # Without pages for a prompt that is scored: it does not use the cache, so its cached tokens do not show evictions.
         pages = page_hashes(stream.ids) if stream.options.prompt_logprobs is None else ()
         ticket = replace(
             next_ticket(num_tokens, num_tokens, stream.priority == "batch"), answer_tokens=answer_tokens, pages=pages

@@ -57,7 +57,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method of a path."""
+    """A route: a method of a path."""
 
     method: Literal["GET", "POST"]
     path: str
@@ -128,7 +128,7 @@ def _post_streaming(
 
 
 def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) -> Endpoint:
-    """Read the body, validate it, compute, encode."""
+    """Reads the body, validates it, computes, and encodes the response."""
 
     async def endpoint(service: Service, request: Request) -> Response:
         headers = request.headers.raw
@@ -144,10 +144,10 @@ def _endpoint(parse: Callable[[Service, bytes], BaseModel], handler: Handler) ->
 
 
 async def _parsed(service: Service, parse: Callable[[bytes], T], content: bytes) -> T:
-    """The body. Raises: as `parse`.
+    """Parses the body. Raises: as `parse`.
 
-    A body that may have many texts waits for its turn of the event loop. A large one is parsed on a thread: other requests go on
-    between the steps of `parse`.
+    A body that may have many texts waits for its turn of the event loop. A large body is parsed on a thread, so that other
+    requests run between the steps of `parse`.
     """
     if len(content) <= _AT_ONCE_BYTES:
         return parse(content)
@@ -159,7 +159,7 @@ async def _parsed(service: Service, parse: Callable[[bytes], T], content: bytes)
 
 @contextmanager
 def _holding(service: Service) -> Iterator[Hold]:
-    """The bytes of a request. A request that fails releases them; else its response does."""
+    """Counts the bytes of a request. A request that fails releases them; otherwise its response releases them."""
     hold = service.admission.hold()
     try:
         yield hold
@@ -178,7 +178,7 @@ _by_task = partial(
 )
 _health = partial(_get, endpoint=about.health, checks_health=True, public=True)
 
-# Starlette tries the routes in this order: the routes with the most requests stand first.
+# Starlette tries the routes in this order, so the routes with the most requests come first.
 ROUTES: tuple[Route, ...] = (
     _post("/embed", tei.task, EmbedRequest, answers.EMBEDDED, "Embeddings in TEI's form"),
     _post(
@@ -212,7 +212,7 @@ ROUTES: tuple[Route, ...] = (
         "/v2/embed", partial(cohere.embed, version="2"), CohereEmbedRequest, answers.COHERE_EMBEDDINGS,
         "Embeddings in the form of Cohere's version 2",
     ),
-    _by_task("/", summary="As the route for the model's task and the body's fields"),
+    _by_task("/", summary="The same as the route for the model's task and the body's fields"),
     _by_task("/invocations", summary="As /"),
     _post_any(
         "/rerank", tei.rerank, tei.parse_rerank, (RerankRequest, CohereRerankRequest), answers.RERANKED,

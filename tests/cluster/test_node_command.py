@@ -58,7 +58,7 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
         assert member is not None
         assert node_labels(this_node("first"), None).items() <= member.labels.items()
         assert (folder / "ray" / "ray_current_cluster").read_text() == head.address
-        with pytest.raises(ClusterError, match="a head called first runs here already"):
+        with pytest.raises(ClusterError, match="a head called first already runs here"):
             start(True, port=free_port(), say=said.append)
 
         monkeypatch.setenv("EMBERFORGE_HOME", worker_home)
@@ -170,7 +170,7 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
     right = (Path(os.environ["EMBERFORGE_HOME"]).with_name("head") / "token").read_text()
     for token, name, sentence in (
         (None, "second", "this node has no token"),
-        ("wrong" * 10, "second", f"{head.address} takes another token"),
+        ("wrong" * 10, "second", f"{head.address} refuses this node's token"),
         (right, "first", "a node called first already"),
     ):
         if token:

@@ -141,7 +141,10 @@ def test_a_chunked_body_over_the_limit_is_refused_too(client: httpx.Client) -> N
 
 
 def test_unknown_routes_and_methods(client: httpx.Client) -> None:
-    assert client.get("nothing").json() == {"error": "there is no route /nothing; GET /docs lists all routes", "error_type": "NotFound"}
+    assert client.get("nothing").json() == {
+        "error": "there is no route /nothing; GET /docs lists all routes",
+        "error_type": "NotFound",
+    }
     assert client.get("nothing").status_code == 404
     assert (client.get("embed").status_code, client.get("embed").headers["allow"]) == (405, "POST")
     assert client.put("").headers["allow"] == "GET, HEAD, POST"

@@ -367,7 +367,7 @@ def test_a_rollback_returns_to_the_last_config_that_was_ready() -> None:
     operator.rollback()
     assert operator.runs["lite.pc"][1]["args"]["spec"]["dtype"] == "float32"
     assert operator.history[-1] == (4, 1, True)
-    with pytest.raises(ClusterError, match="there is no applied config 9; there is 1, 2, 3, 4"):
+    with pytest.raises(ClusterError, match="there is no applied config 9; the applied configs are 1, 2, 3, 4"):
         History(operator.store).entry(9)
 
 
@@ -468,7 +468,7 @@ def test_a_trial_goes_on_when_the_dashboard_was_away() -> None:
 def test_without_room_the_old_version_ends_first_and_the_time_is_told() -> None:
     operator = updated(failed=100)
     lines = operator.apply(canary_config("bfloat16"), canaries=CANARY, has_room=False)
-    assert "the nodes have no room for the new version beside the old one, so the old one ends first" in lines
+    assert "the nodes cannot hold the new version beside the old one, so the old one ends first" in lines
     assert "lite does not answer until a new replica has started: about 7 s at the last start" in lines
     assert (operator.trials, pools(operator)) == ([], [NEW])
 

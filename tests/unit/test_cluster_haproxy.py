@@ -64,7 +64,7 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: p
     assert without == haproxy._ROUTES.sub(haproxy._NO_ROUTE, haproxy._ERROR_FILES.sub("", text))
     assert with_ours(added) == added
     for part, said in ((haproxy._AFTER, "the section `defaults`"), ("maxconn 7", "`maxconn`"), ("frontend http", "the frontend")):
-        with pytest.raises(ValueError, match=rf"Ray 2\.\S+ writes HAProxy's file in another way .*, without {said}"):
+        with pytest.raises(ValueError, match=rf"Ray 2\.\S+ .* HAProxy that emberforge does not support, without {said}"):
             with_ours(CONFIG.replace(part, "other\n"))
 
 
@@ -275,7 +275,7 @@ def test_ray_is_led_here_only_where_the_command_is(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert haproxy.environment() == {}
     (warning,) = caplog.messages
-    assert f"{tmp_path}/emberforge-haproxy is not there" in warning
+    assert f"{tmp_path}/emberforge-haproxy is missing" in warning
     command = tmp_path / "emberforge-haproxy"
     command.write_text("")
     command.chmod(0o755)

@@ -137,10 +137,10 @@ def test_a_plan_uses_the_nodes_that_models_find() -> None:
 
     two = nodes(2)
     assert used(*two) == (tuple(each.node for each in two), [])
-    assert used(two[0], lost(two[1])) == ((two[0].node,), ["node node-02 is dead (The node stopped answering): left out"])
+    assert used(two[0], lost(two[1])) == ((two[0].node,), ["node node-02 is dead (The node stopped answering): not planned"])
     assert used(replace(two[0], labels={})) == ((two[0].node,), [])  # the machine of `emberforge serve`
     assert used(two[0], replace(two[1], labels={}))[0] == (two[0].node,)
-    with pytest.raises(ClusterError, match="the cluster has no node to plan with"):
+    with pytest.raises(ClusterError, match="the cluster has no node that can be planned"):
         used()
     with pytest.raises(ClusterError, match="has not seen the nodes yet"):
         planning._nodes(View(), [])
@@ -339,7 +339,7 @@ def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str)
     page.get_by_text("Ray knows no node.").wait_for()
 
     page.get_by_role("link", name="Embed").click()
-    texts = page.get_by_label("Texts, one a line")
+    texts = page.get_by_label("Texts, one per line")
     texts.evaluate("area => { area.value = Array.from({length: 10000}, (_, i) => `text ${i}`).join('\\n'); }")
     page.get_by_role("button", name="Run").click()
     page.get_by_text("10000 texts, 16 numbers each.").wait_for(timeout=60_000)

@@ -411,7 +411,7 @@ def test_a_path_or_method_that_is_not_there(tokenizers: dict[str, Tokenizer]) ->
     text = "there is no route /nothing; GET /docs lists all routes"
     assert (missing.status_code, missing.json()) == (404, {"error": text, "error_type": "NotFound"})
     method = asyncio.run(_get(app, "/embed"))
-    assert (method.status_code, method.json()) == (405, {"error": "/embed does not take GET", "error_type": "NotFound"})
+    assert (method.status_code, method.json()) == (405, {"error": "/embed does not support GET", "error_type": "NotFound"})
     assert method.headers["allow"] == "POST"
     openai = asyncio.run(_get(app, "/v1/nothing"))
     assert (openai.status_code, openai.json()["error"]["type"]) == (404, "NotFound")

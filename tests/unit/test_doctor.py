@@ -43,13 +43,15 @@ def test_a_dead_raylet_is_found(home: Path, monkeypatch: pytest.MonkeyPatch, lef
     alive(monkeypatch, *left)
     problem = doctor._node().problem
     assert problem is not None
-    assert problem.startswith("its raylet has ended: emberforge node stop, then emberforge node start --address 10.0.0.1:6379")
+    assert problem.startswith(
+        "its raylet has ended: run emberforge node stop, then emberforge node start --address 10.0.0.1:6379"
+    )
 
 
 def test_a_dead_head_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_record(home, Started("m1", "spark", True, address="10.0.0.1:6379"))
     alive(monkeypatch, "raylet")
-    assert "its gcs_server has ended: emberforge node stop, then emberforge node start --head" in str(doctor._node().problem)
+    assert "its gcs_server has ended: run emberforge node stop, then emberforge node start --head" in str(doctor._node().problem)
     alive(monkeypatch)
     assert "its raylet and gcs_server have ended" in str(doctor._node().problem)
 
@@ -95,7 +97,7 @@ def taken() -> Iterator[int]:
 def test_who_holds_a_port_is_named(taken: int) -> None:
     name = psutil.Process().name()
     assert machine_limits.holder(taken) == f"process {os.getpid()} ({name})"
-    assert doctor._port(taken).found == f"{taken} is taken by process {os.getpid()} ({name})"
+    assert doctor._port(taken).found == f"process {os.getpid()} ({name}) uses {taken}"
     free = free_port()
     assert machine_limits.holder(free) is None
     assert doctor._port(free) == doctor.Check("port", f"{free} is free")

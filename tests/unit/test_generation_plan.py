@@ -249,7 +249,7 @@ def test_the_report_has_streams_and_rates_by_card() -> None:
     assert rates["m0"][l40s.class_name]["prefill"] > rates["m0"][rtx_3090.class_name]["prefill"]
     notes = plan_report.notes(plan)
     assert any(f"{rtx_3090.class_name} decodes faster and {l40s.class_name} computes prompts faster" in note for note in notes)
-    assert any("handed out as more cache" in line for line in plan_report.summary(plan))
+    assert any("as additional cache" in line for line in plan_report.summary(plan))
     pinned = planned((l40s, rtx_3090), {"model": "Qwen/Qwen3-4B", "nodes": ["a"]})
     assert plan_report.as_data(pinned)["generation"]["m0"].keys() == {l40s.class_name}
     both = planned((SPARK, PC1), {"model": "Qwen/Qwen3-4B"})

@@ -254,7 +254,7 @@ def test_the_keys_of_a_file_that_is_gone_are_no_longer_valid(file: Path, caplog:
         assert not is_valid(known, one)
         known.look()
     assert is_valid(known, SECRET)
-    assert [record.message for record in caplog.records] == [f"{file} is gone: its keys are no longer valid"]
+    assert [record.message for record in caplog.records] == [f"{file} was deleted: its keys are no longer valid"]
     file.write_text(whole)
     known.look()
     assert is_valid(known, one)

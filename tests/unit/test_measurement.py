@@ -54,7 +54,7 @@ MEASUREMENT = Measurement(
             model="Qwen/Qwen3-8B", dtype="bfloat16", what="prefill", length=4096, tokens_per_s=5000.0, predicted=5500.0
         ),
     ),
-    left_out=("Qwen/Qwen3-4B: no room in 3.0 GiB of free memory",),
+    left_out=("Qwen/Qwen3-4B: too large for 3.0 GiB of free memory",),
 )  # fmt: skip
 SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))
 MEASURED = replace(SPARK, measurement=MEASUREMENT)
@@ -89,7 +89,7 @@ def test_a_measurement_beside_other_work_is_not_used(tmp_path: Path) -> None:
     found, problem = usable(tmp_path, THEN)
     assert found is None
     assert problem is not None
-    assert "other processes took 40 % of its time" in problem
+    assert "other processes used 40 % of its time" in problem
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"measured_at": 3}', "\xff"])
@@ -211,7 +211,7 @@ def test_the_block_for_an_issue_has_all_and_tells_nothing_of_the_host() -> None:
     for part in (
         "sm_121, 119 GiB, 100 GiB free", "driver 580.95", "| GEMM bfloat16 | 8192 x 8192 | 80 TFLOP/s |",
         "| Qwen/Qwen3-8B | bfloat16 | decode 64 | 700 | 650 | 1.08 |", "1 of 2 checks of kernels against plain torch are right",
-        "| attention | large tiles causal | ModelError: (path) on (host) |", "* left out: Qwen/Qwen3-4B: no room",
+        "| attention | large tiles causal | ModelError: (path) on (host) |", "* not measured: Qwen/Qwen3-4B: too large",
     ):  # fmt: skip
         assert part in text
     assert "/home" not in text

@@ -37,15 +37,15 @@ def test_without_a_clear_choice_the_operator_is_asked(monkeypatch: pytest.Monkey
 
 def test_a_machine_without_a_network_is_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, LOOPBACK, "127.0.0.1")
-    with pytest.raises(ClusterError, match="no address that another one could reach"):
+    with pytest.raises(ClusterError, match="no address that other machines could reach"):
         head_ip(None)
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("127.0.0.1", r"--ip 127\.0\.0\.1 reaches no other machine; this one has 10\.0\.0\.2$"),
-        ("::1", "reaches no other machine"),
+        ("127.0.0.1", r"other machines cannot reach --ip 127\.0\.0\.1; this machine has 10\.0\.0\.2$"),
+        ("::1", "other machines cannot reach"),
         ("10.9.9.9", r"is not an address of this machine; it has 10\.0\.0\.2$"),
         ("head.lan", "is not an IP address"),
     ],

@@ -93,7 +93,7 @@ def test_the_object_store_leaves_the_memory_to_the_models() -> None:
     assert object_store_bytes(GB10, None) == 2 * GIB
     assert object_store_bytes(replace(CPU_NODE, ram_bytes=8 * GIB), None) == 8 * GIB // 10
     assert object_store_bytes(GB10, 0.5) == GIB // 2
-    with pytest.raises(ClusterError, match=r"--object-store-gib 0\.01 is too little: Ray takes 0\.073"):
+    with pytest.raises(ClusterError, match=r"--object-store-gib 0\.01 is too little: Ray needs at least 0\.073"):
         object_store_bytes(GB10, 0.01)
 
 

@@ -59,13 +59,13 @@ DASHBOARD = "ValueError: Failed to bind to 127.0.0.1:8265 because it's already o
     ("output", "parts"),
     [
         (VERSIONS, ["the head runs Ray 2.60.0 and Python 3.12.3", "this node Ray 2.60.0 and Python 3.11.7", "install"]),
-        (TOKENS, ["h:1 takes another token", "copy the head's"]),
+        (TOKENS, ["h:1 refuses this node's token", "copy the head's"]),
         (RANGE, ["port 16379", "choose another with --port"]),
-        (SECOND_HEAD, ["a head runs at h:1 already", "--port"]),
-        (NO_RAY, ["h:1 is no Ray head", "give the address"]),
+        (SECOND_HEAD, ["a head already runs at h:1", "--port"]),
+        (NO_RAY, ["h:1 is not a Ray head", "give the address"]),
         (DASHBOARD, ["dashboard", "choose another with --dashboard-port"]),
         ("one\n\x1b[31mtwo\x1b[39m\n\n", ["Ray did not start: two"]),
-        ("", ["Ray did not start: it said nothing"]),
+        ("", ["Ray did not start: its output is empty"]),
     ],
 )
 def test_what_ray_prints_becomes_one_sentence(output: str, parts: list[str]) -> None:

@@ -64,8 +64,8 @@ def test_a_plan_counts_on_those_that_answered_and_are_found_by_their_class() -> 
     unlabelled = seen(CPU, name="head", labels={})
     assert nodes_to_plan_with([seen(H200), dead, unlabelled, seen(CPU)], said.append) == (H200, CPU)
     assert said == [
-        "node gone is dead (received SIGTERM): left out",
-        "node head has no label emberforge-class, by which models would find it: left out",
+        "node gone is dead (received SIGTERM): not planned",
+        "node head has no label emberforge-class, so no model could be placed on it: not planned",
     ]
 
 
@@ -73,7 +73,7 @@ def test_a_node_that_is_no_longer_what_it_was_started_as_is_named() -> None:
     said: list[str] = []
     changed = seen(H200, labels={"emberforge-class": "h200-140g-arm64"})
     assert nodes_to_plan_with([changed], said.append) == (H200,)
-    assert "node big was started as h200-140g-arm64 and is h200-140g-amd64 now" in said[0]
+    assert "node big was started as h200-140g-arm64 but is h200-140g-amd64 now" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_node_that_is_no_longer_what_it_was_started_as_is_named() -> None:
     [
         ([seen(CPU, node=None, problem="no answer within 15 s")], r"node small at 10\.0\.0\.9 .*no answer within 15 s.*end it"),
         ([seen(H200, problem="Ray counts 4 GPUs there and the node sees 2")], "Ray counts 4 GPUs"),
-        ([], "no node to plan with: start one"),
+        ([], "no node that can be planned: start one"),
     ],
 )
 def test_a_plan_on_half_the_truth_is_refused(nodes: Sequence[Seen], sentence: str) -> None:
@@ -171,11 +171,11 @@ def alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
 
 
 def test_without_a_node_here_there_is_nothing_to_ask(alone: Callable[[str], None]) -> None:
-    with pytest.raises(ClusterError, match=r"no node runs here.*start one with emberforge node start"):
+    with pytest.raises(ClusterError, match=r"no node runs here.*start a node with emberforge node start"):
         live_nodes()
 
 
 def test_a_machine_outside_the_cluster_is_told_where_to_ask(alone: Callable[[str], None]) -> None:
     alone("203.0.113.7")
-    with pytest.raises(ClusterError, match="no node of the cluster at head:1, so it cannot ask: type it on one of far"):
+    with pytest.raises(ClusterError, match="not a node of the cluster at head:1: type the command on one of far"):
         live_nodes("head:1")

@@ -108,13 +108,13 @@ def test_a_model_on_one_card_counts_unlike_cards_as_the_smallest() -> None:
     plan = planned((MIXED,), {"model": "Qwen/Qwen3-4B", "pipeline": 1}, {"model": "Qwen/Qwen3-8B", "pipeline": 1})
     assert [each.model for each in plan.unplaced] == ["m1"]
     assert {each.capacity for each in plan.assigned} == {ONE.usable_bytes}
-    assert "each of them counts as the smallest" in text_of(plan)
+    assert "each card counts as the smallest one" in text_of(plan)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 MIG 1g.10gb", "NVIDIA H100 MIG 3g.40gb"])
 def test_mig_slices_are_no_pipeline(name: str) -> None:
     slices = Node("mig", "amd64", 64 * GIB, 8, (Card(name, 10 * GIB),) * 2)
-    assert plan_is_refused(planned((slices,), {"model": "Qwen/Qwen3-4B", "pipeline": 2}), "has 1 on a node, and pipeline is 2")
+    assert plan_is_refused(planned((slices,), {"model": "Qwen/Qwen3-4B", "pipeline": 2}), "has 1 on a node, but pipeline is 2")
     with pytest.raises(ClusterError, match=r"different kinds.*CUDA_VISIBLE_DEVICES"):
         checked(replace(slices, cards=(slices.cards[0], RTX_5080)))
 
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused_with_numbers_and_ways_out() -> None:
         large, "over 2 cards of one node: the model does not fit on these devices in this order: of its 64 layers"
     )
     asked = planned((ONE,), {"model": "Qwen/Qwen3-4B", "pipeline": 2})
-    assert plan_is_refused(asked, "rtx-5080-16g-amd64 has 1 on a node, and pipeline is 2")
+    assert plan_is_refused(asked, "rtx-5080-16g-amd64 has 1 on a node, but pipeline is 2")
     assert asked.unplaced[0].ways_out[0] == "pipeline: 1"
     assert asked.unplaced[0].ways_out[-1].startswith("another node with 2 cards of ")
     longer = planned((TWO,), EIGHT_B | {"context": 40_960, "pipeline": 2})
@@ -149,7 +149,7 @@ def test_a_pipeline_takes_whole_cards_and_others_get_the_rest() -> None:
     full = planned((TWO,), EIGHT_B, {"model": "BAAI/bge-m3"})
     assert [each.model for each in full.unplaced] == ["m1"]
     twice = planned((TWO,), EIGHT_B | {"min_replicas": 2})
-    assert "takes 2 whole cards of one node, and no node has as many empty" in twice.unplaced[0].why
+    assert "needs 2 whole cards of one node, but no node has 2 empty cards" in twice.unplaced[0].why
 
 
 def test_a_pipeline_grows_into_cards_that_others_leave() -> None:
@@ -216,5 +216,5 @@ def test_a_pipeline_on_cpus_is_only_by_wish() -> None:
 
 
 def test_only_models_that_generate_have_a_pipeline() -> None:
-    with pytest.raises(ClusterError, match="m0 has pipeline: 2, and does not generate text; leave pipeline out"):
+    with pytest.raises(ClusterError, match="m0 has pipeline: 2, but does not generate text; leave pipeline out"):
         planned((TWO,), {"model": "BAAI/bge-m3", "pipeline": 2})

@@ -274,9 +274,9 @@ def test_ways_out_are_true(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("too large", ["needs 19.1 GiB", "pc1:0 has no more than 15.6 GiB for models"]),
-        ("crowded", ["needs 11.7 GiB", "pc1:0 has 4.0 GiB of 15.6 GiB left"]),
-        ("cores", ["4 cores", "all are taken"]),
+        ("too large", ["needs 19.1 GiB", "pc1:0 has only 15.6 GiB for models"]),
+        ("crowded", ["needs 11.7 GiB", "pc1:0 has only 4.0 GiB of 15.6 GiB left"]),
+        ("cores", ["4 cores", "no cores are free"]),
         ("float16", ["float16 does not run on a CPU"]),
         ("float8", ["float8", "capability 8.9 or later, which a100-sxm4-80gb-80g-amd64 and cpu-16c-64g-amd64 have not"]),
         ("int8", ["int8 needs a card of compute capability 8.0 or later, which cpu-16c-64g-amd64 has not"]),
@@ -312,7 +312,7 @@ def test_8_bits_are_a_way_out_for_our_engine_alone(tiny: Callable[..., Path], tm
 
 def test_pins_and_exclusions_that_leave_no_node_are_said() -> None:
     plan = planned([rtx_5080(), SPARK], entry(nodes=["pc1"], not_nodes=["pc1"]))
-    assert plan.unplaced[0].why == "its pins and exclusions leave no node"
+    assert plan.unplaced[0].why == "nodes and not_nodes leave no node for it"
 
 
 def test_what_was_measured_changes_the_choice() -> None:
@@ -414,7 +414,7 @@ def test_a_folder_is_pinned_by_its_files(tiny: Callable[..., Path], tmp_path: Pa
 
 
 def test_a_folder_that_is_not_the_expected_one_is_refused(minilm: Path) -> None:
-    with pytest.raises(ModelError, match=r"has revision files-.* here, and the plan says files-0"):
+    with pytest.raises(ModelError, match=r"has revision files-.* here, but the plan says files-0"):
         serve_config(planned([CPU], entry(model=str(minilm), revision="files-0")))
 
 
@@ -459,7 +459,7 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}]\nsettings: {dtype: fp32}", ["settings.dtype", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {max_batch_tokens: 9}", ["settings.max_batch_tokens", "each model's entry"]),
     ("models: [{name: a, model: x}]\nsettings: {default_prompt: q}", ["settings.default_prompt", "each model's entry"]),
-    ("models: [{name: a, model: x, default_prompt: q, default_prompt_name: q}]", ["models.0", "both set", "leave one out"]),
+    ("models: [{name: a, model: x, default_prompt: q, default_prompt_name: q}]", ["models.0", "both set", "set only one"]),
     ("models: [{name: a, model: x, dtype: int2}]", ["models.0.dtype", "'int2'", "auto", "float32", "bfloat16"]),
     ("models: [{name: a, model: x, pooling: attention}]", ["models.0.pooling", "'attention'", "mean"]),
     (
@@ -471,22 +471,22 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}, {name: a, model: y}]", ["two models are called 'a'", "differ"]),
     ("models: [{name: a, model: x}, {name: b, model: y, aliases: [a]}]", ["two models are called 'a'", "differ"]),
     ("models: [{name: a/x, model: x}, {name: b/x, model: y}]", ["2 models would have pools called 'x'", "differ"]),
-    ("models: [{name: a, model: x}]\ndefault: b", ["default is 'b'", "there is a"]),
+    ("models: [{name: a, model: x}]\ndefault: b", ["default is 'b'", "the models are a"]),
     ("models: [{name: a, model: x}]\nasleep: maybe", ["asleep = 'maybe'", "'wait' or 'refuse'"]),
     ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
     ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
-    ("models: [{name: a, model: qwen3-embedding-4b, dtype: fp16}]", ["model a has dtype float16", "bfloat16 or float32"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, dtype: fp16}]", ["model a overflows float16", "bfloat16 or float32"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, context: 0}]", ["models.0.context = 0", "greater than 0"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, streams: 0}]", ["models.0.streams = 0", "greater than 0"]),
     (
         "models: [{name: a, model: Qwen/Qwen3-4B, streams: 2, cache_tokens: 9}]",
         ["models.0", "streams and cache_tokens", "leave one"],
     ),
-    ("models: [{name: a, model: Qwen/Qwen3-4B, context: 50000}]", ["context: 50000", "Qwen/Qwen3-4B takes 40960 tokens at most"]),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, context: 50000}]", ["context: 50000", "Qwen/Qwen3-4B takes at most 40960 tokens"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, max_input_tokens: 99}]", ["generates text", "context: 99", "max_input_tokens"]),
     (
         "models: [{name: a, model: Qwen/Qwen3-4B, context: 900, cache_tokens: 800}]",
-        ["hold no stream of context: 900", "more cache"],
+        ["too few for one stream of context: 900", "more cache"],
     ),
     (
         "models: [{name: a, model: qwen3-embedding-4b, streams: 2}]",
@@ -514,7 +514,7 @@ def test_a_bad_file_is_one_sentence_with_the_way_out(files: tuple[Path, Path], c
 
 def test_of_a_thousand_nodes_not_all_are_listed() -> None:
     nodes = [rtx_5080(f"pc{index:03}") for index in range(50)]
-    with pytest.raises(ClusterError, match=r"names node 'pc', which is not there; there is pc000, .*pc007 and 42 more$"):
+    with pytest.raises(ClusterError, match=r"names node 'pc', which does not exist; the nodes are pc000, .*pc007 and 42 more$"):
         planned(nodes, entry(nodes=["pc"]))
 
 
@@ -529,7 +529,7 @@ def test_the_table_says_what_is_where_and_why(example: Plan) -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert all(len(line) <= 120 for line in text.splitlines())
     pro, lite, more = (line for line in lines if line.startswith(("pro spark:0", "lite pc1:0", "lite spark:0")))
-    assert re.fullmatch(r"pro spark:0 20\.3 109\.0 [\d,]+ predicted required no other class of node can hold it", pro)
+    assert re.fullmatch(r"pro spark:0 20\.3 109\.0 [\d,]+ predicted required no other node class can hold it", pro)
     assert re.fullmatch(r"lite pc1:0 3\.2 15\.6 [\d,]+ predicted required fastest class that holds it", lite)
     assert re.match(rf"lite spark:0 3\.5 109\.0 [\d,]+ predicted room to grow \d\d% of {PC_CLASS}", more)
     assert any(line.startswith("spark:0 gb10-") and line.endswith("23.8 109.0 22% pro, lite") for line in lines)
@@ -557,7 +557,7 @@ def test_what_a_quantised_checkpoint_takes_is_said(tiny: Callable[..., Path], tm
     quantised, plain = (planned([rtx_5080()], entry("q", str(folder))) for folder in folders)
     (note,) = set(plan_report.notes(quantised)) - set(plan_report.notes(plain))
     assert note == (
-        "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes what its values take in bfloat16"
+        "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes the memory of bfloat16"
     )
     assert [each.needs_bytes for each in quantised.assigned] == [each.needs_bytes for each in plain.assigned]
     for folder in folders:  # a model that generates
@@ -592,7 +592,7 @@ def test_no_node_with_cards_books_more_cpus_than_it_has(cpus: int, gateways: int
 def test_replicas_without_cpus_are_missing_and_the_reason_is_said() -> None:
     plan = planned([small("pc1", 1)], *tiny_models(4))
     assert sum(plan.placement.missing.values()) == 3
-    why = "a replica books 0.5 CPUs; all 1 of pc1 are booked, 0.5 of them for gateways"
+    why = "a replica needs 0.5 CPUs; all 1 of pc1 are reserved, 0.5 of them for gateways"
     assert {each.why for each in plan.unplaced} == {why}
     for each in plan.unplaced:
         assert "another node with a card of" in each.ways_out[-1]
@@ -627,21 +627,21 @@ def warned(plan: Plan) -> list[str]:
 
 def test_one_gateway_for_several_nodes_is_warned_of() -> None:
     (warning,) = warned(planned([rtx_5080(), SPARK], entry()))
-    assert warning == "with one gateway, requests wait for some 10 s whenever it or its node dies: set gateways: 2 or more"
+    assert warning == "with one gateway, requests wait for about 10 s if it or its node dies: set gateways: 2 or more"
     assert warned(planned([rtx_5080(), SPARK], entry(), gateways=2)) == warned(planned([SPARK], entry())) == []
 
 
 def test_gateways_without_cpus_are_warned_of() -> None:
     (warning,) = warned(planned([Node("old", "amd64", 64 * GIB, 2)], entry(), gateways=4))
-    assert warning == "4 gateways book 0.5 CPUs each, and beside the replicas there are CPUs for 2"
+    assert warning == "4 gateways need 0.5 CPUs each, but beside the replicas there are CPUs for 2"
 
 
 def test_nodes_that_a_dtype_leaves_out_are_warned_of() -> None:
     models = [entry(name) for name in "abcde"]
     (warning,) = warned(planned([A100, T4], *models, gateways=2))
     assert warning == (
-        f"a, b, c and 2 more: one dtype everywhere, bfloat16, leaves out {T4.class_name}, where it is slow or missing; "
-        "dtype: float32 takes all nodes"
+        f"a, b, c and 2 more: one dtype on all nodes, bfloat16, excludes {T4.class_name}, which compute it slowly "
+        "or not at all; dtype: float32 uses all nodes"
     )
     assert warned(planned([A100, T4], entry(dtype="fp32"), gateways=2)) == []
     assert planned([A100, T4], entry(min_replicas=16), gateways=2).left_out("m") == (), "the A100's node has no room for 16"
@@ -650,7 +650,7 @@ def test_nodes_that_a_dtype_leaves_out_are_warned_of() -> None:
 def test_a_host_too_small_for_loading_is_warned_of() -> None:
     less = replace(H200, ram_bytes=4 * GIB, cards=H200.cards[:1])
     (warning,) = warned(planned([less], entry(model="Qwen/Qwen3-Embedding-8B")))
-    assert warning == "loading the replicas of big may take 6.2 GiB of the host's memory, and it has 4.0 GiB"
+    assert warning == "loading the replicas of big may take 6.2 GiB of the host's memory, but it has 4.0 GiB"
     assert warned(planned([replace(less, ram_bytes=7 * GIB)], entry(model="Qwen/Qwen3-Embedding-8B"))) == []
 
 
@@ -660,7 +660,7 @@ def test_a_summary_comes_first(example: Plan) -> None:
     assert not any("with one gateway" in line for line in rest)
     assert first == "Everything fits: every required replica has a place"
     assert second == "2 models; 3 replicas, 2 of them required; 2 of 2 nodes used; 1 gateway"
-    assert third == "memory for models: 27.0 of 124.6 GiB; CPUs booked by replicas: 1.5 of 16, on spark 1 of 8"
+    assert third == "memory for models: 27.0 of 124.6 GiB; CPUs reserved for replicas: 1.5 of 16, on spark 1 of 8"
     plan = planned([rtx_5080(gib=1)], *(entry(name) for name in "abcde"))
     assert shown(plan).splitlines()[0] == "Some replicas have no place: of a, b, c and 2 more"
 
@@ -671,10 +671,10 @@ def test_what_does_not_fit_and_what_is_guessed_is_said() -> None:
         entry("zero", "Qwen/Qwen3-Embedding-8B", min_replicas=0, nodes=["rx"]), entry("fast", tokens_per_s={"gb10": 5}),
     )  # fmt: skip
     text = shown(plan)
-    assert "zero is scaled to zero and has no card to wake on: a replica needs" in text
+    assert "zero is scaled to zero and has no card for its start: a replica needs" in text
     assert "way out: another node with a card of" in text
     assert "the speed of some-gpu-24g-amd64 is a guess" in text
-    assert "fast: tokens_per_s names gb10, and no node is of that class" in text
+    assert "fast: tokens_per_s names gb10, but no node is of this class" in text
     assert "old:cpu" in text
 
 

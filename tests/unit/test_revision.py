@@ -133,7 +133,7 @@ def test_a_spec_is_pinned_once(folder: Path) -> None:
 def test_other_files_than_planned_are_refused(folder: Path) -> None:
     spec = pinned(ModelSpec(name="m", model=str(folder)))
     saved(folder, **{name: tensor + 1 for name, tensor in load_file(folder / "model.safetensors").items()})
-    with pytest.raises(ModelError, match=f"{folder} has revision files-.* here, and the plan says {spec.revision}: copy"):
+    with pytest.raises(ModelError, match=f"{folder} has revision files-.* here, but the plan says {spec.revision}: copy"):
         pinned(spec)
     (folder / "model.safetensors").unlink()
     assert pinned(spec) == spec, "a gateway's folder may have no weights"

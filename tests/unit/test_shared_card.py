@@ -77,7 +77,7 @@ def test_a_card_of_its_own_and_a_size_that_is_given_need_no_choice(monkeypatch: 
         raise ClusterError("the cards differ")
 
     monkeypatch.setattr("cluster.inventory.this_node", differ)
-    with pytest.raises(ModelError, match="2 models on a card leave is not known: the cards differ; give cache_tokens"):
+    with pytest.raises(ModelError, match="beside 2 models on a card is unknown: the cards differ; give cache_tokens"):
         _with_cache(two, [EMBEDDER, GENERATOR], 1)
 
 

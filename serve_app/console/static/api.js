@@ -23,7 +23,7 @@ export function tell(text) {
 // Asks for the key. Several requests that need one share a form. Resolves to whether a key was given.
 export function askForKey(text) {
   asked ??= new Promise((resolve) => {
-    document.getElementById("key-text").textContent = text ?? "This page keeps the key in memory only. To reload the page forgets the key.";
+    document.getElementById("key-text").textContent = text ?? "This page keeps the key in memory only. A reload forgets the key.";
     keyField.value = "";
     dialog.returnValue = "";
     dialog.showModal();

@@ -1,4 +1,4 @@
-// The map of the cluster, and live figures.
+// The map of the cluster, and its live values.
 
 import { tell } from "./api.js";
 import { brief, count, fill, gib, h, seconds, table } from "./dom.js";
@@ -27,8 +27,8 @@ export function cluster(main, live) {
     showFigures(tiles, state, live.rates);
     const gateways = state.num_gateways ? ` of ${state.num_gateways} gateways` : "";
     const heard = `${live.rates.numProcesses}${gateways || (live.rates.numProcesses === 1 ? " process" : " processes")}`;
-    about.textContent = `Rates and latencies cover the last 30 s of ${heard}: those that answered this page in the last minute. ` +
-      `Computed tokens and queues are of all pools. emberforge ${state.version}.`;
+    about.textContent = `Rates and latencies cover the last 30 s of ${heard} that answered this page in the last minute. ` +
+      `Computed tokens and queues cover all pools. emberforge ${state.version}.`;
     said.textContent = state.problem ?? (state.looked_at ? (view.nodes.length ? "" : "Ray knows no node.") : "The server asks the nodes. This takes some seconds.");
     fill(legend, view.nodes.length ? view.models : [], (model) => model.id, (model) => h("li", {}, h("span", { class: `swatch c${model.colour}` }), model.id));
     fill(nodes, view.nodes, (node) => node.id, showNode);
@@ -123,7 +123,7 @@ function poolsTable(state) {
   const rows = state.models.flatMap((model) => model.pools.map((pool) => [
     model.id, model.task, pool.node_class, pool.state, count(pool.replicas.length), count(pool.queued_tokens), count(pool.tokens_per_s), share(pool.busy),
   ]));
-  if (!rows.length) return h("p", { class: "quiet" }, "No model is open to this key.");
+  if (!rows.length) return h("p", { class: "quiet" }, "This key may use no model.");
   return table("Models and pools", ["Model", "Task", "Node class", "State", "#Replicas", "#Queued tokens", "#Tokens/s at most", "#Busy"], rows, true);
 }
 

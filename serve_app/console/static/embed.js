@@ -13,7 +13,7 @@ export function embed(main, live) {
   if (!model.options.length) return noModel(main, "Embed", "gives vectors");
   const texts = h("textarea", { rows: 14, value: EXAMPLE });
   const request = (input = linesOf(texts)) => ["v1/embeddings", { model: model.value, input }];
-  return workbench(main, "Embed", [field("Model", model), field("Texts, one a line", texts)], request, async (result, signal) => {
+  return workbench(main, "Embed", [field("Model", model), field("Texts, one per line", texts)], request, async (result, signal) => {
     const input = linesOf(texts);
     if (!input.length) throw new Error("Enter a text.");
     const progress = h("p", { role: "status" });
@@ -68,7 +68,7 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 function heatMap(texts, similar, say) {
   const cell = Math.max(4, Math.floor(560 / texts.length)), side = cell * texts.length;
-  const canvas = h("canvas", { width: side, height: side, role: "img", "aria-label": "Heat map of the similarities. The table below has the figures." });
+  const canvas = h("canvas", { width: side, height: side, role: "img", "aria-label": "Heat map of the similarities. The table below has the values." });
   const pen = canvas.getContext("2d"), all = similar.flat(), low = Math.min(...all), span = Math.max(1e-6, 1 - low);
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   similar.forEach((row, y) => row.forEach((value, x) => {

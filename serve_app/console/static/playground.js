@@ -1,4 +1,4 @@
-// What the views of the playground share.
+// The common parts of the playground's views.
 
 import { curl, python, show } from "./code.js";
 import { h } from "./dom.js";

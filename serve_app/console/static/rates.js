@@ -1,5 +1,5 @@
-// Rates from counts. Each process counts for itself, and a balancer sends each question to any of them. So the page keeps the
-// counts of each process that it has heard, and adds up their rates.
+// Computes rates from counts. Each process counts its own requests, and HAProxy sends each request of the page to any process. So
+// the page keeps the counts of each process that has answered it, and adds up their rates.
 
 const WINDOW_S = 30, FORGET_S = 60, HISTORY = 150;
 

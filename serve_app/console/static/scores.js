@@ -12,7 +12,7 @@ export function rerank(main, live) {
   const query = h("input", { value: "How do plants make food?" });
   const texts = h("textarea", { rows: 10, value: "Leaves turn light, water and carbon dioxide into sugar.\nThe stock market fell on Tuesday.\nRoots take up water and minerals." });
   const request = () => ["v1/rerank", { model: model.value, query: query.value, documents: linesOf(texts) }];
-  return workbench(main, "Rerank", [field("Model", model), field("Query", query), field("Texts, one a line", texts)], request, async (result, signal) => {
+  return workbench(main, "Rerank", [field("Model", model), field("Query", query), field("Texts, one per line", texts)], request, async (result, signal) => {
     const [path, body] = request();
     const { results } = await json(path, { body, signal });
     result.replaceChildren(table("Texts by relevance", ["#Rank", "#Score", "", "Text"],
@@ -25,7 +25,7 @@ export function classify(main, live) {
   if (!model.options.length) return noModel(main, "Classify", "is a classifier");
   const texts = h("textarea", { rows: 8, value: "I love this.\nThe box came late and was broken." });
   const request = () => ["predict", { model: model.value, inputs: linesOf(texts).map((text) => [text]) }];
-  return workbench(main, "Classify", [field("Model", model), field("Texts, one a line", texts)], request, async (result, signal) => {
+  return workbench(main, "Classify", [field("Model", model), field("Texts, one per line", texts)], request, async (result, signal) => {
     const [path, body] = request();
     const answers = await json(path, { body, signal });
     result.replaceChildren(table("Classes of the texts", ["Text", "Class", "#Score", ""],

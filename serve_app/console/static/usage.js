@@ -1,4 +1,4 @@
-// What the API key has used. The key of the settings sees the usage of all keys.
+// The usage of the API key. The key of the settings sees the usage of all keys.
 
 import { json, tell } from "./api.js";
 import { count, h, table } from "./dom.js";
