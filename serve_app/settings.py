@@ -63,7 +63,7 @@ class Settings(ServerSettings, ModelOptions):
     num_threads: int | None = Field(None, ge=1, description="CPU threads of a replica [default: the cores that Ray gives it]")
     devices: Devices = Field(
         (),
-        description="Numbers of the GPUs of this machine that share the layers of a model, which must be a decoder, for example 0,1; "
+        description="Numbers of the GPUs of this machine that share the layers of a decoder model, for example 0,1; "
         "or cpu [default: one GPU for each replica, or the CPU]",
     )
 
