@@ -16,8 +16,8 @@ from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 
-# Measured on an H100 with the matrices of an 8B (docs/decisions/046). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond 96
-# rows it takes less time to write a matrix out than to read it for each 32 rows.
+# Measured on an H100 with the matrices of an 8B (docs/decisions/046). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond
+# 96 rows it takes less time to write a matrix out than to read it for each 32 rows.
 _MOST_ROWS_AT_ONCE, _MOST_ROWS_IN_PARTS = 8, 96
 
 
