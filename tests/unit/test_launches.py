@@ -298,27 +298,31 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
 
 
 @pytest.mark.parametrize(
-    ("rows", "on_hopper", "source", "launches"),
+    ("rows", "large", "on_hopper", "source", "launches"),
     [
-        (8, True, "four_bits", 1),
-        (9, True, "few_rows", 1),
-        (33, True, "few_rows", 2),
-        (96, True, "few_rows", 3),
-        (97, True, None, 0),
-        (64, False, "four_bits", 1),
-        (65, False, None, 0),
+        (8, False, True, "four_bits", 1),
+        (9, False, True, "few_rows", 1),
+        (33, False, True, "few_rows", 2),
+        (64, False, True, "few_rows", 2),
+        (65, False, True, None, 0),
+        (96, True, True, "few_rows", 3),
+        (97, True, True, None, 0),
+        (64, False, False, "four_bits", 1),
+        (65, True, False, None, 0),
     ],
 )
 def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     monkeypatch: pytest.MonkeyPatch,
     fake_kernels: set[tuple[str, str]],
     rows: int,
+    large: bool,
     on_hopper: bool,
     source: str | None,
     launches: int,
 ) -> None:
     """Other numbers of rows write the matrix out first, which plain torch does here."""
     monkeypatch.setattr(importlib.import_module("engine.kernels.few_rows"), "is_hopper", lambda device: on_hopper)
+    monkeypatch.setattr(importlib.import_module("engine.kernels.linear4"), "_LARGE", 1 if large else 1 << 25)
     four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
     assert kernels.linear4_add(x, four, residual) is residual
