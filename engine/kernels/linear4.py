@@ -1,6 +1,6 @@
 """x W^T in 16 bits for a matrix in 4 bits, with the operations around it.
 
-Few rows go through kernels that read W as it is: `four_bits`, and on Hopper from 9 rows on `few_rows`, of 32 rows at a time. For
+Few rows go through kernels that read W as it is: `four_bits`, and on Hopper from 9 rows on `few_rows`, 32 rows at a time. For
 more rows W is written out in 16 bits first, and the products of `linear` take it. docs/decisions/046.
 """
 
@@ -16,9 +16,10 @@ from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 
-# Measured on an H100 with the matrices of an 8B (docs/decisions/046). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond
-# 96 rows, dequantising a matrix once takes less time than reading it for each 32 rows.
-_MOST_ROWS_AT_ONCE, _MOST_ROWS_IN_PARTS = 8, 96
+# Measured on an H100 (loadtests/results/kernels_four_bits.md). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond 64 rows,
+# or 96 where W is large, dequantising a matrix once takes less time than reading it for each 32 rows.
+_MOST_ROWS_AT_ONCE = 8
+_LARGE, _MOST_ROWS_OF_LARGE = 1 << 25, 96  # values of W
 
 
 def linear4(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -56,7 +57,8 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def _is_few(x: Tensor, weight: Packed, norm: Tensor | None = None) -> bool:
-    return runs_on(x) and len(x) <= (_MOST_ROWS_IN_PARTS if _in_parts(x, weight, norm) else MOST_ROWS)
+    is_large = len(weight) * weight.k >= _LARGE and _in_parts(x, weight, norm)
+    return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else MOST_ROWS)
 
 
 def _in_parts(x: Tensor, weight: Packed, norm: Tensor | None) -> bool:

@@ -149,7 +149,7 @@ class FakeKernel:
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     """Every launcher launches a fake, whatever device its tensors are on. Gives the kernels launched."""
-    modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "paged_attention")]
+    modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "linear4", "paged_attention")]
     made = [getattr(module, name) for module in modules for name in ("_kernel", "_made") if hasattr(module, name)]
     caches = [each for each in made if hasattr(each, "cache_clear")]
     assert len(caches) == len(LAUNCHERS)
@@ -295,6 +295,39 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
         assert values[4] == at, "a launch begins where the launch before it ended"
         at += count * width * 4
     assert at == tiles.data_ptr() + tiles.nbytes
+
+
+@pytest.mark.parametrize(
+    ("rows", "large", "on_hopper", "source", "launches"),
+    [
+        (8, False, True, "four_bits", 1),
+        (9, False, True, "few_rows", 1),
+        (33, False, True, "few_rows", 2),
+        (64, False, True, "few_rows", 2),
+        (65, False, True, None, 0),
+        (96, True, True, "few_rows", 3),
+        (97, True, True, None, 0),
+        (64, False, False, "four_bits", 1),
+        (65, True, False, None, 0),
+    ],
+)
+def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
+    monkeypatch: pytest.MonkeyPatch,
+    fake_kernels: set[tuple[str, str]],
+    rows: int,
+    large: bool,
+    on_hopper: bool,
+    source: str | None,
+    launches: int,
+) -> None:
+    """Other numbers of rows write the matrix out first, which plain torch does here."""
+    monkeypatch.setattr(importlib.import_module("engine.kernels.few_rows"), "is_hopper", lambda device: on_hopper)
+    monkeypatch.setattr(importlib.import_module("engine.kernels.linear4"), "_LARGE", 1 if large else 1 << 25)
+    four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half())
+    x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
+    assert kernels.linear4_add(x, four, residual) is residual
+    assert {name for name, _ in fake_kernels} == ({source} - {None})
+    assert len(FakeKernel.launches) == launches
 
 
 # Families with unusual tensors: biases of scores, norms of parts of QKV, windows. Our attention takes these head dimensions.

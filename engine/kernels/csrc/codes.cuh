@@ -1,11 +1,11 @@
-// W [N, K] in 4 bits: the records in which the kernels read it, for sources that define GROUP.
+// W [N, K] in 4 bits: the records in which the kernels read it, for sources that define GROUP and ZEROS.
 //   Records are [N / 16, K / CHUNK]. The records of 16 rows follow one another along K. A record is
 //   16 rows x CHUNK columns: codes, then scales. A value is (code - zero) * scale.
 //     codes [CHUNK / 64][32 lanes][4 words]: the words of a lane are its A operands of four successive m16n8k16. Nibble
 //     i + 4 e of a word is register i (row lane / 4 + i % 2 * 8, columns lane % 4 * 2 + i / 2 * 8), element e.
 //     scales [8][CHUNK / GROUP][1 + ZEROS][2]: of rows r and r + 8, the scales in fp16, then the zeros as 16-bit whole numbers.
 //   GROUP: columns that share a scale, 32, 64 or 128.  ZEROS: 0 if every zero is 8.
-#ifdef GROUP
+#ifdef ZEROS
 static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
 constexpr int CHUNK = GROUP > 64 ? GROUP : 64, HALVES = CHUNK / 64, GROUPS = CHUNK / GROUP;
 constexpr int LANE_SCALES = 4 * GROUPS * (1 + ZEROS);  // bytes
