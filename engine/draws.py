@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from engine.options import SamplingOptions, TokenIds
 
 _MASK64 = (1 << 64) - 1
+_BLOCK = 128  # random numbers that are computed together
 
 
 def uniform(seed: int, position: int) -> float:
@@ -18,17 +19,23 @@ def uniform(seed: int, position: int) -> float:
     It has 53 bits. splitmix64 (Steele, Lea, Flood, OOPSLA 2014) mixes the seed, then the seed's stream at the position. So
     neither neighbouring positions nor neighbouring seeds give related numbers.
     """
-    return (_mix(_mix_seed(seed) + position) >> 11) * 2.0**-53
+    return _uniforms(seed, position // _BLOCK)[position % _BLOCK]
 
 
-def _mix(value: int) -> int:
-    value = (value + 1) * 0x9E3779B97F4A7C15 & _MASK64
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
-    return value ^ value >> 31
+@lru_cache(1024)
+def _uniforms(seed: int, block: int) -> list[float]:
+    """The numbers of `_BLOCK` positions. One by one they would cost a step of 256 streams 0.2 ms."""
+    positions = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
+    mixed = _mix(_mix(np.array([seed & _MASK64], np.uint64)) + positions)
+    numbers: list[float] = ((mixed >> np.uint64(11)) * 2.0**-53).tolist()
+    return numbers
 
 
-_mix_seed = lru_cache(1024)(_mix)  # a stream needs it for each of its tokens
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # modulo 2^64, as arrays are
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
 
 
 def banned_by_ngrams(ids: Sequence[int] | TokenIds, n: int) -> list[int]:

@@ -381,7 +381,7 @@ def test_random_numbers_are_the_same_everywhere() -> None:
             return int(z ^ (z >> np.uint64(31)))
 
     golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
-    for seed, position in [(0, 0), (1, 0), (0, 1), (2**63, 17), (2**64 - 1, 10**6)]:
+    for seed, position in [(0, 0), (1, 0), (0, 1), (5, 127), (5, 128), (2**63, 17), (2**64 - 1, 10**6)]:
         stream = (mixed(seed * golden & mask) + position) & mask
         assert uniform(seed, position) == (mixed(stream * golden & mask) >> 11) / 2**53
     assert mixed(0) == 0xE220A8397B1DCDAF  # the first number of splitmix64 with seed 0
