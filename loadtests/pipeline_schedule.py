@@ -168,7 +168,7 @@ def main() -> None:
         )  # fmt: skip
         print(rows[-1], flush=True)
     notes = [
-        "no GPU: the engine's scheduler, and passes that take the times that Qwen3-14B in bf16 took on H100s; no rate is measured",
+        "no GPU: the engine's scheduler, and passes with the times of Qwen3-14B in bf16 on H100s; no rate is measured",
         f"prompts and answers of {ON_GPUS.lengths[0]} to {ON_GPUS.lengths[1]} tokens, all submitted at once; caches of "
         f"{CACHES[ONE]:,} tokens on one card, and {CACHES[TWO]:,} on two",
     ]
