@@ -237,7 +237,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         "one machine; one replica of each, so that a step waits until its process is back",
         f"{len(QUESTIONS)} walks at once; {len(PASSAGES)} passages; the answer is held to a grammar of citations and text",
         "whole: the citations and the answer of the undisturbed walk; a client that loses its connection, or gets an error of "
-        "the server, asks again",
+        f"the server, asks again after {AGAIN_S:g} s; while HAProxy is away each attempt counts",
         "other work ran on the machine's cores: the seconds are upper bounds",
     ]
     write("rag", "python -m loadtests.rag", {TITLE: rows}, notes)
