@@ -77,9 +77,8 @@ class FewRowsShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to compute with: the next multiple of 8, beyond 32 of 16. Each number is a kernel to compile."""
-    step = 8 if m <= ALWAYS_ROWS else 16
-    return -(-m // step) * step
+    """Returns the number of rows to compute with: the next multiple of 8, or 64 beyond 32. Each number is a kernel to compile."""
+    return -(-m // 8) * 8 if m <= ALWAYS_ROWS else MOST_ROWS
 
 
 def few_rows_shapes(
