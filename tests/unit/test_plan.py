@@ -465,8 +465,8 @@ BAD_MODELS = [
     ("models: [{name: a/x, model: x}, {name: b/x, model: y}]", ["2 models would have pools called 'x'", "differ"]),
     ("models: [{name: a, model: x}]\ndefault: b", ["default is 'b'", "the models are a"]),
     ("models: [{name: a, model: x}]\nasleep: maybe", ["asleep = 'maybe'", "'wait' or 'refuse'"]),
-    ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
-    ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "the nodes are pc1, spark"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["model a names node 'pc9'", "the nodes are pc1, spark"]),
     ("models: [{name: a, model: qwen3-embedding-4b, dtype: fp16}]", ["model a overflows float16", "bfloat16 or float32"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, context: 0}]", ["models.0.context = 0", "greater than 0"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, streams: 0}]", ["models.0.streams = 0", "greater than 0"]),
@@ -706,7 +706,7 @@ def test_the_command_writes_a_file_that_ray_reads(files: tuple[Path, Path], tmp_
     assert max(map(len, result.stdout.splitlines())) <= 120
     assert "Replicas" in result.stdout
     text = output.read_text()
-    assert text.startswith("# Deploy with: serve deploy FILE\n# Every node")
+    assert text.startswith("# Deploy with: serve deploy FILE\n# Start every node")
     assert "&id" not in text, "an operator reads each spec where it stands"
     assert "`emberforge node start`" in text.splitlines()[1]
     assert yaml.safe_load(text) == serve_config(example)
