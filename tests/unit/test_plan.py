@@ -1,4 +1,4 @@
-"""The plan of a cluster: the Serve config it writes, ways out that work, what it says, and files it refuses."""
+"""The plan of a cluster: its Serve config, its ways out, its report, and the files that it refuses."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a card that several models share has left for the cache of those that generate."""
+"""The KV cache of generation models on a card that several models share."""
 
 from dataclasses import replace
 

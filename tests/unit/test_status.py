@@ -1,4 +1,4 @@
-"""The status of a cluster from plain data: two tables that say what is not known, and the same as JSON."""
+"""The status of a cluster from plain data: two tables that mark unknown values, and the same as JSON."""
 
 import http.server
 import json
