@@ -1,4 +1,7 @@
-"""Computes the number of replicas that a pool needs, from its replicas' busy shares and queued work.
+"""Computes the number of replicas that a pool needs, from the loads that its replicas report.
+
+A load of 1 is the right load for one replica: a replica that computes embeddings for most of its time, or a replica with as many
+streams as its KV cache and its inter-token time allow.
 
 Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and limits that `options` sets.
 """
@@ -13,32 +16,49 @@ if TYPE_CHECKING:  # `emberforge plan --live` imports this module before it may 
 _DRAIN_S = 4.0
 # The highest busy share of a replica. Above this share, queues grow fast.
 _BUSY = 0.75
+# The largest share of a KV cache that streams hold. Above it streams are preempted.
+_KV_HELD = 0.85
+# The inter-token time that a replica should keep: 20 tokens/s for each stream. If one stream alone takes more than half of it,
+# the replica should keep twice the time of one stream.
+_INTER_TOKEN_S = 0.05
 
 
 def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
     """Returns: (replicas, no state).
 
-    A replica reports `busy`, the share of its time in which it computed, `backlog_s`, and `calls`, the gateways' calls over
-    wires, which Serve does not see.
+    A replica reports its `load`, and `calls`, the gateways' calls over wires, which Serve does not see.
     """
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
     reports = ctx.aggregated_metrics or {}
-    busy = sum(reports.get("busy", {}).values())
-    backlog_s = sum(reports.get("backlog_s", {}).values())
+    load = sum(reports.get("load", {}).values())
     calls = sum(reports.get("calls", {}).values())
-    return needed(busy, backlog_s, ctx.total_num_requests + calls), {}
+    return needed(load, ctx.total_num_requests + calls), {}
 
 
-def needed(busy: float, backlog_s: float, num_requests: float) -> int:
-    """The number of replicas for a pool.
+def needed(load: float, num_requests: float) -> int:
+    """Replicas for a pool whose replicas have `load` in sum."""
+    return max(math.ceil(load - 0.01), int(num_requests > 0))
+
+
+def embedding_load(busy: float, backlog_s: float) -> float:
+    """Of a replica that computes for `busy` of its time, and whose queue takes `backlog_s` seconds."""
+    return (busy + backlog_s / _DRAIN_S) / _BUSY
+
+
+def generation_load(kv_held: float, backlog_s: float, num_streams: int, step_s: float, stream_s: float) -> float:
+    """The load of a generation replica. The busy share is no measure of it, because one stream keeps the replica always busy.
 
     Args:
-        busy: the busy shares of all replicas, summed.
-        backlog_s: the queued work of all replicas in seconds, summed.
+        kv_held: the share of the KV cache that streams hold.
+        backlog_s: seconds that the prompts in the queue take.
+        step_s: of a decode step with `num_streams` streams.
+        stream_s: by which each further stream makes a step longer.
     """
-    load = busy + backlog_s / _DRAIN_S
-    return max(math.ceil(load / _BUSY - 0.01), int(num_requests > 0))
+    step_of_one_s = max(0.0, step_s - (num_streams - 1) * stream_s)
+    most_s = max(_INTER_TOKEN_S, 2 * step_of_one_s)
+    streams = num_streams * stream_s / (most_s - step_of_one_s)
+    return max(kv_held / _KV_HELD, backlog_s / _DRAIN_S, streams)
 
 
 def options(min_replicas: int, max_replicas: int) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -29,10 +30,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from cluster.local_ray import free_port
+from engine.measure.engine_rates import Streaming
 from loadtests import servers
 from loadtests.checkpoints import PUBLISHED, save_random
 from loadtests.client import Connection
-from loadtests.generate import MODELS, Measured
+from loadtests.generate import MODELS
 from loadtests.report import write
 from loadtests.servers import cpu_seconds
 from loadtests.traces import mixed_lengths
@@ -211,7 +213,7 @@ def _of_embeddings(answers: Sequence[tuple[float, float, int]]) -> dict[str, Any
 
 
 def engine_alone(folder: Path) -> dict[str, float]:
-    """Tokens/s of the engine's loop in a process without a server, by number of streams."""
+    """Tokens/s of the engine's loop in a process without a server, by number of streams: the same load without HTTP."""
     code = f"from loadtests.one_card import print_rates; print_rates({str(folder)!r})"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -220,15 +222,37 @@ def engine_alone(folder: Path) -> dict[str, float]:
 
 def print_rates(folder: str) -> None:
     from engine import Engine
-    from engine.options import SamplingOptions
     from serve_app.garbage import collect_seldom
 
     collect_seldom()
-    measured = Measured(Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1))
-    greedy = SamplingOptions(1, 0.0)
-    rates = {str(count): count / float(np.median(measured.decode(count, PROMPT, ANSWER, greedy))) for count in STREAMS}
-    measured.loop.stop()
+    streaming = Streaming(Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1))
+    rates = {str(count): closed_loop(streaming, count) for count in (STREAMS[-1], *STREAMS)}  # the first one warms up
+    streaming.stop()
     print(json.dumps(rates))
+
+
+def closed_loop(streaming: Streaming, count: int) -> float:
+    """Tokens/s of `count` streams, each of which is followed by the next one when it has its answer."""
+    from engine.options import SamplingOptions
+
+    times, ended, rng = list[float](), SimpleQueue[None](), np.random.default_rng(count)
+
+    def begin() -> None:
+        stream = streaming.engine.new_stream(rng.integers(1000, 30000, PROMPT).astype(np.int32), SamplingOptions(ANSWER, 0.0))
+        stream.on_token = lambda _: times.append(perf_counter())
+        stream.future.add_done_callback(lambda _: ended.put(None))
+        streaming.loop.submit([stream])
+
+    start = perf_counter()
+    for _ in range(count):
+        begin()
+    while perf_counter() < start + WARM_S + PHASE_S:
+        with suppress(Empty):
+            ended.get(timeout=0.1)
+            begin()
+    for _ in range(count):
+        ended.get()
+    return sum(WARM_S <= each - start < WARM_S + PHASE_S for each in times) / PHASE_S
 
 
 def save_chat(name: str, folder: Path) -> None:
@@ -294,8 +318,7 @@ def _write(chat: str, embedding: str, tables: dict[str, list[dict[str, Any]]]) -
         f"embeddings: {CONNECTIONS} requests at a time, of about {TEXTS} mixed texts, answers in base64",
         f"phases of {PHASE_S:.0f} s, behind {WARM_S:.0f} s that are not counted; {CLIENTS} client processes of each kind on the "
         "same machine",
-        "the engine alone: its loop without a server, the median step of the same number of streams behind prompts that are "
-        "computed, in this run; through the server, prompts are computed beside the streams",
+        "the engine alone: the same streams one after the other through its loop, without a server, in this run",
         "one model: HAProxy to the replica. Two models: HAProxy, a gateway, a replica each; the replicas share the GPU in time",
     ]
     command = " ".join(["python -m loadtests.one_card", *sys.argv[1:]])

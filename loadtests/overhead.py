@@ -1,11 +1,17 @@
 """What serving costs around a free engine. Compares our server, also with the access log and with traces, to other servers.
 
-python -m loadtests.overhead
+python -m loadtests.overhead [--before FOLDER]
+
+FOLDER is a checkout of another version. With it, the command compares that version, this one, the access log and traces, in turns
+of a second. The speed of a virtual machine changes by more than they differ, and a change meets all servers of a round.
 """
 
+import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from statistics import median
 from threading import Thread
 from typing import Any
 
@@ -34,6 +40,9 @@ TARGETS: list[tuple[str, str, dict[str, str], int]] = [
 ]
 
 
+ROUNDS, CONNECTIONS, OF_A_TURN = 30, 16, 4_000
+
+
 def measure(name: str, kind: str, environment: dict[str, str], count: int) -> list[dict[str, Any]]:
     port = free_port()
     rows = []
@@ -44,8 +53,8 @@ def measure(name: str, kind: str, environment: dict[str, str], count: int) -> li
     return rows
 
 
-def _run(server: psutil.Process, port: int, connections: int, count: int) -> dict[str, Any]:
-    requests = bodies(short_texts(count, seed=connections))
+def _run(server: psutil.Process, port: int, connections: int, count: int, seed: int | None = None) -> dict[str, Any]:
+    requests = bodies(short_texts(count, seed=connections if seed is None else seed))
     before = cpu_seconds(server)
     load = closed_loop(port, requests, connections)
     after = cpu_seconds(server)
@@ -60,6 +69,35 @@ def _run(server: psutil.Process, port: int, connections: int, count: int) -> dic
         "CPU us per request": sum(used.values()),
         "by process": by_role,
     }
+
+
+def in_turns(before: Path) -> list[dict[str, Any]]:
+    """The first three of `TARGETS` and the version in the folder `before`: a server each, loaded one after the other."""
+    old = {"PYTHONPATH": str(before.resolve()), "PYTHONSAFEPATH": "1"}
+    servers = [("the version before", "stub", old), *((name, kind, env) for name, kind, env, _ in TARGETS[:3])]
+    with ExitStack() as stack:
+        ports = [free_port() for _ in servers]
+        running_ones = [
+            stack.enter_context(running(kind, port, **env)) for (_, kind, env), port in zip(servers, ports, strict=True)
+        ]
+        rounds = [
+            [
+                _run(server, port, CONNECTIONS, OF_A_TURN, seed=turn * len(servers) + index)
+                for index, (server, port) in enumerate(zip(running_ones, ports, strict=True))
+            ]
+            for turn in range(ROUNDS + 1)
+        ][1:]
+    first = [of_round[0]["req/s"] for of_round in rounds]
+    return [
+        {
+            "server": name,
+            "req/s": median(row["req/s"] for row in rows),
+            "of the version before": median(row["req/s"] / rate for row, rate in zip(rows, first, strict=True)),
+            "CPU us per request": median(row["CPU us per request"] for row in rows),
+            "p99 ms": median(row["p99 ms"] for row in rows),
+        }
+        for (name, _, _), rows in zip(servers, zip(*rounds, strict=True), strict=True)
+    ]
 
 
 class _Collector(BaseHTTPRequestHandler):
@@ -84,6 +122,18 @@ def collecting() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m loadtests.overhead")
+    parser.add_argument("--before", type=Path, help="a checkout of the version to compare with")
+    given = parser.parse_args()
+    if given.before is not None:
+        with collecting():
+            table = in_turns(given.before)
+        notes = [
+            f"closed loop, {CONNECTIONS} connections, one short text a request, the client on the same cores",
+            f"{ROUNDS} rounds, in each {OF_A_TURN:,} requests to each server; medians, and the median of the rounds' ratios",
+        ]
+        write("overhead_in_turns", "python -m loadtests.overhead --before FOLDER", {"One model without a gateway": table}, notes)
+        raise SystemExit
     with collecting():
         table = [row for target in TARGETS for row in measure(*target)]
     notes = ["closed loop, one short text a request (4-8 words, never repeated), the client on the same cores"]

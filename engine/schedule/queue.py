@@ -84,7 +84,8 @@ class Queue:
     def tokens_ahead(self, request: Waiting) -> int:
         """The most tokens that passes take of other requests before the last of this one, were it added now.
 
-        Of each other request, or owner, that is all of it, or what round robin gives it while this request gets all of its own.
+        Each other request, or owner, counts with all of its tokens, or with its share of the rounds that this request takes. If
+        this request ends with its first turn, later turns of its owner count only with the part that they get meanwhile.
         """
         queue = self._of(request)
         ahead = queue.tokens_ahead(request)
@@ -121,6 +122,7 @@ class _Line:
     fresh: deque[Waiting] = field(default_factory=deque)  # those whose first turn is to come or under way
     requests: deque[Waiting] = field(default_factory=deque)  # the others
     overtaken: int = 0  # tokens of fresh requests that went past `requests`, less what `requests` has taken for them
+    first_turns: int = 0  # tokens that `fresh` takes in first turns
     num_tokens: int = 0
     num_requests: int = 0
     credit: int = 0  # tokens that the owner may still take in this round; unused while there is one line
@@ -149,9 +151,15 @@ class _Line:
     def end_turn(self, served: deque[Waiting], turn: int) -> None:
         """The turn of the front request of `served` is over. It waits for the given turn, unless all of it was scheduled."""
         request = served.popleft()
+        self.set_first_turn(request, 0)
         if request.waiting_tokens:
             request.turn = turn
             self.requests.append(request)
+
+    def set_first_turn(self, request: Waiting, num_tokens: int) -> None:
+        """The tokens that the request takes in the rest of its first turn."""
+        self.first_turns += num_tokens - request.first_turn
+        request.first_turn = num_tokens
 
     def drop_over(self) -> None:
         """Remove the requests that are over, wherever they are."""
@@ -179,6 +187,7 @@ class _Priority:
             line = self._lines[request.owner] = _Line(request.owner)
             (self._order.appendleft if first else self._order.append)(line)
         request.waiting_tokens = request.num_tokens
+        line.set_first_turn(request, min(request.waiting_tokens, self.quantum))
         line.num_tokens += request.waiting_tokens
         self.num_tokens += request.waiting_tokens
         self.num_inputs += request.num_inputs
@@ -210,6 +219,8 @@ class _Priority:
         line, own = self._lines.get(request.owner), 0
         if line is not None:
             own = min(line.num_tokens, line.num_requests * (request.num_tokens + self.quantum))
+            if request.num_tokens <= self.quantum:
+                own = min(own, line.first_turns + line.first_turns // (SHARE - 1) + self.quantum)
         share = own + request.num_tokens + self.quantum
         return own + sum(min(each.num_tokens, share) for each in self._lines.values() if each is not line)
 
@@ -271,6 +282,7 @@ class _Priority:
         length = part.stop - part.start
         request.credit -= length
         line.took(served, length)
+        line.set_first_turn(request, max(0, request.first_turn - length))
         self._count(line, request, length)
         self.num_inputs -= inputs - request.num_inputs
         self._scheduled_at = now
@@ -287,6 +299,7 @@ class _Priority:
     def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that wait no longer."""
         request.waiting_tokens -= num_tokens
+        line.set_first_turn(request, min(request.first_turn, request.waiting_tokens))
         line.num_tokens -= num_tokens
         self.num_tokens -= num_tokens
 

@@ -46,6 +46,7 @@ class Waiting(ABC):
     # Progress, kept by the queue.
     waiting_tokens: int = 0  # tokens that no pass has taken; 0 outside of a queue
     credit: int = 0  # tokens that this may still take in this round of its queue
+    first_turn: int = 0  # tokens that this takes in the rest of its first turn
     turn: int = 0  # the number of the turn for which this waits, in the order in which the waiting began
 
     @property

@@ -1,6 +1,6 @@
 """The gateway's connection to one pool: wires to its replicas, Serve's handle, and the load of the replicas.
 
-Requests for vectors use the wires. Without a wire they go through Serve: to a pool that sleeps, and between nodes whose firewall
+Requests and streams use the wires. Without a wire they go through Serve: to a pool that sleeps, and between nodes whose firewall
 allows only Ray's own connections.
 """
 
@@ -154,10 +154,16 @@ class PoolConnection:
     async def _wire_for(self, ticket: Ticket) -> Wire | None:
         """A wire to the replica that finishes first, to which the ticket now belongs. None if the call must go through Serve."""
         ranked = self.load.ranked(ticket, monotonic())
-        if not ranked:
-            return None
-        replica = ranked[0]
+        wire = await self._wire_to(ranked[0]) if ranked else None
+        if wire is not None:
+            self.load.routed(ranked[0], ticket)
+        return wire
+
+    async def _wire_to(self, replica: str) -> Wire | None:
+        """A wire to a replica that reports. None if the replica cannot be reached, or is stopping."""
         wire = self._wires.get(replica)
+        if wire is not None and wire.is_left:
+            return None
         if wire is None or wire.is_over:
             address = self.load.replicas[replica].report.wire
             if not address or monotonic() < self._no_wire_until.get(replica, 0.0):
@@ -172,7 +178,6 @@ class PoolConnection:
                 self._no_wire_until[replica] = monotonic() + _NO_WIRE_S
                 del self._wires[replica]
             return None
-        self.load.routed(replica, ticket)
         return wire
 
     def _forget_wires(self) -> None:
@@ -196,13 +201,17 @@ class PoolConnection:
             return
         self.load.routed(replica, ticket)
         if replica not in self._channels:
-            self._channels[replica] = self._open_channel(self._handle, replica)
+            wire = await self._wire_to(replica)
+            if replica not in self._channels:  # nor did another stream open one meanwhile
+                self._channels[replica] = self._open_channel(self._handle, replica, wire)
         try:
             await self._channels[replica].compute(stream, partial(self._begun, ticket))
             if isinstance(self.load, StreamLoad) and not stream.future.cancelled():
                 self.load.answered(ticket, page_hashes(stream.ids) if ticket.pages else (), len(stream.answer))
         except LOST as error:
             self._lost_at[replica] = monotonic()
+            if isinstance(error.__cause__, Lost):  # a wire tells what became of the replica
+                raise error.__cause__ from None
             if has_died(error) or has_died(error.__cause__):
                 raise ReplicaDied(replica, error.__cause__ or error) from None
             raise
@@ -231,12 +240,14 @@ class PoolConnection:
             await asyncio.sleep(_REPLICA_EVERY_S)
 
     def _is_back(self, replica: str) -> bool:
-        """Whether the replica has lost no stream, or has reported long after the loss."""
+        """Whether the replica does not stop, and has lost no stream or has reported long after the loss."""
+        if (wire := self._wires.get(replica)) is not None and wire.is_left:
+            return False
         lost_at = self._lost_at.get(replica)
         return lost_at is None or self.load.replicas[replica].heard_at > lost_at + _BACK_AFTER_S
 
-    def _open_channel(self, handle: DeploymentHandle[Any], replica: str) -> Channel:
-        """A channel to one replica. Its calls carry tickets that name the replica."""
+    def _open_channel(self, handle: DeploymentHandle[Any], replica: str, wire: Wire | None) -> Channel:
+        """A channel to one replica. Without a wire its calls go through Serve, with tickets that name the replica."""
 
         def change(*args: Any) -> Any:
             return remote(handle.change_streams, *args, ticket=next_ticket(0, 0, batch=False, replica=replica))
@@ -248,7 +259,13 @@ class PoolConnection:
         def forget() -> None:
             del self._channels[replica]
 
-        return Channel(steps, change, partial(self.load.is_heard, replica), forget)
+        def has_other() -> bool:
+            return any(each != replica and self._is_back(each) for each in self.load.replicas)
+
+        is_heard = partial(self.load.is_heard, replica)
+        if wire is not None:
+            return Channel(partial(wire.steps, may_move=has_other), wire.change, is_heard, forget)
+        return Channel(steps, change, is_heard, forget)
 
     def _replica_of(self, ticket: Ticket) -> str:
         return self.load.replica_of(ticket) or "unknown"

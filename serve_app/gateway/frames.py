@@ -19,9 +19,12 @@ _HEAD = Struct("<IQB")  # bytes of the payload, the number of the call, the kind
 
 class Kind(IntEnum):
     CALL = 1  # gateway to replica: a list of parcels
-    CANCEL = 2  # gateway to replica: nobody waits for the answer of this call
+    CANCEL = 2  # gateway to replica: nobody waits for the answer, or the messages, of this call
     ANSWER = 3  # replica to gateway: the result of `PoolServer.embed_parcels`, or an error
     LEAVING = 4  # replica to gateway: this replica stops gracefully and takes no further call
+    READ = 5  # gateway to replica: send the messages of this channel
+    CHANGE = 6  # gateway to replica: the streams to begin and to cancel in a channel; it has no answer
+    STEPS = 7  # replica to gateway: a message of a channel. An ANSWER with an error ends the channel.
 
 
 class FrameProtocol(asyncio.Protocol):

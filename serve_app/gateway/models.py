@@ -35,7 +35,7 @@ from serve_app.errors import Quarantined, Unhealthy, UnknownModel
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
-from serve_app.gateway.remote import LOST, ReplicaDied, in_background
+from serve_app.gateway.remote import LOST, ReplicaDied, Stopping, in_background
 from serve_app.gateway.trial import Versions
 from serve_app.gather import gather
 from serve_app.models import Check, ModelInfo, passes
@@ -292,7 +292,8 @@ class PooledGenerator(PooledModel):
     async def _generate(self, stream: Stream) -> None:
         """Computes a stream on one replica. If the replica is lost, a second one continues after the tokens that came.
 
-        There is no third replica, because the stream itself may have killed the first two.
+        There is no third replica, because the stream itself may have killed the first two. A replica that stops gracefully does
+        not count, because an update stops all replicas, one after another.
         """
         request_tags.set(stream.tags)  # this task does not inherit the request's context
         start = monotonic()
@@ -311,13 +312,17 @@ class PooledGenerator(PooledModel):
             pool, ticket = self._choose_replica(stream)
             await pool.generate(stream, ticket)
 
+        num_lost = 0
         try:
-            for number in (1, 2):
+            while num_lost < 2:
                 try:
                     await self.suspects.run(mark, attempt, innocence(stream))
                     return None
+                except Stopping as stopping:
+                    log.info("a stream moves: %s", stopping)
                 except LOST as lost:
-                    self.lost(mark, number, lost)
+                    num_lost += 1
+                    self.lost(mark, num_lost, lost)
             error = self.given_up(mark)
             if stream.answer and not isinstance(error, Quarantined):
                 after = f"{len(stream.answer)} tokens"

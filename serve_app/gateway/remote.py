@@ -23,6 +23,10 @@ class Lost(EngineStopped):
     """The replica that has the request is gone, or has stopped reporting while other replicas report."""
 
 
+class Stopping(Lost):
+    """The replica stops in order. What it had goes on at another replica."""
+
+
 class ReplicaDied(Lost):
     """The replica's process or device died while the request was in flight there."""
 

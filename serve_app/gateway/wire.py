@@ -7,13 +7,14 @@ A call through Ray Serve costs each side about a millisecond, and an answer of m
 import asyncio
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
 from serve_app.gateway.frames import FrameProtocol, Kind
 from serve_app.gateway.parcel import Answered, Parcel
-from serve_app.gateway.remote import Lost, ReplicaDied
+from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
+from serve_app.gateway.steps import NewStream, Steps
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +34,19 @@ class Wire(FrameProtocol):
         self.address = address
         self._replica = replica
         self._open: dict[int, asyncio.Future[Any]] = {}  # the calls without an answer
+        self._read: dict[int, WireSteps] = {}  # the channels
         self._numbers = count()
-        self._is_left = False
+        self.is_left = False  # the replica stops in order
         self._connecting: asyncio.Task[None] | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether this connection takes no more calls."""
-        return self._is_left or (self._transport is not None and self._transport.is_closing())
+        return self.is_left or self._is_closed
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._transport is not None and self._transport.is_closing()
 
     async def connect(self) -> None:
         """Waits for the connection. Raises: OSError if it cannot be made."""
@@ -83,9 +89,36 @@ class Wire(FrameProtocol):
                 self.send(number, Kind.CANCEL)
             del answer  # an error refers to this frame, and the future to the error
 
+    def steps(self, channel_id: str, may_move: Callable[[], bool]) -> "WireSteps":
+        """The messages of a channel, as `Channel` reads them.
+
+        Args:
+            may_move: whether another replica can go on with the streams when this one stops in order.
+        """
+        number = next(self._numbers)
+        steps = self._read[number] = WireSteps(lambda: self._end_reading(number), may_move)
+        self.send(number, Kind.READ, pickle.dumps(channel_id))
+        if self._is_closed:
+            steps.arrived.put_nowait(Lost("the connection to the replica has ended"))
+        return steps
+
+    def _end_reading(self, number: int) -> None:
+        if self._read.pop(number, None) is not None:
+            self.send(number, Kind.CANCEL)
+
+    async def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
+        """Begins and cancels streams of a channel. Whether the replica takes them, the channel's messages tell."""
+        self.send(0, Kind.CHANGE, pickle.dumps((channel_id, begun, left), protocol=5))
+
     def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
         if kind is Kind.LEAVING:
-            self._is_left = True
+            self.is_left = True
+            for each in self._read.values():
+                if each.may_move():
+                    each.arrived.put_nowait(Stopping("the replica stops, and another one goes on"))
+            return
+        if (steps := self._read.get(number)) is not None:
+            steps.arrived.put_nowait(pickle.loads(payload))  # noqa: S301 - it comes from the replica whose secret we have
             return
         answer = self._open.get(number)
         if answer is None or answer.done():  # the caller has left
@@ -97,16 +130,45 @@ class Wire(FrameProtocol):
             answer.set_result(answered)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._open:
+        if self.is_idle:
             return
         # When a process ends, its connections are closed. When a node is lost, they stay open or time out.
-        has_died = not self._is_left and (error is None or isinstance(error, ConnectionError))
-        log.warning("the connection to replica %s ended with %d calls: %r", self._replica, len(self._open), error)
+        has_died = error is None or isinstance(error, ConnectionError)
+        num_open = len(self._open) + len(self._read)
+        log.warning("the connection to replica %s ended with %d calls: %r", self._replica, num_open, error)
+        reason = error or ConnectionResetError("the replica has closed the connection")
+
+        def lost() -> Lost:
+            if self.is_left:
+                return Stopping(f"the replica has stopped: {reason!r}")
+            return ReplicaDied(self._replica, reason) if has_died else Lost(f"the replica is gone: {reason!r}")
+
         for answer in self._open.values():
             if not answer.done():
-                reason = error or ConnectionResetError("the replica has closed the connection")
-                answer.set_exception(ReplicaDied(self._replica, reason) if has_died else Lost(f"the replica is gone: {reason!r}"))
+                answer.set_exception(lost())
+        for steps in self._read.values():
+            steps.arrived.put_nowait(lost())
 
     @property
     def is_idle(self) -> bool:
-        return not self._open
+        return not (self._open or self._read)
+
+
+class WireSteps:
+    """The messages of a channel over a wire. It has the methods of a streaming response of Serve's that `Channel` uses."""
+
+    def __init__(self, on_cancel: Callable[[], None], may_move: Callable[[], bool]) -> None:
+        self.arrived = asyncio.Queue[Steps | Exception]()
+        self.may_move = may_move
+        self._on_cancel = on_cancel
+
+    async def __anext__(self) -> Steps:
+        """Raises: one of LOST, or an error of the replica, when the channel has ended."""
+        message = await self.arrived.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def cancel(self) -> None:
+        """Ends the channel at the replica, too."""
+        self._on_cancel()

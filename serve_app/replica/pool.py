@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
+from cluster.autoscale import embedding_load, generation_load
 from cluster.inventory import free_host_bytes
 from cluster.model_spec import ModelSpec
 from cluster.ray_router import routing_options
@@ -61,10 +62,10 @@ class PoolServer(EngineServer):
         self._busy_for_scaling = BusyShare(self._loop)
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
-        self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host)
         self._channels: Channels | None = None
         if isinstance(self._model, LocalGenerator):
             self._channels = Channels(WatchedGenerator(self._model, self._in_flight))
+        self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host, self._channels)
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """Like `ServedModel.embed`."""
@@ -162,7 +163,15 @@ class PoolServer(EngineServer):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         calls = 0 if self._wires is None else self._wires.calls_since_last()
-        return {"busy": self._busy_for_scaling.read(), "backlog_s": self._loop.backlog_s, "calls": float(calls)}
+        return {"load": self._load(), "calls": float(calls)}
+
+    def _load(self) -> float:
+        loop, pages = self._loop, self._engine.pages
+        if self._channels is None or pages is None:
+            return embedding_load(self._busy_for_scaling.read(), loop.backlog_s)
+        num_streams = self._channels.num_answering
+        kv_held = 1 - pages.num_free / pages.num_pages
+        return generation_load(kv_held, loop.backlog_s, num_streams, loop.step_s(num_streams), loop.token_s)
 
     async def __del__(self) -> None:
         if self._wires is not None:

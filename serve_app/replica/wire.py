@@ -6,16 +6,19 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from contextvars import Context
 from hmac import compare_digest
+from typing import Any
 
 import ray
 
 from cluster.haproxy import ALONE_VARIABLE
-from engine.errors import BackendError
+from engine.errors import BackendError, EngineStopped
 from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind
 from serve_app.gateway.parcel import Answered, Parcel
+from serve_app.replica.channel import UNREAD_S, Channels
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +33,19 @@ Answer = Callable[[Sequence[Parcel]], Awaitable[list[Answered]]]
 class Wires:
     """All connections of gateways to this replica. Used on one event loop."""
 
-    def __init__(self, answer: Answer, host: str) -> None:
-        """Starts to listen, at a port that the kernel chooses. `answer` computes a call's parcels."""
+    def __init__(self, answer: Answer, host: str, channels: Channels | None = None) -> None:
+        """Starts to listen, at a port that the kernel chooses.
+
+        Args:
+            answer: computes a call's parcels.
+            channels: the channels of a generation replica.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        self._answer, self._secret = answer, secrets.token_bytes(SECRET_BYTES)
-        self.address = (host, self._socket.getsockname()[1], self._secret.hex())
+        # Connections inherit it: one ends if the gateway's machine acknowledges nothing for so long.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
+        self.answer, self.channels, self.secret = answer, channels, secrets.token_bytes(SECRET_BYTES)
+        self.address = (host, self._socket.getsockname()[1], self.secret.hex())
         self.connections = set[_Connection]()
         self._calls = 0
         self._server: asyncio.Server | None = None
@@ -43,11 +53,11 @@ class Wires:
 
     async def _start(self) -> None:
         make = asyncio.get_running_loop().create_server
-        self._server = await make(lambda: _Connection(self, self._answer, self._secret), sock=self._socket)
+        self._server = await make(lambda: _Connection(self), sock=self._socket)
 
     @property
     def num_open(self) -> int:
-        """The number of calls without an answer."""
+        """The number of calls without an answer, plus the number of channels."""
         return sum(len(each.tasks) for each in self.connections)
 
     def note_call(self) -> None:
@@ -75,11 +85,13 @@ class Wires:
 class _Connection(FrameProtocol):
     """One gateway's connection."""
 
-    def __init__(self, wires: Wires, answer: Answer, secret: bytes) -> None:
+    def __init__(self, wires: Wires) -> None:
         super().__init__()
-        self.tasks = dict[int, asyncio.Task[None]]()  # of the calls without an answer, by the gateway's numbers
-        self._wires, self._compute, self._secret = wires, answer, secret
+        self.tasks = dict[int, asyncio.Task[None]]()  # of the calls without an answer, and channels, by the gateway's numbers
+        self._wires = wires
         self._is_known = False
+        self._may_send = asyncio.Event()  # the gateway reads what is sent
+        self._may_send.set()
         self._too_late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -93,7 +105,7 @@ class _Connection(FrameProtocol):
         self._arrived += data
         if len(self._arrived) < SECRET_BYTES:
             return
-        if not compare_digest(bytes(self._arrived[:SECRET_BYTES]), self._secret):
+        if not compare_digest(bytes(self._arrived[:SECRET_BYTES]), self._wires.secret):
             return self._abort()
         assert self._too_late is not None, "set when the connection was made"
         self._too_late.cancel()
@@ -104,21 +116,48 @@ class _Connection(FrameProtocol):
     def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
         if kind is Kind.CALL:
             self._wires.note_call()
-            # In a new context, because the tags of one request must not reach the next one.
-            task = asyncio.get_running_loop().create_task(self._answer(number, payload), context=Context())
-            self.tasks[number] = task
-            task.add_done_callback(lambda _: self.tasks.pop(number))
+            self._begin(number, self._answer(number, payload))
+        elif kind is Kind.READ:
+            self._begin(number, self._send_steps(number, payload))
+        elif kind is Kind.CHANGE:
+            self._channels.change(*pickle.loads(payload))  # noqa: S301 - it comes from a gateway that has the secret
         elif kind is Kind.CANCEL and number in self.tasks:
             self.tasks[number].cancel()
+
+    def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        # A context of its own: the tags of one request must not reach the next one.
+        task = self.tasks[number] = asyncio.get_running_loop().create_task(work, context=Context())
+        task.add_done_callback(lambda _: self.tasks.pop(number))
 
     async def _answer(self, number: int, payload: bytes) -> None:
         try:
             parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
-            answered = pickle.dumps(await self._compute(parcels), protocol=5)
+            answered = pickle.dumps(await self._wires.answer(parcels), protocol=5)
         except Exception as error:
             log.exception("a call failed")
             answered = pickle.dumps(BackendError(f"the replica failed: {error!r}"))
         self.send(number, Kind.ANSWER, answered)
+
+    @property
+    def _channels(self) -> Channels:
+        assert self._wires.channels is not None, "the gateway knows which models generate"
+        return self._wires.channels
+
+    async def _send_steps(self, number: int, payload: bytes) -> None:
+        channel_id = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
+        try:
+            async with aclosing(self._channels.steps(channel_id)) as messages:
+                async for message in messages:
+                    self.send(number, Kind.STEPS, pickle.dumps(message, protocol=5))
+                    await self._may_send.wait()
+        except EngineStopped as error:
+            self.send(number, Kind.ANSWER, pickle.dumps(error))
+
+    def pause_writing(self) -> None:
+        self._may_send.clear()
+
+    def resume_writing(self) -> None:
+        self._may_send.set()
 
     def _abort(self) -> None:
         if self._transport is not None:

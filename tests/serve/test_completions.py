@@ -1,7 +1,9 @@
 """SmolLM2 and MiniLM behind one address over real HTTP, as a plan deploys them and the openai SDK asks."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from monitoring import PROMETHEUS, alert_expressions, dashboard_expressions, prometheus, without_comparisons
 from ray import serve
 
+from cluster.autoscale import options as scaling_options
 from cluster.models_file import ModelsFile
 from cluster.nodes import GIB, Node
 from cluster.plan import Plan
@@ -34,17 +37,17 @@ PLAN = Plan(ModelsFile.model_validate({"models": MODELS, "settings": {"max_clien
 POOLS = {each.model: each.name for each in PLAN.pools}
 
 
+def bound(name: str, **options: Any) -> serve.RunTarget:
+    """The pool's application as the plan has it, with these deployment options."""
+    (planned,) = (each for each in serve_config(PLAN)["applications"] if each["name"] == name)
+    args = PoolArgs.model_validate(planned["args"] | {"num_threads": 2})
+    return serve.RunTarget(pool.bind(args, ray_actor_options={"num_cpus": 0.1}, **options), name, None)
+
+
 @pytest.fixture(scope="module")
 def http(address: str) -> Iterator[httpx.Client]:
     *pools, front = serve_config(PLAN)["applications"]
-    applications = [
-        serve.RunTarget(
-            pool.bind(PoolArgs.model_validate(each["args"] | {"num_threads": 2}), ray_actor_options={"num_cpus": 0.1}),
-            each["name"],
-            None,
-        )
-        for each in pools
-    ]
+    applications = [bound(each["name"]) for each in pools]
     applications.append(serve.RunTarget(gateway.build(GatewayArgs.model_validate(front["args"])), "planned", PREFIX))
     serve.run_many(applications)
     with httpx.Client(base_url=address + PREFIX, timeout=60) as client:
@@ -231,10 +234,49 @@ def test_a_stream_goes_on_when_its_replica_dies(sdk: openai.OpenAI) -> None:
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (whole.usage.prompt_tokens, 60)
 
 
+def test_a_stream_moves_when_its_replica_stops_in_order(http: httpx.Client, sdk: openai.OpenAI) -> None:
+    """Two replicas have a stream each, and become one. The streams of one prompt have one text, and only one of them moved."""
+    name = POOLS[EMBEDDED_GENERATOR]
+    texts: list[list[str]] = [[], []]
+    enough = threading.Event()
+
+    def read(into: list[str]) -> None:
+        for chunk in complete(sdk, stream=True, max_tokens=3000, frequency_penalty=0.3, extra_body={"ignore_eos": True}):
+            into.append(chunk.choices[0].text)
+            if enough.is_set():
+                return
+
+    serve.run_many([bound(name, **scaling_options(2, 2))])
+    two = f'emberforge_pool_replicas{{model="{EMBEDDED_GENERATOR}",pool="{name}"}} 2.0'
+    wait_for(lambda: two in http.get("metrics").text.splitlines())
+    with ThreadPoolExecutor() as pool:
+        try:
+            readers = []
+            for text in texts:
+                readers.append(pool.submit(read, text))
+                wait_for(lambda text=text: len(text) > 3)  # the next one goes to the other replica
+            serve.run_many([bound(name, **scaling_options(1, 1))], wait_for_applications_running=False)
+            wait_for(lambda: len(replicas_of(name)) == 1)
+            lengths = [len(text) for text in texts]
+            assert not any(each.done() for each in readers)
+            wait_for(lambda: all(len(text) > length + 20 for text, length in zip(texts, lengths, strict=True)))
+        finally:
+            enough.set()
+        for each in readers:
+            each.result(30)
+    length = min(map(len, texts))
+    assert texts[0][:length] == texts[1][:length]
+
+
+def replicas_of(pool: str) -> list[psutil.Process]:
+    """The processes of the pool's replicas."""
+    title = f"ray::ServeReplica:{pool}:Engine"
+    return [each for each in psutil.process_iter(["cmdline"]) if " ".join(each.info["cmdline"] or ()).startswith(title)]
+
+
 def replica_of(pool: str) -> psutil.Process:
     """The process of the pool's only replica."""
-    title = f"ray::ServeReplica:{pool}:Engine"
-    (replica,) = (each for each in psutil.process_iter(["cmdline"]) if " ".join(each.info["cmdline"] or ()).startswith(title))
+    (replica,) = replicas_of(pool)
     return replica
 
 

@@ -23,37 +23,10 @@ from serve_app.gateway import channel as gateway
 from serve_app.gateway import connection
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.models import PooledGenerator
-from serve_app.gateway.remote import LOST
+from serve_app.gateway.remote import LOST, Stopping
 from serve_app.gateway.steps import NewStream, Steps
 from serve_app.replica import channel as replica
-
-VOCABULARY, CONTEXT, EOS = 100, 50, 99
-
-
-class ByHand:
-    """A model whose streams get a token when a test says so."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.streams: list[Stream] = []
-        self.error = error
-
-    def new_stream(self, prompt: Any, options: SamplingOptions) -> Stream:
-        return Stream.begin(prompt, options, VOCABULARY, CONTEXT)
-
-    def submit(self, streams: Sequence[Stream]) -> None:
-        if self.error is not None:
-            raise self.error
-        self.streams += streams
-
-    def compute(self, *tokens: Token | int) -> None:
-        """One pass: a token for each stream that has not ended."""
-        streams = [stream for stream in self.streams if not stream.future.done()]
-        for stream, token in zip(streams, tokens, strict=True):
-            stream.first_scheduled_at = perf_counter()
-            stream.num_cached_tokens = 1
-            stream.accept(token if isinstance(token, Token) else Token(token))
-        for on_pass in {stream.on_pass for stream in streams} - {None}:
-            on_pass()
+from tests.unit.streams_by_hand import CONTEXT, EOS, VOCABULARY, Begun, ByHand, until
 
 
 class Call:
@@ -110,28 +83,6 @@ class Link:
         ]
         await until(lambda: len(self.model.streams) == first + len(prompts))
         return begun
-
-
-class Begun:
-    """A stream that a request of the gateway waits for."""
-
-    def __init__(self, channel: gateway.Channel, prompt: Sequence[int], options: SamplingOptions) -> None:
-        self.heard: list[Token | str] = []
-        self.begun: list[int | None] = []  # cached tokens of the prompt, with the first token
-        self.stream = Stream.begin(prompt, options, VOCABULARY, CONTEXT)
-        self.stream.on_token = self.heard.append
-        self.stream.on_pass = lambda: self.heard.append("pass")
-        self.over = asyncio.ensure_future(channel.compute(self.stream, self.begun.append))
-
-    def answer(self) -> Answer:
-        answer: Answer = self.stream.future.result(0)
-        return answer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -476,6 +427,7 @@ class Pools(PooledGenerator):
         (([5],), 1, None),
         (([RayActorError()], [5]), 2, None),
         (([5, RayActorError()], [6]), 2, None),
+        (([5, Stopping("it stops")], [6, Stopping("it, too")], [RayActorError()], [7]), 4, None),  # an update stops them in turn
         (([5, RayActorError()], [6, EngineStopped("over")]), 2, "two replicas were lost, the last after 2 tokens"),
         (([EngineStopped("over")], [RayActorError()]), 2, "two replicas in a row"),
         (([InvalidInput("bad")],), 1, "bad"),

@@ -160,6 +160,32 @@ def test_a_short_request_goes_past_large_ones_that_had_their_first_turn(num_larg
         assert tokens(slices) == 256
 
 
+def test_large_requests_that_had_their_first_turn_are_not_foreseen_before_a_short_one() -> None:
+    """Two passes of 64 at most, where 28 shares would be seven."""
+    queue = filled([request([8] * 2048) for _ in range(28)], 64)
+    assert queue.tokens_ahead(request([8])) >= 28 * queue.interactive.quantum
+    for _ in range(7):
+        queue.schedule(0.0)
+    assert queue.tokens_ahead(request([8])) <= 2 * 64
+    assert queue.tokens_ahead(request([8] * 100)) >= 28 * queue.interactive.quantum  # has later turns itself
+
+
+@given(st.lists(st.tuples(lengths, st.integers(1, 20), st.booleans()), min_size=1, max_size=12), st.integers(0, 20))
+def test_tokens_of_first_turns_are_those_of_requests_that_wait_for_them(
+    waiting: list[tuple[list[int], int, bool]], num_passes: int
+) -> None:
+    requests = [request(sizes * times) for sizes, times, _ in waiting]
+    queue = filled(requests, 64)
+    for _ in range(num_passes):
+        queue.schedule(0.0)
+    for each, (_, _, leaves) in zip(requests, waiting, strict=True):
+        if leaves:
+            each.future.cancel()
+    for line in queue.interactive._lines.values():
+        assert line.first_turns == sum(each.first_turn for each in line.fresh if each.waiting_tokens)
+        assert not any(each.first_turn for each in line.requests)
+
+
 def test_a_rest_of_one_token_uses_up_one_token_of_the_part_of_later_turns() -> None:
     """First turns want each pass whole, and each request leaves a rest of one token. More than one rest fits into a pass."""
     queue, requests = filled([], 64), []
@@ -237,12 +263,19 @@ def test_a_short_request_waits_for_a_share_of_each_other_owner(flood: list[tuple
     assert before <= most + size + 64  # the rest of the short request's pass may be of others
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), lengths), max_size=12), st.sampled_from("abc"), lengths)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), lengths, st.integers(1, 20)), max_size=12),
+    st.integers(0, 20),
+    st.sampled_from("abc"),
+    lengths,
+)
 def test_what_is_ahead_of_a_request_is_never_more_than_foreseen(
-    waiting: list[tuple[str, list[int]]], owner: str, sizes: list[int]
+    waiting: list[tuple[str, list[int], int]], num_passes: int, owner: str, sizes: list[int]
 ) -> None:
     """But for the sequences with which others exceed their share, and the rest of the last pass."""
-    queue = filled([request(each, owner=name) for name, each in waiting], 64)
+    queue = filled([request(each * times, owner=name) for name, each, times in waiting], 64)
+    for _ in range(num_passes):
+        queue.schedule(0.0)
     new = request(sizes, owner=owner)
     foreseen = queue.tokens_ahead(new)
     queue.add(new)

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.autoscale import needed
+from cluster.autoscale import embedding_load, generation_load, needed
 from cluster.ray_router import report_of
 from cluster.router import COLD_START_S, SILENT_S, Heard, PoolLoad, Report, Ticket, choose, split
 
@@ -187,7 +187,33 @@ def test_a_split_goes_over_the_replicas_of_one_pool_too() -> None:
     ],
 )
 def test_replicas_follow_the_backlog(busy: float, backlog_s: float, requests: int, replicas: int) -> None:
-    assert needed(busy, backlog_s, requests) == replicas
+    assert needed(embedding_load(busy, backlog_s), requests) == replicas
+
+
+@pytest.mark.parametrize(
+    ("kv_held", "backlog_s", "num_streams", "step_s", "stream_s", "replicas"),
+    [
+        (0.0, 0.0, 0, 0.0, 0.0, 0),
+        (0.01, 0.0, 1, 0.004, 0.0, 1),  # one stream, which keeps the device busy all the time
+        (0.84, 0.0, 30, 0.01, 0.0002, 1),
+        (0.95, 0.0, 30, 0.01, 0.0002, 2),  # the next stream would be preempted
+        (0.2, 7.0, 5, 0.01, 0.0002, 2),  # prompts wait for 7 s
+        (0.2, 0.0, 200, 0.06, 0.00025, 2),  # 10 ms with one stream, and 60 with 200
+        (0.2, 0.0, 150, 0.0475, 0.00025, 1),
+        (0.2, 0.0, 3, 0.203, 0.001, 1),  # a slow device: one stream takes 200 ms already, so another replica helps nobody
+        (0.2, 0.0, 300, 0.5, 0.001, 2),  # but here most of the time is that of the others
+    ],
+)
+def test_replicas_that_generate_follow_cache_prompts_and_inter_token_time(
+    kv_held: float, backlog_s: float, num_streams: int, step_s: float, stream_s: float, replicas: int
+) -> None:
+    assert needed(generation_load(kv_held, backlog_s, num_streams, step_s, stream_s), num_streams) == replicas
+
+
+def test_streams_spread_over_two_replicas_need_as_many_replicas_as_on_one() -> None:
+    """Otherwise the number of replicas would go up and down."""
+    one, half = generation_load(0.4, 0.0, 300, 0.01 + 299 * 0.0003, 0.0003), generation_load(0.2, 0.0, 150, 0.0547, 0.0003)
+    assert needed(one, 300) == needed(2 * half, 300) == 3
 
 
 def bulk(num_tokens: int, number: int = 7) -> Ticket:

@@ -4,24 +4,34 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
+from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
+from cluster.router import Report, Ticket
+from cluster.stream_router import StreamLoad
 from engine.errors import BackendError, NotFinite
 from engine.loop import Embeddings
-from engine.options import EmbedOptions
+from engine.options import EmbedOptions, SamplingOptions
+from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
+from serve_app.gateway.config import PoolRef
+from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind
 from serve_app.gateway.parcel import Answered, Parcel
-from serve_app.gateway.remote import Lost, ReplicaDied
+from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
 from serve_app.gateway.wire import Wire
 from serve_app.replica import wire as replica_wire
+from serve_app.replica.channel import Channels
 from serve_app.replica.wire import Wires
+from tests.unit.streams_by_hand import CONTEXT, EOS, Begun, ByHand, until
 
 Scenario = Callable[["Replica", Wires, Wire], Awaitable[None]]
 Run = Callable[[Scenario], None]
+RunStreams = Callable[[Callable[["Generates"], Awaitable[None]]], None]
 
 
 def parcel(number: int, length: int = 3) -> Parcel:
@@ -82,12 +92,6 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
             runner.run(whole(scenario))
 
     return run_it
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_many_calls_share_a_connection_and_each_hears_its_own_answer(run: Run) -> None:
@@ -201,11 +205,11 @@ def test_a_replica_that_stops_in_order_finishes_its_calls(run: Run) -> None:
 
 async def wire_call_in_spite(wire: Wire, sent: Parcel) -> list[Answered]:
     """A call that was on its way when the replica said that it leaves."""
-    wire._is_left = False
+    wire.is_left = False
     try:
         return await wire.call([sent])
     finally:
-        wire._is_left = True
+        wire.is_left = True
 
 
 def test_who_has_no_secret_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,3 +281,164 @@ def test_a_replica_that_cannot_be_reached() -> None:
         assert [type(each) for each in tries] == [ConnectionRefusedError] * 3
 
     asyncio.run(scenario())
+
+
+# Streams.
+
+
+class Generates:
+    """A replica whose model is driven by hand, and the connection of a gateway to its pool."""
+
+    def __init__(self) -> None:
+        self.model = ByHand()
+        self.channels = Channels(self.model)  # type: ignore[arg-type]
+        self.wires = Wires(Replica().answer, "127.0.0.1", self.channels)
+        self.pool = PoolConnection(PoolRef(name=uuid4().hex, node_class="cpu", tokens_per_s=1000.0), StreamLoad)
+        self.pool._handle = object()  # type: ignore[assignment]  # nothing goes through Serve
+        self.reports("it")
+
+    def reports(self, *replicas: str) -> None:
+        report = Report(monotonic(), pages=100, wire=self.wires.address)
+        self.pool.load.update(dict.fromkeys(replicas, report), now=monotonic())
+
+    @property
+    def wire(self) -> Wire:
+        return self.pool._wires["it"]
+
+    async def begin(self, *prompts: Sequence[int]) -> list[Begun]:
+        first = len(self.model.streams)
+        begun = [Begun(self, prompt, SamplingOptions(max_tokens=CONTEXT, stop_ids=(EOS,))) for prompt in prompts]
+        await until(lambda: len(self.model.streams) == first + len(prompts))
+        return begun
+
+    async def compute(self, stream: Stream, _: Any) -> None:
+        """As `Channel.compute`."""
+        await self.pool.generate(stream, Ticket(0, CONTEXT, CONTEXT))
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def stream(request: pytest.FixtureRequest) -> RunStreams:
+    """Runs a scenario of streams in each of the event loops that Serve may use."""
+    loops = asyncio if request.param == "asyncio" else pytest.importorskip("uvloop")
+
+    async def whole(scenario: Callable[[Generates], Awaitable[None]]) -> None:
+        replica = Generates()
+        try:
+            await scenario(replica)
+        finally:
+            for each in replica.pool._wires.values():
+                each.close()
+            await asyncio.wait_for(replica.wires.close(), 5)
+
+    def run_it(scenario: Callable[[Generates], Awaitable[None]]) -> None:
+        with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
+            runner.run(whole(scenario))
+
+    return run_it
+
+
+def test_tokens_and_ends_of_streams_arrive(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        first, second, third = await replica.begin([1, 2], [3], [4])
+        replica.model.compute(7, 8, 9)
+        await until(lambda: third.heard == [Token(9), "pass"])
+        second.stream.future.cancel()
+        await until(lambda: replica.model.streams[1].future.cancelled())
+        replica.model.compute(EOS, 10)
+        await first.over
+        assert (first.answer().finish_reason, first.answer().tokens) == ("stop", (Token(7),))
+        replica.model.compute(EOS)
+        await third.over
+        assert third.heard == [Token(9), "pass", Token(10), "pass"]
+        assert (len(replica.wires.connections), replica.wires.num_open) == (1, 1)
+        assert replica.wires.calls_since_last() == 1  # else Serve could put the pool to sleep
+
+    stream(scenario)
+
+
+def test_a_stream_hears_that_its_replica_died(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        (begun,) = await replica.begin([1])
+        replica.model.compute(7)
+        await until(lambda: len(begun.heard) == 2)
+        for each in list(replica.wires.connections):
+            each.close()  # as the kernel does
+        with pytest.raises(ReplicaDied) as died:
+            await begun.over
+        assert (died.value.replica, begun.stream.answer) == ("it", [Token(7)])
+        assert not begun.stream.future.done()
+        await until(lambda: replica.model.streams[0].future.cancelled())
+
+    stream(scenario)
+
+
+def test_a_gateway_that_is_gone_ends_its_streams(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        (begun,) = await replica.begin([1])
+        replica.wire.close()
+        await until(lambda: replica.model.streams[0].future.cancelled())
+        assert replica.wires.num_open == 0
+        with pytest.raises(Lost):
+            await begun.over
+
+    stream(scenario)
+
+
+def test_streams_of_a_replica_that_stops_move_if_there_is_another(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        replica.reports("it", "other")
+        (begun,) = await replica.begin([1])
+        replica.model.compute(7)
+        await until(lambda: len(begun.heard) == 2)
+        await asyncio.wait_for(replica.wires.close(), 5)
+        with pytest.raises(Stopping):
+            await begun.over
+        assert replica.model.streams[0].future.cancelled()
+
+    stream(scenario)
+
+
+def test_streams_of_a_replica_that_stops_finish_there_if_it_is_the_only_one(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        (begun,) = await replica.begin([1])
+        closing = asyncio.ensure_future(replica.wires.close())
+        await until(lambda: replica.wire.is_left)
+        new = Begun(replica, [2], SamplingOptions(max_tokens=5))
+        await asyncio.sleep(0.1)
+        assert len(replica.model.streams) == 1  # a new stream waits for another replica
+        replica.model.compute(EOS)
+        await begun.over
+        assert begun.answer().finish_reason == "stop"
+        assert not closing.done()
+        new.stream.future.cancel()
+        await new.over
+        replica.pool._channels["it"]._reading.cancel()  # as an idle channel ends
+        await asyncio.wait_for(closing, 5)
+
+    stream(scenario)
+
+
+def test_tokens_for_a_gateway_that_does_not_read_wait_at_the_replica_and_join(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        (begun,) = await replica.begin([1])
+        replica.model.compute(7)
+        await until(lambda: len(begun.heard) == 2)
+        (connection,) = replica.wires.connections
+        replica.wire._transport.pause_reading()  # type: ignore[union-attr]
+        large = Token(5, -0.5, tuple((each, -1.5 * each) for each in range(100_000)))
+        for _ in range(40):
+            if connection._may_send.is_set():
+                replica.model.compute(large)
+                await asyncio.sleep(0.02)
+        assert not connection._may_send.is_set()
+        for _ in range(5):
+            replica.model.compute(6)
+        await asyncio.sleep(0.05)
+        (channel,) = replica.channels._channels.values()
+        assert channel._unsent.token_ids[-5:] == [6] * 5
+        replica.wire._transport.resume_reading()  # type: ignore[union-attr]
+        await until(lambda: begun.stream.answer[-5:] == [Token(6)] * 5)
+        replica.model.compute(EOS)
+        await begun.over
+
+    stream(scenario)
