@@ -16,10 +16,10 @@ if TYPE_CHECKING:  # `emberforge plan --live` imports this module before it may 
 _DRAIN_S = 4.0
 # The highest busy share of a replica. Above this share, queues grow fast.
 _BUSY = 0.75
-# The largest share of a KV cache that streams hold. Above it streams are preempted.
+# The largest share of a KV cache that streams should hold. Above this share streams are preempted.
 _KV_HELD = 0.85
-# The inter-token time that a replica should keep: 20 tokens/s for each stream. If one stream alone takes more than half of it,
-# the replica should keep twice the time of one stream.
+# The highest inter-token time of a replica: 20 tokens/s for each stream. If a single stream needs more than half of this time,
+# the limit is twice the time of a single stream.
 _INTER_TOKEN_S = 0.05
 
 
@@ -37,12 +37,12 @@ def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
 
 
 def needed(load: float, num_requests: float) -> int:
-    """Replicas for a pool whose replicas have `load` in sum."""
+    """The number of replicas for a pool. `load` is the sum of its replicas' loads."""
     return max(math.ceil(load - 0.01), int(num_requests > 0))
 
 
 def embedding_load(busy: float, backlog_s: float) -> float:
-    """Of a replica that computes for `busy` of its time, and whose queue takes `backlog_s` seconds."""
+    """The load of a replica that computes for the share `busy` of its time, and whose queue takes `backlog_s` seconds."""
     return (busy + backlog_s / _DRAIN_S) / _BUSY
 
 
@@ -52,8 +52,8 @@ def generation_load(kv_held: float, backlog_s: float, num_streams: int, step_s: 
     Args:
         kv_held: the share of the KV cache that streams hold.
         backlog_s: seconds that the prompts in the queue take.
-        step_s: of a decode step with `num_streams` streams.
-        stream_s: by which each further stream makes a step longer.
+        step_s: seconds of a decode step with `num_streams` streams.
+        stream_s: additional seconds of a step for each further stream.
     """
     step_of_one_s = max(0.0, step_s - (num_streams - 1) * stream_s)
     most_s = max(_INTER_TOKEN_S, 2 * step_of_one_s)

@@ -24,7 +24,7 @@ class Lost(EngineStopped):
 
 
 class Stopping(Lost):
-    """The replica stops in order. What it had goes on at another replica."""
+    """The replica stops gracefully. Another replica continues its requests and streams."""
 
 
 class ReplicaDied(Lost):

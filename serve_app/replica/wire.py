@@ -42,7 +42,7 @@ class Wires:
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        # Connections inherit it: one ends if the gateway's machine acknowledges nothing for so long.
+        # Connections inherit this option: a connection ends if the gateway's machine acknowledges nothing for this time.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
         self.answer, self.channels, self.secret = answer, channels, secrets.token_bytes(SECRET_BYTES)
         self.address = (host, self._socket.getsockname()[1], self.secret.hex())
@@ -87,10 +87,10 @@ class _Connection(FrameProtocol):
 
     def __init__(self, wires: Wires) -> None:
         super().__init__()
-        self.tasks = dict[int, asyncio.Task[None]]()  # of the calls without an answer, and channels, by the gateway's numbers
+        self.tasks = dict[int, asyncio.Task[None]]()  # of open calls and channels, by the gateway's numbers
         self._wires = wires
         self._is_known = False
-        self._may_send = asyncio.Event()  # the gateway reads what is sent
+        self._may_send = asyncio.Event()  # set while the gateway reads the sent data
         self._may_send.set()
         self._too_late: asyncio.TimerHandle | None = None
 
@@ -125,7 +125,7 @@ class _Connection(FrameProtocol):
             self.tasks[number].cancel()
 
     def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
-        # A context of its own: the tags of one request must not reach the next one.
+        # In a new context, because the tags of one request must not reach the next one.
         task = self.tasks[number] = asyncio.get_running_loop().create_task(work, context=Context())
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
