@@ -1,7 +1,7 @@
 """Computes the number of replicas that a pool needs, from the loads that its replicas report.
 
-A load of 1 is the work that one replica should have: embeddings for most of its time, or as many streams as its KV cache and its
-inter-token time allow.
+A load of 1 is the right load for one replica: a replica that computes embeddings for most of its time, or a replica with as many
+streams as its KV cache and its inter-token time allow.
 
 Ray Serve's controller calls `replicas_needed` continuously. Serve itself applies the delays and limits that `options` sets.
 """
@@ -16,17 +16,17 @@ if TYPE_CHECKING:  # `emberforge plan --live` imports this module before it may 
 _DRAIN_S = 4.0
 # The highest busy share of a replica. Above this share, queues grow fast.
 _BUSY = 0.75
-# The largest share of the KV cache that streams should hold. Above this share, streams are soon preempted.
+# The largest share of a KV cache that streams should hold. Above this share streams are preempted.
 _KV_HELD = 0.85
-# The inter-token time that a replica should keep: 20 tokens/s for each stream. If one stream alone takes more than half of it,
-# the replica should keep twice the time of one stream.
+# The highest inter-token time of a replica: 20 tokens/s for each stream. If a single stream needs more than half of this time,
+# the limit is twice the time of a single stream.
 _INTER_TOKEN_S = 0.05
 
 
 def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
     """Returns: (replicas, no state).
 
-    A replica reports `load`, and `calls`, the gateways' calls over wires, which Serve does not see.
+    A replica reports its `load`, and `calls`, the gateways' calls over wires, which Serve does not see.
     """
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
@@ -42,18 +42,18 @@ def needed(load: float, num_requests: float) -> int:
 
 
 def embedding_load(busy: float, backlog_s: float) -> float:
-    """The load of a replica that computed for the share `busy` of its time, and whose queued work takes `backlog_s` seconds."""
+    """The load of a replica that computes for the share `busy` of its time, and whose queue takes `backlog_s` seconds."""
     return (busy + backlog_s / _DRAIN_S) / _BUSY
 
 
 def generation_load(kv_held: float, backlog_s: float, num_streams: int, step_s: float, stream_s: float) -> float:
-    """The load of a replica that generates. One stream keeps a device busy all the time, so the busy share does not count.
+    """The load of a generation replica. The busy share is no measure of it, because one stream keeps the replica always busy.
 
     Args:
         kv_held: the share of the KV cache that streams hold.
         backlog_s: seconds that the prompts in the queue take.
         step_s: seconds of a decode step with `num_streams` streams.
-        stream_s: seconds that each further stream adds to a step.
+        stream_s: additional seconds of a step for each further stream.
     """
     step_of_one_s = max(0.0, step_s - (num_streams - 1) * stream_s)
     most_s = max(_INTER_TOKEN_S, 2 * step_of_one_s)

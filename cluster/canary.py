@@ -33,8 +33,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """An update that runs both versions for a limited time. `old` is the config without the new version, `beside` has both
-    versions."""
+    """An update that runs both versions for a limited time. `old` has only the old versions, `beside` has both."""
 
     canaries: Mapping[str, Canary]  # by model
     versions: Mapping[str, str]  # of the new pools, by model

@@ -27,8 +27,8 @@ class ModelEntry(ModelSpec):
     context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
     streams: PositiveInt | None = None
     pipeline: PositiveInt | None = None  # cards of one node that share the layers; None: the smallest number that holds the model
-    # A new version runs beside the old one for some time, and gets this percentage of the requests. None: it replaces the old
-    # one.
+    # A new version runs beside the old one for some time, and gets this percentage of the requests. None: it replaces
+    # the old one.
     canary: int | None = Field(None, ge=1, le=50)
     canary_s: PositiveFloat = 300.0
 

@@ -19,8 +19,7 @@ MARK = "EMBER_NODE_ID"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One of our processes. The creation time, in seconds since the epoch, distinguishes it from a later process with the same
-    pid."""
+    """One of our processes. Its creation time, in seconds since the epoch, distinguishes it from later ones with its pid."""
 
     pid: int
     create_time: float
@@ -127,8 +126,7 @@ def _signal(processes: Iterable[psutil.Process], signal_name: str, seconds: floa
 
 
 def _forget_address(started: Started) -> None:
-    """Removes Ray's file with the address of our cluster. Otherwise the next Ray here would look for it. Keeps other clusters'
-    files."""
+    """Removes Ray's file with the address of our cluster. Otherwise the next Ray here would look for it."""
     if started.noted and content(Path(started.note)) == started.noted:
         Path(started.note).unlink(missing_ok=True)
 

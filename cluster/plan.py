@@ -65,7 +65,7 @@ class Assigned:
     more_cache_bytes: int
     capacity: int
     tokens_per_s: float
-    basis: Basis  # of tokens_per_s
+    basis: Basis  # the source of tokens_per_s
     required: bool
     why: str
 
@@ -190,8 +190,7 @@ class Plan:
         return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
     def _rate(self, entry: ModelEntry, node_class: str) -> Rate:
-        """The rate in the model's entry, else the best known estimate. For a generation model: the decode rate of all `streams`
-        of its entry."""
+        """The rate in the model's entry, else the best estimate. For a generation model: of decode, with all `streams`."""
         if node_class in entry.tokens_per_s:
             return Rate(entry.tokens_per_s[node_class], "given")
         node, config = self.classes[node_class], self.shapes[entry.name]
@@ -326,10 +325,11 @@ class Plan:
         return finds_room(sorted(pools, reverse=True), [len(node.cards) for node in nodes])
 
     def _share(self, name: str, node_class: str, more_bytes: int) -> int:
-        """The share of a card that Ray reserves for a replica, in ten-thousandths, because Ray counts four decimals. It is
-        rounded
-        down: rounded up, replicas that fit exactly would exceed the card. A pipeline takes whole cards, because Ray gives no
-            shares of several cards."""
+        """The share of a card that Ray reserves for a replica, in ten-thousandths, because Ray counts four decimals.
+
+        It is rounded down, because otherwise replicas that fit exactly would exceed the card. A pipeline takes whole cards,
+        because Ray gives no shares of several cards.
+        """
         if (number := self.demands[name].cards_on.get(node_class, 1)) > 1:
             return number * 10_000
         share = (self.demands[name].bytes_on[node_class] + more_bytes) / self.classes[node_class].usable_bytes
@@ -445,8 +445,7 @@ class Plan:
         return dtype == "float32" or (bool(node.cards) and not family_of(self.shapes[entry.name]).overflows_float16)
 
     def left_out(self, name: str) -> tuple[str, ...]:
-        """The node classes that could hold the model but get no replica, because they do not support the dtype that "auto"
-        became."""
+        """The node classes that could hold the model but do not support the dtype that "auto" became."""
         given, bytes_on = self.given[name], self.demands[name].bytes_on
         return tuple(
             each
@@ -763,7 +762,7 @@ def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
         return f"{dtype} does not run on a CPU"
     names = [*classes[:3], *([f"{len(classes) - 3} more"] if classes[3:] else [])]
     there = f"{', '.join(names[:-1])} and {names[-1]} have" if names[1:] else f"{names[0]} has"
-    return f"{dtype} needs a card of compute capability {_written(least)} or later, which {there} not"
+    return f"{dtype} needs a card of compute capability {_written(least)} or later; {there} no such card"
 
 
 def _least_capability(dtype: Dtype) -> tuple[int, int] | None:

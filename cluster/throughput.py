@@ -198,8 +198,7 @@ def _rows_by_body() -> dict[tuple[_Body, torch.dtype], Measured]:
 
 
 def _body(config: ModelConfig) -> _Body:
-    """All values on which the time per token depends. Models with equal bodies differ only in weights, vocabulary, pooling or
-    head."""
+    """All values on which the time per token depends. Equal bodies differ only in weights, vocabulary, pooling or head."""
     widths = (config.hidden_size, config.intermediate_size, config.n_heads, config.n_kv_heads, config.head_dim)
     scores = (config.causal, family_of(config).biases_scores, getattr(config, "window", None))
     return (type(config), config.n_layers, *widths, *scores, body_parameters(config))
@@ -230,8 +229,7 @@ def card_speed(name: str) -> Speed:
 
 
 def capability_of(node: Node) -> tuple[int, int] | None:
-    """The least compute capability of the node's cards: as read from the card, else by the card's name. None for a node without
-    cards."""
+    """The least compute capability of the node's cards: as read from the card, else by its name. None without cards."""
     return min(map(_capability_of_card, set(node.cards)), default=None)
 
 

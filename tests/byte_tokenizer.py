@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, for tests that hold a model of random weights to a grammar."""
+"""A tokenizer of bytes, for tests that constrain a model with random weights to a grammar."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""The measure of closeness that tests in low precision share."""
+"""The measure of closeness for all tests in low precision."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The most memory that a call holds at once, by torch's allocator."""
+"""The peak memory of a call, by torch's allocator."""
 
 from collections.abc import Callable
 

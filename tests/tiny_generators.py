@@ -1,4 +1,4 @@
-"""Tiny models that generate, and prompts for them."""
+"""Tiny generation models, and prompts for them."""
 
 import shutil
 from collections.abc import Callable, Sequence

@@ -11,8 +11,7 @@ Headers = Sequence[tuple[bytes, bytes]]  # raw, with names in lower case, as in 
 
 
 class Reply(NamedTuple):
-    """The content of a response as plain data and numpy arrays. The model and the request's state are for the response's
-    headers."""
+    """The content of a response as plain data and numpy arrays. The model and the state are for its headers."""
 
     content: Any
     model: ServedModel | None

@@ -160,7 +160,7 @@ class PoolConnection:
         return wire
 
     async def _wire_to(self, replica: str) -> Wire | None:
-        """A wire to a replica that reports. None if the replica cannot be reached, or is stopping."""
+        """A wire to a replica that reports. None if the replica cannot be reached, or stops."""
         wire = self._wires.get(replica)
         if wire is not None and wire.is_left:
             return None
@@ -202,7 +202,7 @@ class PoolConnection:
         self.load.routed(replica, ticket)
         if replica not in self._channels:
             wire = await self._wire_to(replica)
-            if replica not in self._channels:  # nor did another stream open one meanwhile
+            if replica not in self._channels:  # unless another stream has opened a channel in the meantime
                 self._channels[replica] = self._open_channel(self._handle, replica, wire)
         try:
             await self._channels[replica].compute(stream, partial(self._begun, ticket))
@@ -210,7 +210,7 @@ class PoolConnection:
                 self.load.answered(ticket, page_hashes(stream.ids) if ticket.pages else (), len(stream.answer))
         except LOST as error:
             self._lost_at[replica] = monotonic()
-            if isinstance(error.__cause__, Lost):  # a wire tells what became of the replica
+            if isinstance(error.__cause__, Lost):  # the error of a wire says whether the replica stops or died
                 raise error.__cause__ from None
             if has_died(error) or has_died(error.__cause__):
                 raise ReplicaDied(replica, error.__cause__ or error) from None
@@ -240,14 +240,14 @@ class PoolConnection:
             await asyncio.sleep(_REPLICA_EVERY_S)
 
     def _is_back(self, replica: str) -> bool:
-        """Whether the replica does not stop, and has lost no stream or has reported long after the loss."""
+        """Whether the replica is usable: it does not stop, and has lost no stream or has reported long after the loss."""
         if (wire := self._wires.get(replica)) is not None and wire.is_left:
             return False
         lost_at = self._lost_at.get(replica)
         return lost_at is None or self.load.replicas[replica].heard_at > lost_at + _BACK_AFTER_S
 
     def _open_channel(self, handle: DeploymentHandle[Any], replica: str, wire: Wire | None) -> Channel:
-        """A channel to one replica. Without a wire its calls go through Serve. They carry tickets that name the replica."""
+        """A channel to one replica. Without a wire its calls go through Serve, with tickets that name the replica."""
 
         def change(*args: Any) -> Any:
             return remote(handle.change_streams, *args, ticket=next_ticket(0, 0, batch=False, replica=replica))

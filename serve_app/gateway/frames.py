@@ -24,7 +24,7 @@ class Kind(IntEnum):
     LEAVING = 4  # replica to gateway: this replica stops gracefully and takes no further call
     READ = 5  # gateway to replica: send the messages of this channel
     CHANGE = 6  # gateway to replica: the streams to begin and to cancel in a channel; it has no answer
-    STEPS = 7  # replica to gateway: a message of a channel. If the channel ends, an ANSWER with an error follows.
+    STEPS = 7  # replica to gateway: a message of a channel. An ANSWER with an error ends the channel.
 
 
 class FrameProtocol(asyncio.Protocol):

@@ -293,7 +293,7 @@ class PooledGenerator(PooledModel):
         """Computes a stream on one replica. If the replica is lost, a second one continues after the tokens that came.
 
         There is no third replica, because the stream itself may have killed the first two. A replica that stops gracefully does
-        not count. An update stops all replicas, one after another.
+                not count, because an update stops all replicas, one after another.
         """
         request_tags.set(stream.tags)  # this task does not inherit the request's context
         start = monotonic()

@@ -24,7 +24,7 @@ class Lost(EngineStopped):
 
 
 class Stopping(Lost):
-    """The replica stops gracefully. Its requests and streams continue at another replica."""
+    """The replica stops gracefully. Another replica continues its requests and streams."""
 
 
 class ReplicaDied(Lost):

@@ -34,9 +34,9 @@ class Wire(FrameProtocol):
         self.address = address
         self._replica = replica
         self._open: dict[int, asyncio.Future[Any]] = {}  # the calls without an answer
-        self._read: dict[int, WireSteps] = {}  # the channels
+        self._read: dict[int, WireSteps] = {}  # the messages of channels, by number
         self._numbers = count()
-        self.is_left = False  # the replica stops gracefully
+        self.is_left = False  # whether the replica stops gracefully
         self._connecting: asyncio.Task[None] | None = None
 
     @property
@@ -90,7 +90,7 @@ class Wire(FrameProtocol):
             del answer  # an error refers to this frame, and the future to the error
 
     def steps(self, channel_id: str, may_move: Callable[[], bool]) -> "WireSteps":
-        """The messages of a channel, as `Channel` reads them.
+        """The messages of a channel, in the form that `Channel` reads.
 
         Args:
             may_move: whether another replica can continue the streams when this one stops gracefully.
@@ -107,7 +107,7 @@ class Wire(FrameProtocol):
             self.send(number, Kind.CANCEL)
 
     async def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
-        """Begins and cancels streams of a channel. If the replica refuses a stream, a message of the channel says so."""
+        """Begins and cancels streams of a channel. The channel's messages have the results."""
         self.send(0, Kind.CHANGE, pickle.dumps((channel_id, begun, left), protocol=5))
 
     def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
@@ -155,7 +155,7 @@ class Wire(FrameProtocol):
 
 
 class WireSteps:
-    """The messages of a channel over a wire. It has the methods of a streaming response of Serve's that `Channel` uses."""
+    """The messages of a channel over a wire. It has those methods of Serve's streaming response that `Channel` uses."""
 
     def __init__(self, on_cancel: Callable[[], None], may_move: Callable[[], bool]) -> None:
         self.arrived = asyncio.Queue[Steps | Exception]()
@@ -170,5 +170,5 @@ class WireSteps:
         return message
 
     def cancel(self) -> None:
-        """Ends the channel at the replica, too."""
+        """Ends the channel, also at the replica."""
         self._on_cancel()

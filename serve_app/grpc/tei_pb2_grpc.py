@@ -98,7 +98,7 @@ class Info:
 
 
 class EmbedStub:
-    """The streams answer message by message, in order; the first that fails ends them.
+    """Streams answer each message, in order. The first message that fails ends the stream.
     """
 
     def __init__(self, channel):
@@ -140,7 +140,7 @@ class EmbedStub:
 
 
 class EmbedServicer:
-    """The streams answer message by message, in order; the first that fails ends them.
+    """Streams answer each message, in order. The first message that fails ends the stream.
     """
 
     def Embed(self, request, context):
@@ -221,7 +221,7 @@ def add_EmbedServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Embed:
-    """The streams answer message by message, in order; the first that fails ends them.
+    """Streams answer each message, in order. The first message that fails ends the stream.
     """
 
     @staticmethod

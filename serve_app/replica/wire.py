@@ -37,12 +37,12 @@ class Wires:
         """Starts to listen, at a port that the kernel chooses.
 
         Args:
-            answer: computes the parcels of a call.
-            channels: the channels of a replica that generates.
+            answer: computes a call's parcels.
+            channels: the channels of a generation replica.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        # Connections inherit the option. A connection ends if the gateway's machine acknowledges nothing for this time.
+        # Connections inherit this option: a connection ends if the gateway's machine acknowledges nothing for this time.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
         self.answer, self.channels, self.secret = answer, channels, secrets.token_bytes(SECRET_BYTES)
         self.address = (host, self._socket.getsockname()[1], self.secret.hex())
@@ -57,7 +57,7 @@ class Wires:
 
     @property
     def num_open(self) -> int:
-        """The number of calls without an answer, and of channels."""
+        """The number of calls without an answer, plus the number of channels."""
         return sum(len(each.tasks) for each in self.connections)
 
     def note_call(self) -> None:
@@ -87,10 +87,10 @@ class _Connection(FrameProtocol):
 
     def __init__(self, wires: Wires) -> None:
         super().__init__()
-        self.tasks = dict[int, asyncio.Task[None]]()  # of the calls without an answer, and channels, by the gateway's numbers
+        self.tasks = dict[int, asyncio.Task[None]]()  # of open calls and channels, by the gateway's numbers
         self._wires = wires
         self._is_known = False
-        self._may_send = asyncio.Event()  # the gateway reads what is sent
+        self._may_send = asyncio.Event()  # set while the gateway reads the sent data
         self._may_send.set()
         self._too_late: asyncio.TimerHandle | None = None
 

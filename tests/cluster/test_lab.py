@@ -1,4 +1,4 @@
-"""Three unlike nodes, each in a network namespace of its own: placed as planned, and nothing accepted is lost when they go."""
+"""Three different nodes, each in its own network namespace: models run as planned, and a lost node loses no request."""
 
 import json
 from collections.abc import Iterator

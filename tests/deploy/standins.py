@@ -1,4 +1,4 @@
-"""What stands in for a site in these tests: ingress nodes and clients."""
+"""Fake ingress nodes and clients for these tests."""
 
 import socket
 import subprocess

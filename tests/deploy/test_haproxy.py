@@ -1,4 +1,4 @@
-"""haproxy.cfg under the HAProxy that comes with Ray Serve: a node dies, is ill, is drained, and no client notices."""
+"""haproxy.cfg in the HAProxy of Ray Serve: a node dies, is unhealthy or is drained, and no client notices."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""The Dockerfile, where no Docker is: what it copies is there, is enough, and its health check tells well from ill."""
+"""The Dockerfile, checked without Docker: the files that it copies exist and are enough, and its health check works."""
 
 import json
 import re

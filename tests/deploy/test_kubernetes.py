@@ -1,4 +1,4 @@
-"""The manifests, as far as they can be judged without a cluster: schemas, what refers to what, and what must not drift."""
+"""The manifests, checked without a cluster: schemas, references, and values that must equal those of the code."""
 
 import json
 import os

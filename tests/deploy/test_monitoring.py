@@ -1,4 +1,4 @@
-"""What we ship for Prometheus and Grafana, and the table of series in docs/metrics.md."""
+"""Our files for Prometheus and Grafana, and the table of series in docs/metrics.md."""
 
 import re
 import runpy

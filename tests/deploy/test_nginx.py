@@ -1,4 +1,4 @@
-"""nginx.conf under a real nginx, where there is one."""
+"""nginx.conf in a real nginx, if one is installed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""Server classes with an engine that is slow or broken on purpose, for what a fast one would hide."""
+"""Server classes with an engine that is deliberately slow or broken, to test behaviour that a fast engine hides."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Every route over real HTTP: what it answers, in whose form, and that vectors are the engine's."""
+"""Every route over real HTTP: its answer, its form, and that vectors are the engine's."""
 
 import base64
 import re

@@ -1,4 +1,4 @@
-"""What happens when clients leave, when there are too many, when time is up, and when the engine fails."""
+"""The server when clients leave, when there are too many requests, at timeouts, and when the engine fails."""
 
 import socket
 import threading

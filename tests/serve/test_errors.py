@@ -1,4 +1,4 @@
-"""Bad input: the status, type and text of research's contract, in the route's own form; the server lives on."""
+"""Wrong input: the status, type and text of TEI's contract, in the route's own form; the server keeps running."""
 
 import httpx
 import pytest

@@ -1,4 +1,4 @@
-"""The gateway over pools, on real Serve: one address for all models, and a replica's end that no client notices."""
+"""The gateway with pools, on real Serve: one address for all models, and the death of a replica that no client notices."""
 
 import json
 import threading

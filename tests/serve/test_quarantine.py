@@ -1,4 +1,4 @@
-"""A request that kills each replica that gets it ends two of them. Others are answered."""
+"""A request that kills its replicas can kill only two of them. Other requests are answered."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

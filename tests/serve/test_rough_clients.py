@@ -1,4 +1,4 @@
-"""A short form of the fuzzer and of the soak (`loadtests/`): no answer is wrong, and nothing is left over."""
+"""A short form of the fuzzer and of the soak (`loadtests/`): no answer is wrong, and no memory or process is left."""
 
 import asyncio
 from collections.abc import Iterator

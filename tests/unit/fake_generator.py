@@ -1,4 +1,4 @@
-"""A model that generates what a test has written down: a byte a token, from a thread, as an engine does."""
+"""A fake model that generates the test's text: one byte per token, from a thread like an engine."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Models of each kind that compute nothing: what they give depends on the ids alone."""
+"""Fake models of each kind that compute nothing: their outputs depend only on the ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

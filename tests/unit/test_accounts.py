@@ -1,4 +1,4 @@
-"""What an API key may do: models, tokens per minute, requests in flight, priority. And what it has used."""
+"""Limits of API keys (models, tokens per minute, requests in flight, priority), and their usage."""
 
 import asyncio
 import json

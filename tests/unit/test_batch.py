@@ -1,4 +1,4 @@
-"""Packing: sequences end to end, and shapes with room in which one CUDA graph serves many batches."""
+"""Packing of sequences end to end, and padded shapes with which one CUDA graph serves many batches."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bodies that are made to be slow or large, and answers that are sent in parts."""
+"""Request bodies that are slow or large, and answers that are sent in parts."""
 
 import asyncio
 import json

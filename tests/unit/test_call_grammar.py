@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what they accept, token by token, and that the parser reads it."""
+"""Grammars of tool calls: the tokens that they accept, and that the parser reads every accepted call."""
 
 import json
 from functools import partial

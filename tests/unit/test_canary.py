@@ -1,4 +1,4 @@
-"""Two versions of a model: the names of their pools, the room that they need, and which of them a request gets at a gateway."""
+"""Two versions of a model: the names of their pools, the memory that they need, and the version that a request gets."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The command: how long it takes to begin, and what it says where others would print a traceback."""
+"""The command: its start time, and its one-line errors instead of tracebacks."""
 
 import errno
 import json

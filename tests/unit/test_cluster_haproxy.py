@@ -1,4 +1,4 @@
-"""What we add to the configuration that Ray writes for its HAProxy."""
+"""The lines that we add to Ray's configuration of HAProxy."""
 
 import functools
 import json

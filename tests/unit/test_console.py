@@ -1,4 +1,4 @@
-"""The console: who gets what, what a look costs, and the page in a browser at 0, 1 and 60 nodes.
+"""The console: access by key, the cost of a view, and the page in a browser with 0, 1 and 60 nodes.
 
 The browser is Debian's chromium, driven by Playwright. Without them the tests of the page are skipped.
 """

@@ -1,4 +1,4 @@
-"""`emberforge embed`: files in, files out, and a job that goes on where it was ended."""
+"""`emberforge embed`: input files, output files, and a job that resumes after an interruption."""
 
 import errno
 import gzip

@@ -1,4 +1,4 @@
-"""Layers are cut over devices by memory and time: compared with a search through all cuts."""
+"""The division of layers among devices by memory and time, compared with a search through all divisions."""
 
 from itertools import combinations, pairwise
 

@@ -1,4 +1,4 @@
-"""Events of the engine's threads on their way to an event loop."""
+"""Events that the engine's threads pass to an event loop."""
 
 import asyncio
 import threading

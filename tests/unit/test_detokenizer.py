@@ -1,4 +1,4 @@
-"""Text that grows token by token: the same text as decoding all ids at once, final as it comes, cut at the first stop string."""
+"""Incremental detokenisation: it gives the text of all ids, never changes given text, and ends at the first stop string."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate

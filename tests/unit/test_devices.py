@@ -1,4 +1,4 @@
-"""What a device can do, by what the system reports of it."""
+"""The capabilities of a device, by the reports of the system."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `emberforge doctor` finds: dead processes of a node, a full disk, full shared memory, and who holds a port."""
+"""`emberforge doctor` finds dead processes of a node, a full disk, full shared memory, and the process that uses a port."""
 
 import os
 import shutil

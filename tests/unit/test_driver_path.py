@@ -1,4 +1,4 @@
-"""A folder in the working directory is not what Ray's workers import."""
+"""Ray's workers do not import a folder in the working directory."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""`Engine.embed`: the library's way, with no loop and no server around it."""
+"""`Engine.embed`, the call of the library, without an engine loop and without a server."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a product of a handful of rows is cut, which needs no GPU to be asked."""
+"""The division of a product of few rows among blocks. The computation of it needs no GPU."""
 
 import pytest
 import torch

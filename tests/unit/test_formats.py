@@ -1,4 +1,4 @@
-"""What the routes answer beyond TEI's and OpenAI's own: quantised vectors, Cohere's form, prompts and Vertex's wrapper.
+"""Answers beyond those of TEI and OpenAI: quantised vectors, Cohere's form, prompts and Vertex's wrapper.
 
 The API over a fake model that maps the sum of a text's ids to a vector, so that a prompt changes the answer and nothing is slow.
 """

@@ -1,4 +1,4 @@
-"""How many gateways `emberforge serve` starts beside the engines of one machine."""
+"""The number of gateways that `emberforge serve` starts on one machine."""
 
 from dataclasses import replace
 

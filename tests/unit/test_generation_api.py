@@ -1,4 +1,4 @@
-"""Chat completions and completions over a model that generates what the test has written down."""
+"""Chat completions and completions, with a fake model that generates the test's text."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Models that generate in the plan of a cluster: their caches fit and hold their streams, and their rates are near the truth."""
+"""Generation models in the plan of a cluster: their caches fit and hold their streams, and their rates are realistic."""
 
 import json
 from collections import Counter

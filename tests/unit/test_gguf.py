@@ -1,4 +1,4 @@
-"""GGUF files: the values of the checkpoint they were made of, the folder made for them, and what is refused."""
+"""GGUF files: their values equal the checkpoint's, the folder made for them, and files that are refused."""
 
 import json
 import os

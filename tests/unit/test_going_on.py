@@ -1,4 +1,4 @@
-"""A stream that goes on after the tokens that another engine has computed gives the answer that one engine would have given."""
+"""A stream that another engine continues gives the same answer as on one engine."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Grammars: random logits give answers of the form, and what cannot be held to a form is refused."""
+"""Grammars: with random logits, answers have the required form; unsupported forms are refused."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Health follows what the engine computes: it hangs, fails, dies and comes back."""
+"""The health check of an engine that hangs, fails, dies and recovers."""
 
 import asyncio
 import threading

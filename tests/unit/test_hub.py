@@ -1,4 +1,4 @@
-"""Which revision of a model is asked for, and what is said where there is none."""
+"""The revision of a model that is requested from the Hub, and the error if it does not exist."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which package may import which, and that no modules import each other in a circle."""
+"""The allowed imports between packages, and that no modules import each other in a circle."""
 
 import subprocess
 import sys

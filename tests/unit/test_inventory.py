@@ -1,4 +1,4 @@
-"""What machines say, and the nodes they make: no GPU is needed to have had one."""
+"""Nodes from the reports of machines. The reports of GPUs are fakes, so no GPU is needed."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""API keys: what a file must look like, who is let in, and a file that changes while the server runs."""
+"""API keys: the form of the file, valid and invalid keys, and a file that changes while the server runs."""
 
 import json
 import logging

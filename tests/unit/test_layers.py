@@ -1,4 +1,4 @@
-"""Layers against their specification: the fused CPU paths equal plain torch, whatever the lengths and strides."""
+"""Layers against their specification: the fused CPU paths equal plain torch for all lengths and strides."""
 
 import math
 import os

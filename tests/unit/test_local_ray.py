@@ -1,4 +1,4 @@
-"""What keeps two Rays of one machine apart, and the end of one."""
+"""Two Rays on one machine do not disturb each other, and the stop of one leaves no process."""
 
 import socket
 import subprocess

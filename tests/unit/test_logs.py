@@ -1,4 +1,4 @@
-"""Log lines: where they go, what they hold, and that none is lost with its process."""
+"""Log lines: their destination, their fields, and that no line is lost when its process dies."""
 
 import asyncio
 import json

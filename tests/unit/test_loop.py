@@ -1,4 +1,4 @@
-"""The engine loop: every caller hears the end, whatever happens to the others or to the engine."""
+"""The engine loop: every caller gets a result or an error, also if other requests or the engine fail."""
 
 import asyncio
 import sys

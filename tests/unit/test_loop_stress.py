@@ -1,4 +1,4 @@
-"""Any traffic, any failure, any moment to stop: whoever waits hears the end, and a result has the rows of its own sequences."""
+"""Random traffic, failures and stops: every caller gets a result or an error, and a result has the rows of its own sequences."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Engines of random weights, and what is measured of them: here on the CPU, with tiny shapes."""
+"""Engines with random weights and the measurement of their rates, on the CPU with tiny shapes."""
 
 from dataclasses import replace
 

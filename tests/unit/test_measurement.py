@@ -1,4 +1,4 @@
-"""`emberforge doctor --measure`: what it finds, when that still holds, what a plan makes of it, and the block for an issue."""
+"""`emberforge doctor --measure`: its results, when they are valid, their use in a plan, and the report for an issue."""
 
 import json
 import re

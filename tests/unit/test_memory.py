@@ -1,4 +1,4 @@
-"""What `engine/model/footprint.py` says a model takes: against published counts, checkpoints and a card's own report."""
+"""The memory of a model by `engine/model/footprint.py`, against published counts, checkpoints and a card's own report."""
 
 import json
 import math

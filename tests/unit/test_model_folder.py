@@ -1,4 +1,4 @@
-"""A model folder that cannot be served as meant is refused by name: config, pooling, weights, tokenizer."""
+"""Unsupported model folders are refused, and the error names the config, pooling, weights or tokenizer."""
 
 import json
 import shutil

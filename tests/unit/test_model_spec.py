@@ -1,4 +1,4 @@
-"""One model's spec: told once, read by the command line, the plan, the gateway and the replica."""
+"""One model's spec, which the command line, the plan, the gateway and the replica use."""
 
 import inspect
 from collections.abc import Callable

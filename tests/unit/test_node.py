@@ -1,4 +1,4 @@
-"""Starting and ending a node, with processes in place of Ray's: a start that fails leaves nothing, an end touches nobody else."""
+"""Start and stop of a node with fake processes: a failed start leaves no process, a stop ends no other process."""
 
 import json
 import os

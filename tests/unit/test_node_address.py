@@ -1,4 +1,4 @@
-"""The address that a head gives to its nodes. The machine's interfaces are described, not asked for."""
+"""The address that a head gives to its nodes. The machine's network interfaces are fakes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a node hands to Ray: arguments, environment, and the labels by which models find it. Nothing is started."""
+"""The arguments, the environment and the labels that a node gives to Ray. Nothing is started."""
 
 import os
 import subprocess

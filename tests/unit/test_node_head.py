@@ -1,4 +1,4 @@
-"""The head, asked from afar: addresses, versions, and the sentence for whatever Ray says."""
+"""Queries of the head from another machine: addresses, versions, and our error texts for Ray's output."""
 
 import pytest
 

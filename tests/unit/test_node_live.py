@@ -1,4 +1,4 @@
-"""The nodes of a running cluster: which there are, what they say, late or never, and which of them a plan may count on."""
+"""The nodes of a running cluster: their descriptions, late or missing answers, and the nodes that a plan may use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The metrics of a node, put together from processes that run, hang and end."""
+"""The metrics of a node, merged from processes that run, hang and end."""
 
 import os
 import signal

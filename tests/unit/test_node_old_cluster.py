@@ -1,4 +1,4 @@
-"""Nodes of an older cluster are noticed before a new head would end them."""
+"""A new head finds the nodes of an older cluster before it would end them."""
 
 import socket
 import threading

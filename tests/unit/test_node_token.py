@@ -1,4 +1,4 @@
-"""The token: found where the operator put it, made once by a head, and never shown."""
+"""The cluster's token: where it is found, that a head makes it once, and that it is never shown."""
 
 import stat
 from pathlib import Path

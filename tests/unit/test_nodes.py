@@ -1,4 +1,4 @@
-"""Nodes: the classes they fall into, what is left for models, and inventory files that say what is wrong with them."""
+"""Nodes: their classes, their memory for models, and the errors of inventory files."""
 
 from pathlib import Path
 

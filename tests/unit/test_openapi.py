@@ -1,4 +1,4 @@
-"""The API as its own OpenAPI document describes it: whatever schemathesis makes up, no answer outside of the document.
+"""The API against its own OpenAPI document: no request of schemathesis gets an answer that is not in the document.
 
 Over a model that computes nothing; that each documented status can come, and from what, is `test_contract.py`'s.
 """

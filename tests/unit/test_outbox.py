@@ -1,4 +1,4 @@
-"""Requests that leave for a replica together: each hears its own end, whatever the others' is."""
+"""Requests that are joined into one call to a replica: each gets its own result or error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

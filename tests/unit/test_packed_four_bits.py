@@ -1,4 +1,4 @@
-"""Matrices in 4 bits in the kernels' order: read back by index arithmetic, they are what they were."""
+"""4-bit matrices in the kernels' order: read back by index arithmetic, they have their original values."""
 
 from itertools import product
 

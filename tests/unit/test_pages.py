@@ -1,4 +1,4 @@
-"""The pool of pages against a model of dicts, over arbitrary sequences of calls; then its order of giving up, case by case."""
+"""The pool of pages against a simple implementation with dicts, for random sequences of calls; then its order of eviction."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pairs of texts: the ids and types that `tokenizers` gives them, cut as it cuts them, and nothing a client could sneak in."""
+"""Pairs of texts: the ids, types and truncation of `tokenizers`, and that texts cannot inject special tokens."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What goes to a replica together: computed as one where it asks for the same, and each call has the answer that is its own."""
+"""Parcels of calls to a replica: calls with equal options are computed as one, and each call gets its own answer."""
 
 import asyncio
 import pickle

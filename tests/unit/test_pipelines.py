@@ -1,4 +1,4 @@
-"""Models over several cards of one node in the plan of a cluster: memory by stage, unlike cards, their places, and refusals."""
+"""Pipelines in the plan of a cluster: memory by stage, different cards of one node, their placement, and refusals."""
 
 from collections import Counter
 from dataclasses import replace

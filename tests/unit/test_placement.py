@@ -1,4 +1,4 @@
-"""Placement: what must hold for any cluster, and the cases that people ask about."""
+"""Placement: properties for all clusters, and single cases."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The places for requests in flight: a slow model does not take those of the others."""
+"""The places for requests in flight: a slow model does not use the places of other models."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The plan of a cluster: the Serve config it writes, ways out that work, what it says, and files it refuses."""
+"""The plan of a cluster: its Serve config, its ways out, its report, and the files that it refuses."""
 
 import io
 import json
@@ -278,8 +278,8 @@ def test_ways_out_are_true(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
         ("crowded", ["needs 11.7 GiB", "pc1:0 has only 4.0 GiB of 15.6 GiB left"]),
         ("cores", ["4 cores", "no cores are free"]),
         ("float16", ["float16 does not run on a CPU"]),
-        ("float8", ["float8", "capability 8.9 or later, which a100-sxm4-80gb-80g-amd64 and cpu-16c-64g-amd64 have not"]),
-        ("int8", ["int8 needs a card of compute capability 8.0 or later, which cpu-16c-64g-amd64 has not"]),
+        ("float8", ["float8", "capability 8.9 or later; a100-sxm4-80gb-80g-amd64 and cpu-16c-64g-amd64 have no such card"]),
+        ("int8", ["int8 needs a card of compute capability 8.0 or later; cpu-16c-64g-amd64 has no such card"]),
     ],
 )
 def test_why_it_does_not_fit_is_said_with_figures(case: str, parts: list[str]) -> None:
@@ -473,8 +473,8 @@ BAD_MODELS = [
     ("models: [{name: a/x, model: x}, {name: b/x, model: y}]", ["2 models would have pools called 'x'", "differ"]),
     ("models: [{name: a, model: x}]\ndefault: b", ["default is 'b'", "the models are a"]),
     ("models: [{name: a, model: x}]\nasleep: maybe", ["asleep = 'maybe'", "'wait' or 'refuse'"]),
-    ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
-    ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["model a names node 'pc9'", "there is pc1, spark"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, nodes: [pc9]}]", ["model a names node 'pc9'", "the nodes are pc1, spark"]),
+    ("models: [{name: a, model: qwen3-embedding-4b, not_nodes: [pc9]}]", ["node 'pc9'", "the nodes are pc1, spark"]),
     ("models: [{name: a, model: qwen3-embedding-4b, dtype: fp16}]", ["model a overflows float16", "bfloat16 or float32"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, context: 0}]", ["models.0.context = 0", "greater than 0"]),
     ("models: [{name: a, model: Qwen/Qwen3-4B, streams: 0}]", ["models.0.streams = 0", "greater than 0"]),
@@ -714,7 +714,7 @@ def test_the_command_writes_a_file_that_ray_reads(files: tuple[Path, Path], tmp_
     assert max(map(len, result.stdout.splitlines())) <= 120
     assert "Replicas" in result.stdout
     text = output.read_text()
-    assert text.startswith("# Deploy with: serve deploy FILE\n# Every node")
+    assert text.startswith("# Deploy with: serve deploy FILE\n# Start every node")
     assert "&id" not in text, "an operator reads each spec where it stands"
     assert "`emberforge node start`" in text.splitlines()[1]
     assert yaml.safe_load(text) == serve_config(example)

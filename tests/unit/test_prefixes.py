@@ -1,4 +1,4 @@
-"""What begins alike is found, whatever else the batch holds, and every token lies where its sequence can find it."""
+"""Common prefixes in a batch are found, and every token is at the position that its sequence expects."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Proposed tokens: which ones, and that answers stay what they are without them, on a device that repeats what it has read."""
+"""Speculation: the proposed tokens, and that answers do not change, on a fake device that repeats its input."""
 
 from collections.abc import Sequence
 from dataclasses import replace

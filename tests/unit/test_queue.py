@@ -1,4 +1,4 @@
-"""The queue's promises, over arbitrary arrivals: order, budget, fairness, priority, deadlines, cancelled requests."""
+"""Properties of the queue for random arrivals: order, token budget, fairness, priority, deadlines, cancelled requests."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The measured rate stays near the truth whatever happens to the threads that measure."""
+"""The measured rate stays near the true rate, also if the measuring threads are delayed."""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The specification of our kernels itself, against the same written out one token and one head at a time."""
+"""The specification of our kernels, against an implementation with one token and one head at a time."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The revision of a model's folder: which changes of the files it tells, and how much it reads."""
+"""The revision of a model's folder: the changes of files that change it, and the bytes that it reads."""
 
 import json
 import os

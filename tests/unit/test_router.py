@@ -1,4 +1,4 @@
-"""Routing by predicted finish: arithmetic on plain data, the clock in the test's hand."""
+"""Routing by predicted finish: arithmetic on plain data, with the test's clock."""
 
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""A value that is no JSON schema is found at every depth, with the path to the fault."""
+"""Values that are not JSON schemas are found at every depth, and the error has the path to the wrong part."""
 
 from contextlib import suppress
 from typing import Any

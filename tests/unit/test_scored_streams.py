@@ -1,4 +1,4 @@
-"""Prompts that are scored, through the scheduler, on a device whose scores follow from what the stream's pages hold."""
+"""Scored prompts in the scheduler, on a fake device whose scores depend on the content of the stream's pages."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, tokens of texts, and decisions, over a model that generates what the test has written down."""
+"""Log-probabilities of prompts, tokens of texts, and decisions, with a fake model that generates the test's text."""
 
 import json
 from collections.abc import Callable

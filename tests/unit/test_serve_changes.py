@@ -1,4 +1,4 @@
-"""What a deployment would do: a changed number of replicas replaces none, and whatever replaces some is said before."""
+"""The changes of a deployment: another number of replicas replaces none, and every replacement is listed before."""
 
 import json
 import subprocess

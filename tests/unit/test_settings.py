@@ -1,4 +1,4 @@
-"""Settings: three sources, one order, and an error that names the place, the value and the way out."""
+"""Settings: the order of three sources, and errors that name the source, the value and what to do."""
 
 from pathlib import Path
 

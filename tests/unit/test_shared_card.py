@@ -1,4 +1,4 @@
-"""What a card that several models share has left for the cache of those that generate."""
+"""The KV cache of generation models on a card that several models share."""
 
 from dataclasses import replace
 
@@ -82,6 +82,6 @@ def test_a_card_of_its_own_and_a_size_that_is_given_need_no_choice(monkeypatch: 
 
 
 def test_models_without_room_for_a_page_are_refused_with_the_numbers() -> None:
-    message = r"2 models share a card with 4\.8 GiB for models; they need 6\.\d GiB besides .* serve fewer models"
+    message = r"2 models share a card with 4\.8 GiB for models; they need 6\.\d GiB without .* serve fewer models"
     with pytest.raises(ModelError, match=message):
         shared_cache_tokens(node(5), models(EMBEDDER, GENERATOR), 2)

@@ -1,4 +1,4 @@
-"""The stages of a model on several devices: their bytes are those of the model, and memory and speed decide the cut."""
+"""The stages of a model on several devices: the sum of their bytes is the model's, and memory and speed decide their layers."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The status of a cluster from plain data: two tables that say what is not known, and the same as JSON."""
+"""The status of a cluster from plain data: two tables that mark unknown values, and the same as JSON."""
 
 import http.server
 import json
@@ -72,7 +72,7 @@ def test_free_memory_that_one_card_does_not_tell_is_not_a_sum() -> None:
 def test_a_node_that_is_no_longer_what_it_was_started_as_is_named() -> None:
     changed = replace(NODES[0], labels={"emberforge-class": "h200-140g-arm64"})
     (note, *_) = status_module.notes(replace(STATUS, nodes=(changed,)))
-    assert note.startswith("node big was started as h200-140g-arm64 and is h200-140g-amd64 now")
+    assert note.startswith("node big was started as h200-140g-arm64 but is h200-140g-amd64 now")
 
 
 def test_the_same_as_json() -> None:

@@ -1,4 +1,4 @@
-"""Routing of streams: arithmetic on plain data, the clock in the test's hand."""
+"""Routing of streams: arithmetic on plain data, with the test's clock."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Streams through the scheduler, on a device whose next token follows from what the stream's pages hold."""
+"""Streams in the scheduler, on a fake device whose next token depends on the content of the stream's pages."""
 
 import threading
 import time

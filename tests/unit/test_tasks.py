@@ -1,4 +1,4 @@
-"""Rerankers, classifiers, sparse and hybrid models, and chunks, over a model that computes nothing: the API's part of them."""
+"""Rerankers, classifiers, sparse and hybrid models, and chunks in the API, with a fake model."""
 
 import asyncio
 import itertools

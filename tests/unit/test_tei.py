@@ -1,4 +1,4 @@
-"""TEI's command line and environment: what becomes of each option, and whose word counts."""
+"""TEI's command line and environment: the effect of each option, and the order of sources."""
 
 import os
 import subprocess

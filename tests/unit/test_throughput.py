@@ -1,4 +1,4 @@
-"""Tokens/s before a model has run somewhere: measured on one card, predicted for others from that, estimated for the rest."""
+"""Predicted tokens/s: measured on one card, predicted from that for other cards, estimated for all others."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""Attention's tiles over arbitrary lengths: every token in one tile, none too deep, and few of them."""
+"""Attention's tiles for random lengths: every token is in one tile, no tile is too deep, and there are few tiles."""
 
 from itertools import accumulate, pairwise
 

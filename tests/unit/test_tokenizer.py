@@ -1,4 +1,4 @@
-"""The tokenizer wrapper: the model's own ids, cut on the side asked for, with prompts, never changed by a request."""
+"""The tokenizer wrapper: the model's own ids, truncation on the requested side, prompts, and that requests do not change it."""
 
 import json
 import shutil

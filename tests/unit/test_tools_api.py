@@ -1,4 +1,4 @@
-"""Reasoning and tool calls of chat completions, over a model that generates what the test has written down."""
+"""Reasoning and tool calls of chat completions, with a fake model that generates the test's text."""
 
 import asyncio
 import json

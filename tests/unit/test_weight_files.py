@@ -1,4 +1,4 @@
-"""PyTorch files in place of safetensors: the same vectors, the same accounting, and nothing in them is ever run."""
+"""PyTorch files instead of safetensors: the same vectors, the same checks of tensors, and no code in them runs."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Wires between a gateway and a replica, over real sockets: each call hears its answer, its error or the end of the replica."""
+"""Wires between a gateway and a replica, over real sockets: each call gets its answer, its error or the replica's death."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""The suite in workers: which runs have workers, which worker runs which files, and what the workers tell."""
+"""Test workers: the runs that have workers, the files of each worker, and the workers' reports."""
 
 from pathlib import Path
 from types import SimpleNamespace
