@@ -18,11 +18,6 @@ from engine.kernels.linear import linear, linear_add, linear_swiglu
 
 # Measured on an H100 (loadtests/results/kernels_four_bits.md). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond 64
 # rows, or 96 where W is large, dequantising a matrix once takes less time than reading it for each 32 rows.
-# or 96 where W is large, dequantising a matrix once takes less time than reading it for each 32 rows.
-=======
-# Measured on an H100 (loadtests/results/kernels_four_bits.md). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond 64 rows
-# (96 where W is large) it takes less time to write a matrix out than to read it for each 32 rows.
->>>>>>> w4
 _MOST_ROWS_AT_ONCE = 8
 _LARGE, _MOST_ROWS_OF_LARGE = 1 << 25, 96  # values of W
 
