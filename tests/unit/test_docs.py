@@ -43,3 +43,10 @@ def test_each_key_of_models_yaml_is_explained() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     keys = {*ModelEntry.model_fields, *ModelsFile.model_fields}
     assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
+
+
+def test_each_decision_begins_with_what_and_why() -> None:
+    pages = sorted((DOCS / "decisions").glob("*.md"))
+    top = re.compile(r"# .+\n\n> Decision: .+\n(> .+\n)*>\n> Reason: ")
+    assert pages
+    assert [page.name for page in pages if not top.match(page.read_text(encoding="utf-8"))] == []
