@@ -33,7 +33,7 @@ def test_a_machine_without_a_gpu_is_measured_and_the_node_finds_the_result(
     node = this_node()
     assert (node.measurement, node.measurement_problem) == (found, problem)
     if found is None:  # the machine was busy
-        assert "other processes took" in str(problem)
+        assert "other processes used" in str(problem)
     else:
         whats = [(rate.what, rate.streams) for rate in found.models]
         assert whats == [("embed", 1), ("decode", 1), ("decode", 8), ("prefill", 1)]

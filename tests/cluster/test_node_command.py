@@ -171,7 +171,7 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
     for token, name, sentence in (
         (None, "second", "this node has no token"),
         ("wrong" * 10, "second", f"{head.address} refuses this node's token"),
-        (right, "first", "a node called first already"),
+        (right, "first", "already has a node called first"),
     ):
         if token:
             monkeypatch.setenv("RAY_AUTH_TOKEN", token)

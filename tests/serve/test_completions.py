@@ -211,7 +211,7 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
     replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{pool}"}} 1.0' for name, pool in POOLS.items()}
     assert replicas <= set(http.get("metrics").text.splitlines())
-    with pytest.raises(openai.NotFoundError, match=f"there is {EMBEDDED_MODEL}, {EMBEDDED_GENERATOR}"):
+    with pytest.raises(openai.NotFoundError, match=f"the models are {EMBEDDED_MODEL}, {EMBEDDED_GENERATOR}"):
         chat(sdk, model="nope")
 
 

@@ -46,7 +46,11 @@ def sessions(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 CONFIG = schemathesis.Config.from_dict(
     {
         # Whether a text, an id or a prompt's name is one that can be used depends on the model: no document says that.
-        "checks": {"positive_data_acceptance": {"enabled": False}},
+        "checks": {
+            "positive_data_acceptance": {"enabled": False},
+            # A request may have a deadline of a millisecond, which passes.
+            "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", 504]},
+        },
         "generation": {"allow-extra-parameters": False},  # headers that nobody knows are no mistake
     }
 )
