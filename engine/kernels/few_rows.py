@@ -18,7 +18,7 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 64
-_SMALL = 1 << 23  # values of W, up to which the time that launches and norms take makes up for a slower product
+SMALL = 1 << 23  # values of W, up to which the time that launches and norms take makes up for a slower product
 ALWAYS_ROWS = 32  # up to so many rows no product of cuBLAS is faster
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 _MOST_SUMS, _MOST_SUMS_ALONE = 96 * 32, 64 * 64  # sums in the registers of a block: two share a multiprocessor up to 32 rows
@@ -108,7 +108,7 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    small = isinstance(weight, Tensor) and x.element_size() == 2 and weight.numel() <= _SMALL
+    small = isinstance(weight, Tensor) and x.element_size() == 2 and weight.numel() <= SMALL
     most = MOST_ROWS if small else ALWAYS_ROWS
     if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None

@@ -21,6 +21,7 @@ from engine.kernels.few_rows import (
     IN_8_BITS,
     IN_16_BITS,
     MOST_ROWS,
+    SMALL,
     Box,
     box_of_codes,
     codes_operands,
@@ -160,7 +161,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
         yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            yield from (_few_rows(n, k, rows, norm, followed_by) for rows in (32, MOST_ROWS))
+            yield from (_few_rows(n, k, rows, norm, followed_by) for rows in ((32, MOST_ROWS) if n * k <= SMALL else (32,)))
             yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
             for codes in ((128, False), (32, True)):
                 yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
