@@ -18,7 +18,7 @@ chat: $(VENV)/.installed-chat ## chat in the terminal with an embedded model tha
 	@exec $(BIN)/emberforge chat $(ARGS)
 
 # The whole suite has three workers, named files have none (tests/scheduling.py).
-test: $(VENV)/.installed-test ## every test, at most twelve minutes on two cores; ARGS=tests/serve/test_api.py for one file
+test: $(VENV)/.installed-test ## every test, about twelve minutes on two cores; ARGS=tests/serve/test_api.py for one file
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Published clients against the real server. They live in an environment of their own: some want an older openai than ours.

@@ -260,7 +260,8 @@ class PoolConnection:
             del self._channels[replica]
 
         def has_other() -> bool:
-            return any(each != replica and self._is_back(each) for each in self.load.replicas)
+            others = set(self.load.replicas) - {replica}
+            return any(self.load.is_heard(each) and self._is_back(each) for each in others)
 
         is_heard = partial(self.load.is_heard, replica)
         if wire is not None:

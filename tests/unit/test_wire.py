@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
+from math import inf
 from time import monotonic
 from typing import Any
 from uuid import uuid4
@@ -394,6 +395,22 @@ def test_streams_of_a_replica_that_stops_move_if_there_is_another(stream: RunStr
         with pytest.raises(Stopping):
             await begun.over
         assert replica.model.streams[0].future.cancelled()
+
+    stream(scenario)
+
+
+def test_streams_of_a_replica_that_stops_do_not_move_to_a_silent_one(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        (begun,) = await replica.begin([1])
+        replica.reports("it", "silent")
+        replica.pool.load.replicas["silent"].heard_at = -inf
+        closing = asyncio.ensure_future(replica.wires.close())
+        await until(lambda: replica.wire.is_left)
+        replica.model.compute(EOS)
+        await begun.over
+        assert begun.answer().finish_reason == "stop"
+        replica.pool._channels["it"]._reading.cancel()  # as an idle channel ends
+        await asyncio.wait_for(closing, 5)
 
     stream(scenario)
 
