@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from time import perf_counter, sleep
@@ -29,6 +30,8 @@ from loadtests.traces import percentile, short_texts
 ATTACKER = "127.0.0.9"
 RATE, QUIET_S = 20.0, 20.0
 HEALTH_EVERY_S = 0.1
+# The requests of an attack arrive at once. The server has answered or refused all of them after this time.
+ARRIVAL_S = 2.0
 # The attack is over when all of its connections are closed, or after this time.
 MOST_S = 40.0
 
@@ -73,6 +76,27 @@ def attack(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
     for client in clients if not num_open else ():
         ends[_peeked(client) or "closed without an answer"] += 1
     pipe.send((seconds, {status: count for status, count in ends.items() if count}))
+
+
+def read_all(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
+    """The same connections from a client that reads each answer at once. Sends the same as `attack`."""
+    asyncio.run(_read_all(port, num_sockets, sent, pipe))
+
+
+async def _read_all(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
+    opened = perf_counter()
+
+    async def status() -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ATTACKER, 0))
+        writer.write(sent.replace(b"host: h", b"host: h\r\nconnection: close", 1))
+        head = await reader.read(12)
+        while await reader.read(1 << 18):
+            pass
+        writer.close()
+        return head[9:].decode()
+
+    ends = Counter(await asyncio.gather(*(status() for _ in range(num_sockets))))
+    pipe.send((perf_counter() - opened, dict(ends)))
 
 
 def _num_open(port: int) -> int:
@@ -128,8 +152,19 @@ async def others(port: int, until: Callable[[], bool]) -> dict[str, Any]:
     requests = iter(bodies(short_texts(int(RATE * (MOST_S + QUIET_S) * 2), seed=1)))
     await asyncio.gather(repeat(1 / RATE, latencies, lambda: embed(next(requests))), repeat(HEALTH_EVERY_S, healths, health))
     p50, p99 = (1e3 * percentile(latencies, q) for q in (50, 99))
-    row = {"texts": len(latencies), "p50 ms": p50, "p99 ms": p99, "/health slowest ms": 1e3 * max(healths)}
+    later = 1e3 * percentile(latencies[int(ARRIVAL_S * RATE) :], 99)
+    row = {"texts": len(latencies), "p50 ms": p50, "p99 ms": p99, f"p99 ms after {ARRIVAL_S:g} s": later}
+    row |= {"/health slowest ms": 1e3 * max(healths)}
     return row | {"failed": ", ".join(f"{count} {what}" for what, count in failed.items()) or "none"}
+
+
+def phases(sent: bytes) -> dict[str, Callable[[int, int, bytes, Pipe], None] | None]:
+    """What the attacker does in each phase. A whole request is also sent by a client that reads its answer, for comparison."""
+    return {"quiet": None} | ({"answers are read": read_all} if sent.endswith(_LARGE) else {}) | {"attacked": attack}
+
+
+def _is_over(answer: Pipe, end: float) -> bool:
+    return answer.poll() and perf_counter() > end
 
 
 def main() -> None:
@@ -137,16 +172,17 @@ def main() -> None:
     port = free_port()
     with running("serve", port, BENCH_MODEL=EMBEDDED_MODEL):
         for name, num_sockets, sent in ATTACKS:
-            for phase in ("quiet", "attacked"):
+            for phase, client in phases(sent).items():
                 ours, theirs = multiprocessing.Pipe()
-                if phase == "quiet":
-                    end = perf_counter() + QUIET_S
-                    row = asyncio.run(others(port, lambda end=end: perf_counter() > end))
-                    closed: dict[str, Any] = {}
+                end = perf_counter() + (QUIET_S if client is not attack else 0.0)
+                if client is None:
+                    theirs.send(None)
                 else:
-                    process = multiprocessing.Process(target=attack, args=(port, num_sockets, sent, theirs))
+                    process = multiprocessing.Process(target=client, args=(port, num_sockets, sent, theirs))
                     process.start()
-                    row = asyncio.run(others(port, ours.poll))
+                row = asyncio.run(others(port, partial(_is_over, ours, end)))
+                closed: dict[str, Any] = {}
+                if client is not None:
                     slowest, ends = ours.recv()
                     process.join()
                     said = ", ".join(f"{count} {status}" for status, count in ends.items())
