@@ -31,6 +31,10 @@ class Hook(NamedTuple):
 _CONSTANTS = "ray.serve._private.constants"
 HOOKS = (
     Hook("ray.serve.handle", "DeploymentHandle._init", "serve_app/gateway/connection.py"),
+    Hook("ray.serve._private.long_poll", "LongPollClient._process_update", "cluster/updates.py", takes="updates"),
+    Hook("ray.serve._private.long_poll", "LongPollClient._poll_next", "cluster/updates.py"),
+    Hook("ray.serve._private.long_poll", "LongPollClient._schedule_to_event_loop", "cluster/updates.py", takes="callback"),
+    Hook("ray.serve._private.controller", "", "cluster/updates.py", text="def check_alive(self)"),
     Hook("ray.serve", "delete", "cluster/local_ray.py", takes="_blocking"),
     Hook("ray._private.state", "available_resources_per_node", "cluster/node_live.py"),
     Hook("ray._private.state", "GlobalState._initialize_global_state", "cluster/node_head.py"),

@@ -23,6 +23,8 @@ _MOST_SHUNNED_S = 30.0
 # some pools later than others. Then four seconds alone are no proof.
 SILENT_S = 4.0
 SILENT_REPORTS = 3
+# Replicas report every second. A process that hears no replica for this time may have lost its connection to the controller.
+DEAF_S = 5.0
 # Assumed seconds to start a replica.
 COLD_START_S = 20.0
 # A request is split if one replica would need at least _SPLIT_FROM_S, and the last part ends within this share of that time.
@@ -300,6 +302,11 @@ _HEARD = Heard()
 def load_of(pool: str, tokens_per_s: float, kind: type[PoolLoad] = PoolLoad) -> PoolLoad:
     """This process's view of a pool. The first call makes an object of class `kind`."""
     return LOADS.setdefault(pool, kind(pool, tokens_per_s, _HEARD))
+
+
+def is_deaf(now: float) -> bool:
+    """Whether this process knows replicas, and none of them has reported for `DEAF_S`."""
+    return now > _HEARD.at + DEAF_S and any(load.replicas for load in LOADS.values())
 
 
 def choose(pools: Iterable[PoolLoad], ticket: Ticket, now: float) -> PoolLoad | None:

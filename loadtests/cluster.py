@@ -1,17 +1,14 @@
-"""A cluster of unlike cards on one machine, for real: routing at load, faults under it, replicas that follow it.
+"""A cluster of unlike cards on one machine: routing at load, and replicas that follow the load.
 
-python -m loadtests.cluster [routing] [faults] [scaling]
+python -m loadtests.cluster [routing] [scaling]
 
-Every node is a network namespace with a Ray node of its own; engines sleep as long as their card would compute. Deployed
-as a user would: planned, `serve deploy`ed, called over HTTP through Serve's HAProxy; under faults with the load balancer of
-cluster/deploy in front of two ingress nodes.
+Each node is a network namespace with a Ray node of its own. Engines sleep as long as their card would compute. The models are
+planned, deployed with `serve deploy` and called over HTTP through Serve's HAProxy. `loadtests.cluster_faults` has the faults.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import yaml
@@ -22,7 +19,7 @@ from cluster.nodes import GIB, Card, Node
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
 from loadtests.balancer import haproxy, haproxy_config
-from loadtests.cluster_load import DEADLINE_S, Load, Result, Site, failures, summary
+from loadtests.cluster_load import DEADLINE_S, Load, Site, failures, summary
 from loadtests.lab import Lab, lab, possible, wait_for
 from loadtests.report import write
 
@@ -135,83 +132,6 @@ def routing(folder: Path, seconds: float = 40.0) -> list[dict[str, Any]]:
     return rows
 
 
-INGRESS = ("pc1", "gb10")  # the balancer's two nodes; each also has a gateway, at first
-
-
-@contextmanager
-def site_with_balancer(folder: Path) -> Iterator[Site]:
-    """All nodes at work, two gateways on the ingress nodes or, once one is gone, on the other RTX 5080."""
-    with lab() as laboratory:
-        build(laboratory)
-        site = balanced(laboratory, folder, INGRESS)
-        deploy(site, config(NODES, ingress=(*INGRESS, "pc2"), gateways=2), folder, len(NODES))
-        yield site
-
-
-def faults(folder: Path) -> list[dict[str, Any]]:
-    """Each under 30 % load, 10 s after its start."""
-
-    def kill_process(what: str, names: Sequence[str]) -> Callable[[Site], None]:
-        def kill(site: Site) -> None:
-            everyone = [each for name in names for each in site.laboratory.members[name].processes()]
-            next(each for each in everyone if what in " ".join(each.cmdline())).kill()
-
-        return kill
-
-    def lose_and_replace(site: Site) -> None:
-        site.laboratory.members["pc1"].kill()
-        sleep(10)
-        add(site.laboratory, NODES[1], "pc3")
-
-    scenarios: list[tuple[str, Callable[[Site], None], float]] = [
-        ("a replica is killed", kill_process("ServeReplica:lite", ["pc2"]), 25),
-        ("a gateway is killed", kill_process("ServeReplica:gateway", [*INGRESS, "pc2"]), 25),
-        ("the gateways are redeployed", lambda site: redeploy(site, folder), 30),
-        ("an ingress node is killed; 10 s later another joins", lose_and_replace, 50),
-        ("an ingress node is unplugged (packets vanish)", lambda site: site.laboratory.members["gb10"].unplug(), 40),
-        ("the head is killed", lambda site: site.laboratory.members["head"].kill(), 40),
-    ]
-    rows = []
-    for name, fault, seconds in scenarios:
-        with site_with_balancer(folder) as site:
-            site.load((0.3 * capacity(), 10)).results()
-            load = site.load((0.3 * capacity(), 10 + seconds))
-            load.at(11)  # its first request is due after a second
-            fault(site)
-            results = load.results()
-            rows.append({"fault": name} | recovery(results, load.replicas, 11))
-            print(rows[-1], failures(results), [each for each in load.replicas if each[0] > 9], flush=True)
-    return rows
-
-
-def recovery(results: Sequence[Result], replicas: Sequence[tuple[float, int]], fault_at: float) -> dict[str, Any]:
-    """How long a fault was felt, and what came of it."""
-    before, after = summary(results, (0, fault_at)), summary(results, (fault_at, 1e9))
-    felt = [
-        due + latency
-        for due, latency, status in results
-        if due + latency > fault_at and (status != "200" or latency > DEADLINE_S)
-    ]
-    full = max(number for seconds, number in replicas if seconds < fault_at)
-    fewer = [seconds for seconds, number in replicas if seconds > fault_at and number < full]
-    back = next((seconds for seconds, number in replicas if fewer and seconds > fewer[-1]), None)
-    return {
-        "requests": after["requests"],
-        "failed": after["failed"],
-        "p99 ms before": before["p99 ms"],
-        "p99 ms after": after["p99 ms"],
-        "slowest ms": after["slowest ms"],
-        "last late answer after s": f"{max(felt) - fault_at:.0f}" if felt else "none",
-        "all replicas again after s": "none missed" if not fewer else f"{back - fault_at:.0f}" if back else "not yet",
-    }
-
-
-def redeploy(site: Site, folder: Path) -> None:
-    content = config(NODES, ingress=(*INGRESS, "pc2"), gateways=2)
-    content["applications"][-1]["args"]["settings"]["max_client_batch_size"] = 512
-    apply(site.laboratory, content, folder)
-
-
 def scaling(folder: Path) -> list[dict[str, Any]]:
     """A step up and down on four cards of which one is enough at first; then a model that was asleep."""
     one = speed(LIKE[0])[0]
@@ -264,7 +184,7 @@ def main(wanted: Sequence[str]) -> None:
     folder = Path("/tmp/ef-configs")
     folder.mkdir(exist_ok=True)
     tables = {}
-    for name, measure in (("routing", routing), ("faults", faults), ("scaling", scaling)):
+    for name, measure in (("routing", routing), ("scaling", scaling)):
         if not wanted or name in wanted:
             tables[name.capitalize()] = measure(folder)
     speeds = ", ".join(f"{node.name} {speed(node)[0]:,.0f} tokens/s" for node in NODES)
@@ -273,7 +193,6 @@ def main(wanted: Sequence[str]) -> None:
         f"engines that sleep: {speeds} (a quarter of what is predicted for the 0.6B); the load is a share of their sum",
         "open loop, Poisson; 70 % single texts, else 4, 16 or 64, as token ids; a latency counts from when the request was due",
         f"in time: answered within {DEADLINE_S:g} s",
-        "faults: 30 % load through cluster/deploy/haproxy.cfg to two of five nodes, two gateways, the fault after 10 s",
         "scaling: four RTX 5080, `min_replicas: 1`; then one, `min_replicas: 0` and `asleep: wait`",
     ]
     write("cluster", "python -m loadtests.cluster", tables, notes)

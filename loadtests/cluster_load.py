@@ -12,6 +12,7 @@ from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import httpx
+import orjson
 
 from loadtests.client import Connection
 from loadtests.lab import Lab
@@ -22,7 +23,11 @@ DEADLINE_S = 2.0  # answered later is late
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.5
 
-Result = tuple[float, float, str]  # seconds after the start at which it was due, latency, "200" or what went wrong
+WRONG = "wrong vectors"
+
+Result = tuple[
+    float, float, str
+]  # seconds after the start at which it was due, latency, "200" or what went wrong (`WRONG` for a wrong answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +105,34 @@ def main(port: int, phases: Sequence[tuple[float, float]], seed: int) -> None:
     """Requests of 1, 4, 16 or 64 texts as token ids, due at Poisson times whatever happened to those before."""
     rng = random.Random(seed)
     mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
-    due: list[tuple[float, bytes]] = []
+    due: list[tuple[float, list[range]]] = []
     start = 1.0
     for tokens_per_s, seconds in phases:
         now = start + rng.expovariate(tokens_per_s / mean)
         while now < start + seconds:
-            body = json.dumps({"inputs": [[1000 + i for i in range(n)] for n in request_lengths(rng, LONGEST)]})
-            due.append((now, body.encode()))
+            firsts = ((rng.randrange(1000, 20_000), length) for length in request_lengths(rng, LONGEST))
+            due.append((now, [range(first, first + length) for first, length in firsts]))
             now += rng.expovariate(tokens_per_s / mean)
         start += seconds
     print(json.dumps(asyncio.run(_send(port, due))))
 
 
-async def _send(port: int, due: Sequence[tuple[float, bytes]]) -> dict[str, Any]:
+async def _send(port: int, due: Sequence[tuple[float, list[range]]]) -> dict[str, Any]:
     idle: list[Connection] = []
     results: list[Result] = []
     replicas: list[tuple[float, int]] = []
     print("started", flush=True)
     start = perf_counter()
 
-    async def send(at: float, body: bytes) -> None:
+    async def send(at: float, texts: Sequence[range]) -> None:
         connection = idle.pop() if idle else Connection("127.0.0.1", port, "/embed")
         status = "200"
         try:
-            await asyncio.wait_for(connection.post(body), _GIVE_UP_S)
+            answer = await asyncio.wait_for(connection.post(orjson.dumps({"inputs": [list(ids) for ids in texts]})), _GIVE_UP_S)
             idle.append(connection)
+            # `loadtests.stub_pool`: the first number of a vector is the sum of the ids.
+            if [vector[0] for vector in orjson.loads(answer)] != [sum(ids) for ids in texts]:
+                status = WRONG
         except Exception as error:
             status = f"{type(error).__name__}: {error}"[:200]
             connection.close()
@@ -141,9 +149,9 @@ async def _send(port: int, due: Sequence[tuple[float, bytes]]) -> dict[str, Any]
 
     looking = asyncio.create_task(look())
     tasks = []
-    for at, body in due:
+    for at, texts in due:
         await asyncio.sleep(max(0.0, start + at - perf_counter()))
-        tasks.append(asyncio.create_task(send(at, body)))
+        tasks.append(asyncio.create_task(send(at, texts)))
     await asyncio.gather(*tasks)
     looking.cancel()
     return {"requests": sorted(results), "replicas": replicas}

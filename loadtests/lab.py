@@ -65,6 +65,10 @@ class Member:
         """Nothing comes from the node any more, and nobody is told."""
         self._signal(signal.SIGSTOP)
 
+    def plug(self) -> None:
+        """Undoes `unplug`."""
+        self._signal(signal.SIGCONT)
+
     def join(self) -> None:
         pass
 
@@ -104,6 +108,9 @@ class Namespaced(Member):
     def unplug(self) -> None:
         """Nothing reaches the node any more, and nobody is told."""
         _ip("link", "set", self._namespace, "down")
+
+    def plug(self) -> None:
+        _ip("link", "set", self._namespace, "up")
 
     def join(self) -> None:
         space = self._namespace

@@ -22,7 +22,7 @@ class StubArgs(pool.PoolArgs):
 
 
 class SleepingEngine(StubEngine):
-    """Takes a pass's time, gives a fixed vector."""
+    """Takes a pass's time. The first number of a vector is the sum of the sequence's ids, the others are always the same."""
 
     def __init__(self, tokens_per_s: float, pass_s: float) -> None:
         super().__init__()
@@ -31,6 +31,11 @@ class SleepingEngine(StubEngine):
         self.max_batch_tokens, self.device, self.dtype = 8192, torch.device("cpu"), torch.float32
         self.longest_input, self.shares_host_memory = 32768, False
         self._tokens_per_s, self._pass_s = tokens_per_s, pass_s
+
+    def launch(self, sequences: Sequence[Any], options: Any = None, outputs: Any = ()) -> Any:
+        finished = super().launch(sequences, options, outputs)
+        finished.output.vectors[:, 0] = [sum(ids) for ids in sequences]
+        return finished
 
     def compute(self, sequences: Sequence[Any]) -> None:
         sleep(self._pass_s + sum(map(len, sequences)) / self._tokens_per_s)

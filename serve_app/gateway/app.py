@@ -2,13 +2,17 @@
 
 import asyncio
 import logging
+from time import monotonic
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 from starlette.types import ASGIApp
 
 from cluster.applied import RayStore
 from cluster.listening import keep_private, limit_messages
+from cluster.router import is_deaf
+from cluster.updates import ask_controller, keep_listening
 from serve_app.deployment import deployment_options
 from serve_app.garbage import collect_seldom, keep_little
 from serve_app.gateway.config import GatewayArgs
@@ -32,6 +36,7 @@ class Gateway(TeiServicer):
         collect_seldom()
         keep_little()
         keep_private()
+        keep_listening()
         limit_messages(args.settings.payload_limit)
         self._models = PooledModels(args)
         metrics = Metrics("gateway")
@@ -45,11 +50,16 @@ class Gateway(TeiServicer):
         return self._api.app
 
     async def check_health(self) -> None:
-        """Connects to new pools, and reports the counts of trials. Ray Serve calls this every few seconds.
+        """Connects to new pools, restores Serve's updates, and reports the counts of trials. Serve calls this every few seconds.
 
         It never raises, because a new gateway would find the same pools as this one. `/health` tells whether there are any.
         """
         await self._models.connect()
+        if is_deaf(monotonic()):
+            try:
+                await asyncio.to_thread(ask_controller)
+            except RayError as error:
+                log.warning("no replica reports, and Ray Serve's controller cannot be reached: %r", error)
         if self._models.has_trials:
             try:
                 gateway = str(serve.get_replica_context().replica_id.unique_id)
