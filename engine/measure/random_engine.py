@@ -10,7 +10,7 @@ from tokenizers import models as word_models
 from torch import Tensor
 
 from engine.devices import current
-from engine.engine import Engine
+from engine.engine import Engine, sleeper_of
 from engine.errors import ModelError
 from engine.heads.language import LanguageHead
 from engine.heads.pool import Pool
@@ -66,7 +66,11 @@ class RandomWeights:
 
 
 def random_engine(
-    config: ModelConfig, device: str = "auto", cache_tokens: int | None = None, devices: Sequence[str] = ()
+    config: ModelConfig,
+    device: str = "auto",
+    cache_tokens: int | None = None,
+    devices: Sequence[str] = (),
+    sleeps: bool = False,
 ) -> Engine:
     """An engine that is warm and ready, in the dtype that it would choose for a checkpoint.
 
@@ -74,6 +78,7 @@ def random_engine(
         config: of a model that gives vectors, or generates; without dense layers, a classifier's head or a masked-LM head.
         cache_tokens: of a model that generates.
         devices: several devices, which get the layers in this order; instead of `device`.
+        sleeps: as in `Engine.load`.
     Raises: ModelError where the devices have too little memory.
     """
     if config.head is not None or config.dense or config.splade is not None:
@@ -88,7 +93,8 @@ def random_engine(
         elif config.generation is not None:
             check_generator_fits(config, dtype, where[0], config.architecture, None, cache_tokens)
         parts = _random_parts(config, stages or [Stage(config, where[0])], dtype)
-        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages)
+        sleeper = sleeper_of(parts, where) if sleeps else None
+        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages, sleeper=sleeper)
         engine.warm_up(None)
     return engine
 

@@ -1,0 +1,99 @@
+"""An engine that sleeps on a GPU: its memory is free, and it wakes with its weights, its CUDA graphs and its tokens."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_generators import prompts
+
+from cluster.catalogue import CATALOGUE
+from engine.engine import Engine
+from engine.errors import BackendError
+from engine.measure.random_engine import random_engine
+from engine.options import SamplingOptions
+from engine.run.block import Block
+from engine.run.cuda import CudaRunner
+from engine.run.cuda_streams import StreamRunner
+from engine.run.kv_cache import PAGE_SIZE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CACHE_TOKENS = 64 * PAGE_SIZE
+GREEDY = SamplingOptions(max_tokens=40, temperature=0.0)
+TEXTS = [np.array(each, np.int32) for each in prompts((5, 200, 31, 129))]
+
+
+def ids(engine: Engine) -> list[list[int]]:
+    return [[token.id for token in answer.tokens] for answer in engine.generate(TEXTS, GREEDY)]
+
+
+def free() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info(0)[0]
+
+
+def test_a_block_keeps_its_address() -> None:
+    block = Block(3 << 20, torch.device("cuda", 0))
+    values = block.bytes.view(torch.float32)
+    for number in range(3):
+        address = values.data_ptr()
+        values.fill_(float(number))
+        assert float(values.sum()) == number * len(values)
+        torch.cuda.synchronize()
+        before = free()
+        block.unmap()
+        assert free() - before >= block.num_bytes
+        block.map()
+        assert values.data_ptr() == address
+    with pytest.raises(BackendError, match="cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        Block(1 << 45, torch.device("cuda", 0))
+
+
+def test_a_generating_engine_sleeps_and_wakes() -> None:
+    config = replace(CATALOGUE["Qwen/Qwen3-0.6B"], n_layers=6)
+    engine = random_engine(config, cache_tokens=CACHE_TOKENS, sleeps=True)
+    assert isinstance(engine.runner, StreamRunner)
+    ids(engine)
+    engine.runner.graphs.wait()
+    expected, graphs = ids(engine), len(engine.runner.graphs)
+    assert graphs
+    assert engine._sleeper is not None
+    held = engine._sleeper.held_bytes(engine.device)
+    assert held > 500 << 20
+    for _ in range(2):
+        before = free()
+        assert engine.sleep()
+        assert free() - before >= held
+        assert engine.pages is not None
+        engine.pages.check_integrity()
+        others = torch.full((held,), 255, dtype=torch.uint8, device="cuda")  # somebody else's, in the memory of the weights
+        del others
+        torch.cuda.empty_cache()
+        ids(engine)  # without cached prefixes
+        assert not engine.asleep
+        assert ids(engine) == expected
+        assert len(engine.runner.graphs) >= graphs
+
+
+def test_an_embedding_engine_sleeps_and_wakes() -> None:
+    config = replace(CATALOGUE["Qwen/Qwen3-Embedding-0.6B"], n_layers=4)
+    engine = random_engine(config, sleeps=True)
+    assert isinstance(engine.runner, CudaRunner)
+    for _ in range(2):
+        expected = engine.embed(TEXTS)
+        engine.runner.graphs.wait()
+    assert engine.sleep()
+    np.testing.assert_array_equal(engine.embed(TEXTS), expected)
+
+
+def test_it_sleeps_on_where_the_gpu_has_no_memory() -> None:
+    engine = random_engine(replace(CATALOGUE["Qwen/Qwen3-0.6B"], n_layers=6), cache_tokens=CACHE_TOKENS, sleeps=True)
+    expected = ids(engine)
+    assert engine.sleep()
+    other = Block(free() - (300 << 20), torch.device("cuda", 0))
+    with pytest.raises(BackendError, match="OUT_OF_MEMORY"):
+        ids(engine)
+    assert engine.asleep
+    del other
+    assert ids(engine) == expected
