@@ -19,7 +19,10 @@ from engine.run.stages import bytes_beside_passes, sizes_of
 
 @dataclass(frozen=True)
 class Cards:
-    """A generation model, and the cards that may hold it together, in the order of the node's cards."""
+    """A model, and the cards that may hold it together, in the order of the node's cards.
+
+    The tokens of a cache are 0 for a model without one.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
@@ -38,9 +41,11 @@ class Cards:
     @cached_property
     def _devices(self) -> list[cut.Device]:
         passes = self._pass_bytes(len(self.nodes))
-        return [
-            cut.Device(node.cards[0].name, node.usable_bytes, passes, card_speed(node.cards[0].name).copy) for node in self.nodes
-        ]
+        speeds = [card_speed(node.cards[0].name) for node in self.nodes]
+        # Passes of texts take the time of their products, decode steps the time of reading the weights.
+        rates = [speed.gemm if self.config.generation is None else speed.copy for speed in speeds]
+        cards = zip(self.nodes, rates, strict=True)
+        return [cut.Device(node.cards[0].name, node.usable_bytes, passes, rate) for node, rate in cards]
 
     def layers(self, cache_tokens: int) -> list[range]:
         """The layers of each card. Raises: ModelError with the numbers if they do not fit."""

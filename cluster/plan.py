@@ -28,7 +28,16 @@ from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, Node
 from cluster.pipelines import Cards, arrange
 from cluster.placement import Demand, Placement, Replica, Slot
-from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
+from cluster.throughput import (
+    Basis,
+    Rate,
+    capability_of,
+    estimated_tokens_per_s,
+    has_bf16,
+    is_known,
+    pipeline_tokens_per_s,
+    tokens_per_s,
+)
 from engine.devices import DTYPES, INT4, LEAST_CAPABILITY, DtypeName, compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
@@ -36,6 +45,7 @@ from engine.model.families import family_of
 from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
 from engine.model_id import is_path, split_revision
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
+from engine.run.stages import why_on_one_device
 
 # A CPU replica computes with at least this many cores.
 _CORES_A_REPLICA = 4
@@ -196,6 +206,9 @@ class Plan:
         node, config = self.classes[node_class], self.shapes[entry.name]
         if entry.streams is not None:
             return self._decode(entry, node, entry.streams)
+        if isinstance(pipeline := self._pipeline(entry, node), Pipeline):
+            rates = [tokens_per_s(config, dtype_on(entry, card, config), card).tokens_per_s for card in pipeline.cards.nodes]
+            return Rate(pipeline_tokens_per_s(rates, pipeline.layers), "estimated")
         return tokens_per_s(config, dtype_on(entry, node, config), node)
 
     def _decode(self, entry: ModelEntry, node: Node, streams: int) -> Rate:
@@ -227,7 +240,7 @@ class Plan:
         return self._pipelines[key]
 
     def _new_pipeline(self, entry: ModelEntry, node: Node) -> Pipeline | str | None:
-        if entry.streams is None or not node.cards or entry.pipeline == 1:
+        if not node.cards or entry.pipeline == 1 or why_on_one_device(self.shapes[entry.name]) is not None:
             return None
         if (most := self._most_cards[node.class_name]) < (entry.pipeline or 2):
             return f"has {most} on a node, but pipeline is {entry.pipeline}" if entry.pipeline else None
@@ -435,8 +448,12 @@ class Plan:
         """Tokens/s computed only from FLOPs and bytes."""
         if entry.streams is not None:
             return self._decode(entry, node, entry.streams).tokens_per_s
-        config = self.shapes[entry.name]
-        return estimated_tokens_per_s(config, dtype_on(entry, node, config), node)
+        config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
+        dtype = dtype_on(entry, node, config)
+        if isinstance(pipeline, Pipeline):
+            rates = [estimated_tokens_per_s(config, dtype, card) for card in pipeline.cards.nodes]
+            return pipeline_tokens_per_s(rates, pipeline.layers)
+        return estimated_tokens_per_s(config, dtype, node)
 
     def _has(self, dtype: DtypeName, entry: ModelEntry, node: Node) -> bool:
         """Whether the node computes in this dtype at full speed and the model supports it."""
@@ -586,7 +603,7 @@ class Plan:
             smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
             if smallest < len(kind):
                 found.append(_written_out(kind[smallest]))
-        if self.entries[name].streams is not None:
+        if why_on_one_device(self.shapes[name]) is None:
             numbers = range(1, max(self._most_cards.values(), default=0) + 1)
             others = ({"pipeline": number} for number in numbers if number != self.entries[name].pipeline)
             found += [_written_out(each) for each in islice((each for each in others if self._would_fit(name, each)), 1)]

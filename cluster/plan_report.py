@@ -288,9 +288,10 @@ def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str
 def _pipeline_note(plan: Plan, pool: PlannedPool) -> Iterator[str]:
     """The layers and the memory of each card, with the whole cache, for a pool whose replicas have several cards."""
     pipeline = plan.pipeline_on(pool.model, pool.node_class)
-    if pipeline is None or pool.cache_tokens is None:
+    if pipeline is None:
         return
-    cards = zip(pipeline.cards.layers(pool.cache_tokens), pipeline.cards.needs(pool.cache_tokens), strict=True)
+    tokens = pool.cache_tokens or 0
+    cards = zip(pipeline.cards.layers(tokens), pipeline.cards.needs(tokens), strict=True)
     cut = ", ".join(f"layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for part, needs in cards)
     yield f"{pool.name}: {pool.num_stages} cards of one node, {cut}; the slowest card decides the rates"
 

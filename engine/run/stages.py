@@ -49,10 +49,8 @@ def plan_stages(
         the free memory decides later.
     Raises: ModelError for a model that cannot be cut, and with the numbers where the devices have no memory for it.
     """
-    if family_of(config) is Transformers:
-        raise ModelError("--backend transformers runs on one device; give one device")
-    if not issubclass(family_of(config), Decoder):
-        raise ModelError(f"{config.architecture} runs on one device, only decoders run on several; give one device")
+    if (reason := why_on_one_device(config)) is not None:
+        raise ModelError(f"{reason}; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
     sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda")
@@ -66,6 +64,15 @@ def plan_stages(
         parts, cache_tokens = cut.cut_with_cache(sizes, cards, most_default_tokens(config), PAGE_SIZE)
     stages = [Stage(replace(config, part=layers), device) for layers, device in zip(parts, devices, strict=True)]
     return stages, cache_tokens
+
+
+def why_on_one_device(config: ModelConfig) -> str | None:
+    """Why a model cannot be cut. None for a model that can. A plan asks, too."""
+    if family_of(config) is Transformers:
+        return "--backend transformers runs on one device"
+    if not issubclass(family_of(config), Decoder):
+        return f"{config.architecture} runs on one device, only decoders run on several"
+    return None
 
 
 def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model:
