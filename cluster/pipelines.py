@@ -44,8 +44,10 @@ class Cards:
         speeds = [card_speed(node.cards[0].name) for node in self.nodes]
         # Passes of texts take the time of their products, decode steps the time of reading the weights.
         rates = [speed.gemm if self.config.generation is None else speed.copy for speed in speeds]
-        cards = zip(self.nodes, rates, strict=True)
-        return [cut.Device(node.cards[0].name, node.usable_bytes, passes, rate) for node, rate in cards]
+        return [
+            cut.Device(node.cards[0].name, node.usable_bytes, passes, *cut.seconds_by_bytes(self._sizes, rate))
+            for node, rate in zip(self.nodes, rates, strict=True)
+        ]
 
     def layers(self, cache_tokens: int) -> list[range]:
         """The layers of each card. Raises: ModelError with the numbers if they do not fit."""
@@ -62,7 +64,8 @@ class Cards:
 
     def card_bytes(self, cache_tokens: int, num_cards: int) -> int:
         """Bytes that each card needs, for a number of equal cards."""
-        devices = [cut.Device("", 1 << 62, self._pass_bytes(num_cards), 1.0)] * num_cards
+        seconds = cut.seconds_by_bytes(self._sizes, 1.0)
+        devices = [cut.Device("", 1 << 62, self._pass_bytes(num_cards), *seconds)] * num_cards
         layers = cut.cut(self._sizes, devices, cache_tokens)
         return max(cut.stage_bytes(self._sizes, devices, stage, part, cache_tokens) for stage, part in enumerate(layers))
 
