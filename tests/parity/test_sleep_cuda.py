@@ -67,9 +67,9 @@ def test_a_generating_engine_sleeps_and_wakes() -> None:
         assert free() - before >= held
         assert engine.pages is not None
         engine.pages.check_integrity()
-        others = torch.full((held,), 255, dtype=torch.uint8, device="cuda")  # somebody else's, in the memory of the weights
+        others = Block(held, torch.device("cuda", 0))  # somebody else's, in the memory of the weights
+        others.bytes.fill_(255)
         del others
-        torch.cuda.empty_cache()
         ids(engine)  # without cached prefixes
         assert not engine.asleep
         assert ids(engine) == expected
