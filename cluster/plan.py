@@ -25,7 +25,7 @@ from cluster.measurement import Measurement
 from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
-from cluster.nodes import CARD_RESERVE, GIB, Node
+from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Node
 from cluster.pipelines import Cards, arrange
 from cluster.placement import Demand, Placement, Replica, Slot
 from cluster.throughput import (
@@ -42,7 +42,7 @@ from engine.devices import DTYPES, INT4, LEAST_CAPABILITY, DtypeName, compute_dt
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
-from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
+from engine.model.footprint import HOST_BYTES, MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
 from engine.model_id import is_path, split_revision
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 from engine.run.stages import why_on_one_device
@@ -97,6 +97,7 @@ class PlannedPool:
     cache_tokens: int | None  # for a generation model
     streams: int | None  # the number of longest streams that this cache holds at once
     num_stages: int  # of each replica: whole cards of its node, or parts of a node's CPUs
+    sleeps: bool  # without requests, in the host's memory
 
     @property
     def name(self) -> str:
@@ -355,6 +356,29 @@ class Plan:
             groups.setdefault((each.model, each.slot.node_class), []).append(each)
         return groups
 
+    @cached_property
+    def sleeping(self) -> frozenset[tuple[str, str]]:
+        """The pools whose replicas sleep in the host's memory while no requests come, by model and node class.
+
+        Such a model has no required replica. Each node of the pool has memory for the weights of all its replicas that sleep,
+        beside all its processes and the system. The models come in the order of the file.
+        """
+        on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}
+        for each in self.placement.replicas:
+            on_node[each.slot.node][each.model, each.slot.node_class] += 1
+        left = {node.name: node.ram_bytes - HOST_RESERVE - on_node[node.name].total() * HOST_BYTES for node in self.nodes}
+        found = list[tuple[str, str]]()
+        for pool in sorted(self._by_pool, key=lambda pool: list(self.entries).index(pool[0])):
+            name, node_class = pool
+            if self.entries[name].min_replicas or memory_kind(self.classes[node_class]) != "gpu":
+                continue
+            weights = self.footprint(name, node_class).weights
+            needs = {node: count * weights for node, here in on_node.items() if (count := here[pool])}
+            if all(needed <= left[node] for node, needed in needs.items()):
+                found.append(pool)
+                left |= {node: left[node] - needed for node, needed in needs.items()}
+        return frozenset(found)
+
     def _kept_of_host(self, node_class: str) -> int:
         node = self.classes[node_class]
         return 0 if memory_kind(node) == "gpu" else node.reserved
@@ -523,6 +547,7 @@ class Plan:
             cache,
             whole_pages(cache) // whole_pages(entry.context) if cache and entry.context else None,
             self.demands[name].cards_on.get(node_class, 1) if node.cards else entry.pipeline or 1,
+            (name, node_class) in self.sleeping,
         )
 
     def _why(self, name: str, slot: Slot) -> str:

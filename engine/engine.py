@@ -344,11 +344,13 @@ class Engine:
     def sleep(self) -> bool:
         """Frees the memory of weights and cache on the GPUs. The weights stay in the host's pinned memory; the cache is lost.
 
-        No pass may be under way, and no stream may hold pages.
-        Returns: False if the engine cannot sleep, or the host has too little free memory for the weights.
+        No pass may be under way.
+        Returns: False if the engine cannot sleep, a stream holds pages, or the host has too little free memory for the weights.
         """
         if self._sleeper is None or self.asleep:
             return self.asleep
+        if self.pages is not None and self.pages.num_free < self.pages.num_pages:
+            return False
         if isinstance(self.runner, CudaRunner | StreamRunner):
             self.runner.graphs.wait()  # a capture runs a pass
         if not self._sleeper.sleep():
