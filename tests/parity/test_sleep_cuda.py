@@ -16,6 +16,7 @@ from engine.run.block import Block
 from engine.run.cuda import CudaRunner
 from engine.run.cuda_streams import StreamRunner
 from engine.run.kv_cache import PAGE_SIZE
+from engine.run.sleep import tensors_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -26,6 +27,22 @@ TEXTS = [np.array(each, np.int32) for each in prompts((5, 200, 31, 129))]
 
 def ids(engine: Engine) -> list[list[int]]:
     return [[token.id for token in answer.tokens] for answer in engine.generate(TEXTS, GREEDY)]
+
+
+def assert_likely(engine: Engine, answers: list[list[int]]) -> None:
+    """Each token is nearly the likeliest one by the scores of the same text, which no CUDA graph computes.
+
+    The tokens of two runs may differ: bf16 rounds otherwise in passes of other shapes.
+    """
+    scored = SamplingOptions(max_tokens=0, prompt_logprobs=1)
+    texts = [[*prompt.tolist(), *answer] for prompt, answer in zip(TEXTS, answers, strict=True)]
+    for prompt, answer, score in zip(TEXTS, answers, engine.generate(texts, scored), strict=True):
+        assert len(answer) == GREEDY.max_tokens
+        assert score.prompt_tokens is not None
+        for token in score.prompt_tokens[len(prompt) :]:
+            assert token.logprob is not None
+            assert token.top is not None
+            assert token.logprob > token.top[0][1] - 0.3
 
 
 def free() -> int:
@@ -56,8 +73,10 @@ def test_a_generating_engine_sleeps_and_wakes() -> None:
     assert isinstance(engine.runner, StreamRunner)
     ids(engine)
     engine.runner.graphs.wait()
-    expected, graphs = ids(engine), len(engine.runner.graphs)
+    graphs = len(engine.runner.graphs)
     assert graphs
+    weights = tensors_of(engine.network)
+    copies = [each.clone() for each in weights]
     assert engine._sleeper is not None
     held = engine._sleeper.held_bytes(engine.device)
     assert held > 500 << 20
@@ -70,10 +89,11 @@ def test_a_generating_engine_sleeps_and_wakes() -> None:
         others = Block(held, torch.device("cuda", 0))  # somebody else's, in the memory of the weights
         others.bytes.fill_(255)
         del others
-        ids(engine)  # without cached prefixes
+        for _ in range(2):  # without cached prefixes, and with them
+            assert_likely(engine, ids(engine))
         assert not engine.asleep
-        assert ids(engine) == expected
         assert len(engine.runner.graphs) >= graphs
+        assert all(torch.equal(each, copy) for each, copy in zip(weights, copies, strict=True))
 
 
 def test_an_embedding_engine_sleeps_and_wakes() -> None:
@@ -89,11 +109,10 @@ def test_an_embedding_engine_sleeps_and_wakes() -> None:
 
 def test_it_sleeps_on_where_the_gpu_has_no_memory() -> None:
     engine = random_engine(replace(CATALOGUE["Qwen/Qwen3-0.6B"], n_layers=6), cache_tokens=CACHE_TOKENS, sleeps=True)
-    expected = ids(engine)
     assert engine.sleep()
     other = Block(free() - (300 << 20), torch.device("cuda", 0))
     with pytest.raises(BackendError, match="OUT_OF_MEMORY"):
         ids(engine)
     assert engine.asleep
     del other
-    assert ids(engine) == expected
+    assert_likely(engine, ids(engine))
