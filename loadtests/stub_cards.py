@@ -12,14 +12,13 @@ from cluster.model_spec import ModelSpec
 from cluster.prefixes import PAGE_TOKENS
 from cluster.router import Ticket
 from cluster.stream_router import StreamLoad, choose_stream
+from loadtests.stream_lab import LAST
 from loadtests.stub_streams import StreamingEngine
 from serve_app.deployment import deployment_options
 from serve_app.gateway.app import Gateway
 from serve_app.gateway.config import GatewayArgs
 from serve_app.replica import pool
 
-# A prompt's last token says how long the answer is: each token of the answer is the one before it less one, down to `LAST`.
-LAST = 2000
 END = 2  # the embedded generator's end of text
 
 
