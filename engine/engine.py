@@ -435,12 +435,16 @@ class Engine:
 
 
 def sleeper_of(parts: Loaded, devices: Sequence[torch.device]) -> Sleeper | None:
-    """Moves the weights to memory that a sleeping engine frees. None for devices that share the host's memory.
+    """Moves the weights to memory that a sleeping engine frees.
 
-    Raises: BackendError if a GPU has too little free memory for one tensor more.
+    Returns: None for devices that share the host's memory, and if a GPU lacks the memory for a tensor more while they move.
     """
     if any(device.type == "cpu" or is_integrated(device) for device in devices):
         return None
     sleeper = Sleeper()
-    sleeper.adopt(tensors_of(parts.network, parts.earlier))
+    try:
+        sleeper.adopt(tensors_of(parts.network, parts.earlier))
+    except BackendError as error:  # the tensors keep the blocks that they have moved to
+        log.warning("the engine cannot sleep: %s", error)
+        return None
     return sleeper

@@ -153,6 +153,24 @@ def test_a_generating_engine_forgets_its_cache(tiny: Callable[..., Path], tmp_pa
     assert [token.id for token in again.tokens] == [token.id for token in expected.tokens]
 
 
+@pytest.mark.parametrize("room", [1 << 30, 20_000])
+def test_an_engine_whose_weights_cannot_move_computes_all_the_same(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    engine = Engine.load(tiny("bert"), dtype="float32", device="cpu")
+    expected = engine.embed([[5, 6, 7]])
+    parts = Loaded(engine.tokenizer, engine.network, engine.packer)
+    monkeypatch.setattr(StandIn, "room", room)
+    monkeypatch.setattr("engine.engine.Sleeper", lambda: Sleeper(StandIn, least_bytes=1))
+    monkeypatch.setattr("engine.engine.is_integrated", lambda device: False)
+    monkeypatch.setattr("engine.engine.tensors_of", lambda *roots: [each for each in tensors_of(*roots) if not each.is_mkldnn])
+    with torch.inference_mode():
+        sleeper = sleeper_of(parts, [torch.device("cuda", 0)])
+    assert (sleeper is None) == (room < 1 << 30)
+    assert StandIn.room < room, "some weights have moved"
+    np.testing.assert_array_equal(engine.embed([[5, 6, 7]]), expected)
+
+
 def test_an_engine_on_a_cpu_does_not_sleep(tiny: Callable[..., Path]) -> None:
     engine = Engine.load(tiny("bert"), dtype="float32", device="cpu", sleeps=True)
     assert not engine.sleep()
