@@ -33,11 +33,14 @@ from loadtests.traces import percentile
 NUMBERS = {"NVIDIA GeForce RTX 4090": 2, "NVIDIA GeForce RTX 5090": 2, "NVIDIA L40S": 1, "NVIDIA GB10": 1}
 SLOW = 2.0
 LOAD = 0.8
-WARM_S, MEASURED_S = 25.0, 40.0  # of the cards' time
+WARM_S, MEASURED_S = 25.0, 35.0  # of the cards' time
 OBJECTIVE_S = 1.0  # of the cards' time
 POLICIES = ("round robin", "power of two", "prefix only", "ours")  # of `loadtests/stub_cards.py`, which imports Ray
 # A prompt's last token says how long the answer is: each token of the answer is the one before it less one, down to `LAST`.
 LAST = 2000
+# The traffic of so many cards: with a system prompt for two of the six, each card would soon have all of them.
+TRAFFIC_OF = {Chat: 60, Rag: 6}
+TURN_S = 17.0  # of the cards' time, between two requests of a chat: an answer, and the time to think
 CACHED = re.compile(rb'"cached_tokens":(\d+)')
 
 
@@ -83,19 +86,25 @@ class Reader(asyncio.Protocol):
 class Clients:
     """Sends the requests of one traffic to a server, for `WARM_S` and `MEASURED_S`."""
 
-    def __init__(self, traffic: Chat | Rag, per_s: float, port: int, seed: int) -> None:
+    def __init__(self, traffic: Chat | Rag, per_s: float, open_chats: int, port: int, seed: int) -> None:
+        """
+        Args:
+            per_s: first requests of chats, or questions, in a second of the cards' time.
+            open_chats: chats that have begun before.
+            seed: of the tokens; no cache has those of another seed.
+        """
         self._traffic, self._per_s, self._port, self._seed = traffic, per_s, port, seed
+        self._open_chats = open_chats
         self.asked: list[Asked] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> list[Asked]:
         """The requests that came after the warm-up."""
         rng, start = random.Random(1), perf_counter()
+        for _ in range(self._open_chats):
+            self._begin(self._later_turn(rng), rng.uniform(0.0, TURN_S * SLOW))
         while (now := perf_counter() - start) < (WARM_S + MEASURED_S) * SLOW:
-            if (job := self._traffic.first(now)) is not None:
-                task = asyncio.create_task(self._talk(job))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            self._begin(self._traffic.first(now))
             await asyncio.sleep(rng.expovariate(self._per_s / SLOW))
         self.end_at = perf_counter()
         for task in self._tasks:
@@ -103,9 +112,22 @@ class Clients:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         return [each for each in self.asked if each.at - start >= WARM_S * SLOW]
 
-    async def _talk(self, job: Job | None) -> None:
+    def _later_turn(self, rng: random.Random) -> Job | None:
+        """A chat that is in the middle. How many turns are left does not depend on how many there were."""
+        job = self._traffic.first(0.0)
+        while job is not None and job.session is not None and rng.random() < 0.8:
+            job = job.session.turn(0.0) or self._traffic.first(0.0)
+        return job
+
+    def _begin(self, job: Job | None, after_s: float = 0.0) -> None:
+        task = asyncio.create_task(self._talk(job, after_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _talk(self, job: Job | None, after_s: float) -> None:
         """A question, or all turns of a chat. A turn's prompt has the answer that the server gave, token by token."""
         said = list[int]()
+        await asyncio.sleep(after_s)
         while job is not None:
             said = self._prompt(job, said)
             await self._ask(said, job.answer)
@@ -143,7 +165,6 @@ def figures(asked: Sequence[Asked], end_at: float) -> dict[str, Any]:
     ended = [each for each in asked if each.cached is not None]
     good = sum((each.first_at - each.at) / SLOW <= OBJECTIVE_S for each in asked)
     return {
-        "requests": len(asked),
         "errors": sum(bool(each.error) for each in asked),
         "p50 ms": 1e3 * percentile(waits, 50),
         "p99 ms": 1e3 * percentile(waits, 99),
@@ -206,15 +227,16 @@ class Cluster:
 
 
 async def table(cluster: Cluster, traffic_of: type[Chat] | type[Rag], kinds: dict[Kind, int]) -> list[dict[str, Any]]:
-    num_cards = sum(kinds.values())
-    each, prompt, new, answer = uncached_share(traffic_of(random.Random(0), num_cards), 100 * num_cards)
+    size = TRAFFIC_OF[traffic_of]
+    each, prompt, new, answer = uncached_share(traffic_of(random.Random(0), size), 600)
     per_s = LOAD * capacity(kinds, prompt, new, answer) / each
+    open_chats = round(per_s * each * TURN_S) if each > 1 else 0
     rows: list[dict[str, Any]] = []
     for seed, policy in enumerate(POLICIES):
         await cluster.use(policy)
-        clients = Clients(traffic_of(random.Random(0), num_cards), per_s, cluster.port, seed)
+        clients = Clients(traffic_of(random.Random(0), size), per_s, open_chats, cluster.port, seed)
         asked = await clients.run()
-        row = {"load": f"{LOAD:.0%}", "policy": policy} | figures(asked, clients.end_at)
+        row = {"load": f"{LOAD:.0%}", "policy": policy, "requests/s": len(asked) / MEASURED_S} | figures(asked, clients.end_at)
         if policy == "ours":
             row["p99 / best other"] = row["p99 ms"] / min(other["p99 ms"] for other in rows)
             row["good / best other"] = row["good requests/s"] / max(other["good requests/s"] for other in rows)
@@ -238,7 +260,8 @@ def main() -> None:
         f"engines and traffic are {SLOW:g} times as slow as the cards, the table has the cards' time; {WARM_S:g} s of warm-up, "
         f"then {MEASURED_S:g} s; good: the first token within {OBJECTIVE_S:g} s",
         f"load: {LOAD:.0%} of the requests/s that the cards could do if each page were computed once",
-        "traffic and policies as in stream_routing; one gateway, so each policy knows all streams",
+        "traffic and policies as in stream_routing, 30 system prompts and 30 documents; chats that have begun before run from "
+        "the start; one gateway, so each policy knows all streams",
         f"load average of the machine's {os.cpu_count()} cores at the end: {psutil.getloadavg()[0]:.1f}; other work ran on them",
     ]
     write("stream_lab", "python -m loadtests.stream_lab", found, notes)
