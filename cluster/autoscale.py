@@ -26,14 +26,16 @@ _INTER_TOKEN_S = 0.05
 def replicas_needed(ctx: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
     """Returns: (replicas, no state).
 
-    A replica reports its `load`, and `calls`, the gateways' calls over wires, which Serve does not see.
+    A replica reports its `load`, and `calls`, the gateways' calls over wires, which Serve does not see. One replica that is
+    `asleep` stays: it has its weights in the host's memory, so it wakes sooner than Serve starts a new one.
     """
     if not ctx.running_replicas:
         return ctx.target_num_replicas, {}  # Serve itself starts the first replica when a request waits
     reports = ctx.aggregated_metrics or {}
     load = sum(reports.get("load", {}).values())
     calls = sum(reports.get("calls", {}).values())
-    return needed(load, ctx.total_num_requests + calls), {}
+    asleep = sum(reports.get("asleep", {}).values())
+    return needed(load, ctx.total_num_requests + calls + asleep), {}
 
 
 def needed(load: float, num_requests: float) -> int:

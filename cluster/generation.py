@@ -10,12 +10,13 @@ from cluster.files import ClusterError
 from cluster.measurement import What
 from cluster.models_file import ModelEntry
 from cluster.nodes import Node
-from cluster.throughput import Rate, measured_here, speed_of, tokens_per_s
+from cluster.throughput import Rate, measured_here, pipeline_tokens_per_s, speed_of, tokens_per_s
 from engine.devices import compute_dtype, is_8_bits
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
 from engine.model.footprint import body_parameters, bytes_saved
 from engine.run.kv_cache import bytes_per_token, whole_pages
+from engine.run.stages import why_on_one_device
 
 # The defaults are minimums that a card must hold. The remaining memory becomes more cache, so low values have no disadvantage.
 _CONTEXT = 8192
@@ -35,10 +36,12 @@ def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
     """Completes the entry of a generation model with the context, the streams and the least cache of the plan. The entry of any
     other model does not change.
 
-    Raises: ClusterError for a context or streams that the model does not support.
+    Raises: ClusterError for a context, streams or a pipeline that the model does not support.
     """
+    if entry.pipeline not in (None, 1) and (reason := why_on_one_device(config)) is not None:
+        raise ClusterError(f"model {entry.name} has pipeline: {entry.pipeline}, but {reason}; leave pipeline out")
     if config.generation is None:
-        for key in ("context", "streams", "pipeline"):
+        for key in ("context", "streams"):
             if getattr(entry, key) is not None:
                 raise ClusterError(
                     f"model {entry.name} has {key}: {getattr(entry, key)}, but does not generate text; leave {key} out"
@@ -159,10 +162,9 @@ def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, le
 def pipeline_prefill_tokens_per_s(
     config: ModelConfig, dtype: torch.dtype, nodes: Sequence[Node], layers: Sequence[range], length: int
 ) -> float:
-    """Like `prefill_tokens_per_s`, for a model on several cards. The chunks of prompts follow each other, so the slowest stage
-    decides. Same arguments as `pipeline_decode_tokens_per_s`."""
-    stages = zip(nodes, layers, strict=True)
-    return min(prefill_tokens_per_s(config, dtype, node, length) * config.n_layers / len(part) for node, part in stages)
+    """Like `prefill_tokens_per_s`, for a model on several cards. The chunks of prompts follow each other. Same arguments as
+    `pipeline_decode_tokens_per_s`."""
+    return pipeline_tokens_per_s([prefill_tokens_per_s(config, dtype, node, length) for node in nodes], layers)
 
 
 def _cached_bytes(config: ModelConfig, dtype: torch.dtype, length: int) -> float:

@@ -19,7 +19,10 @@ from engine.run.stages import bytes_beside_passes, sizes_of
 
 @dataclass(frozen=True)
 class Cards:
-    """A generation model, and the cards that may hold it together, in the order of the node's cards."""
+    """A model, and the cards that may hold it together, in the order of the node's cards.
+
+    The tokens of a cache are 0 for a model without one.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
@@ -38,8 +41,12 @@ class Cards:
     @cached_property
     def _devices(self) -> list[cut.Device]:
         passes = self._pass_bytes(len(self.nodes))
+        speeds = [card_speed(node.cards[0].name) for node in self.nodes]
+        # Passes of texts take the time of their products, decode steps the time of reading the weights.
+        rates = [speed.gemm if self.config.generation is None else speed.copy for speed in speeds]
         return [
-            cut.Device(node.cards[0].name, node.usable_bytes, passes, card_speed(node.cards[0].name).copy) for node in self.nodes
+            cut.Device(node.cards[0].name, node.usable_bytes, passes, *cut.seconds_by_bytes(self._sizes, rate))
+            for node, rate in zip(self.nodes, rates, strict=True)
         ]
 
     def layers(self, cache_tokens: int) -> list[range]:
@@ -57,7 +64,8 @@ class Cards:
 
     def card_bytes(self, cache_tokens: int, num_cards: int) -> int:
         """Bytes that each card needs, for a number of equal cards."""
-        devices = [cut.Device("", 1 << 62, self._pass_bytes(num_cards), 1.0)] * num_cards
+        seconds = cut.seconds_by_bytes(self._sizes, 1.0)
+        devices = [cut.Device("", 1 << 62, self._pass_bytes(num_cards), *seconds)] * num_cards
         layers = cut.cut(self._sizes, devices, cache_tokens)
         return max(cut.stage_bytes(self._sizes, devices, stage, part, cache_tokens) for stage, part in enumerate(layers))
 

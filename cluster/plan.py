@@ -25,17 +25,27 @@ from cluster.measurement import Measurement
 from cluster.model_folder import read_model, shortened
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
-from cluster.nodes import CARD_RESERVE, GIB, Node
+from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Node
 from cluster.pipelines import Cards, arrange
 from cluster.placement import Demand, Placement, Replica, Slot
-from cluster.throughput import Basis, Rate, capability_of, estimated_tokens_per_s, has_bf16, is_known, tokens_per_s
+from cluster.throughput import (
+    Basis,
+    Rate,
+    capability_of,
+    estimated_tokens_per_s,
+    has_bf16,
+    is_known,
+    pipeline_tokens_per_s,
+    tokens_per_s,
+)
 from engine.devices import DTYPES, INT4, LEAST_CAPABILITY, DtypeName, compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
-from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
+from engine.model.footprint import HOST_BYTES, MOST_BATCH_TOKENS, MOST_STREAMS, Footprint, MemoryKind, footprint
 from engine.model_id import is_path, split_revision
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
+from engine.run.stages import why_on_one_device
 
 # A CPU replica computes with at least this many cores.
 _CORES_A_REPLICA = 4
@@ -87,6 +97,7 @@ class PlannedPool:
     cache_tokens: int | None  # for a generation model
     streams: int | None  # the number of longest streams that this cache holds at once
     num_stages: int  # of each replica: whole cards of its node, or parts of a node's CPUs
+    sleeps: bool  # without requests, in the host's memory
 
     @property
     def name(self) -> str:
@@ -196,6 +207,9 @@ class Plan:
         node, config = self.classes[node_class], self.shapes[entry.name]
         if entry.streams is not None:
             return self._decode(entry, node, entry.streams)
+        if isinstance(pipeline := self._pipeline(entry, node), Pipeline):
+            rates = [tokens_per_s(config, dtype_on(entry, card, config), card).tokens_per_s for card in pipeline.cards.nodes]
+            return Rate(pipeline_tokens_per_s(rates, pipeline.layers), "estimated")
         return tokens_per_s(config, dtype_on(entry, node, config), node)
 
     def _decode(self, entry: ModelEntry, node: Node, streams: int) -> Rate:
@@ -227,7 +241,7 @@ class Plan:
         return self._pipelines[key]
 
     def _new_pipeline(self, entry: ModelEntry, node: Node) -> Pipeline | str | None:
-        if entry.streams is None or not node.cards or entry.pipeline == 1:
+        if not node.cards or entry.pipeline == 1 or why_on_one_device(self.shapes[entry.name]) is not None:
             return None
         if (most := self._most_cards[node.class_name]) < (entry.pipeline or 2):
             return f"has {most} on a node, but pipeline is {entry.pipeline}" if entry.pipeline else None
@@ -342,6 +356,29 @@ class Plan:
             groups.setdefault((each.model, each.slot.node_class), []).append(each)
         return groups
 
+    @cached_property
+    def sleeping(self) -> frozenset[tuple[str, str]]:
+        """The pools whose replicas sleep in the host's memory while no requests come, by model and node class.
+
+        Such a model has no required replica. Each node of the pool has memory for the weights of all its replicas that sleep,
+        beside all its processes and the system. The models come in the order of the file.
+        """
+        on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}
+        for each in self.placement.replicas:
+            on_node[each.slot.node][each.model, each.slot.node_class] += 1
+        left = {node.name: node.ram_bytes - HOST_RESERVE - on_node[node.name].total() * HOST_BYTES for node in self.nodes}
+        found = list[tuple[str, str]]()
+        for pool in sorted(self._by_pool, key=lambda pool: list(self.entries).index(pool[0])):
+            name, node_class = pool
+            if self.entries[name].min_replicas or memory_kind(self.classes[node_class]) != "gpu":
+                continue
+            weights = self.footprint(name, node_class).weights
+            needs = {node: count * weights for node, here in on_node.items() if (count := here[pool])}
+            if all(needed <= left[node] for node, needed in needs.items()):
+                found.append(pool)
+                left |= {node: left[node] - needed for node, needed in needs.items()}
+        return frozenset(found)
+
     def _kept_of_host(self, node_class: str) -> int:
         node = self.classes[node_class]
         return 0 if memory_kind(node) == "gpu" else node.reserved
@@ -435,8 +472,12 @@ class Plan:
         """Tokens/s computed only from FLOPs and bytes."""
         if entry.streams is not None:
             return self._decode(entry, node, entry.streams).tokens_per_s
-        config = self.shapes[entry.name]
-        return estimated_tokens_per_s(config, dtype_on(entry, node, config), node)
+        config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
+        dtype = dtype_on(entry, node, config)
+        if isinstance(pipeline, Pipeline):
+            rates = [estimated_tokens_per_s(config, dtype, card) for card in pipeline.cards.nodes]
+            return pipeline_tokens_per_s(rates, pipeline.layers)
+        return estimated_tokens_per_s(config, dtype, node)
 
     def _has(self, dtype: DtypeName, entry: ModelEntry, node: Node) -> bool:
         """Whether the node computes in this dtype at full speed and the model supports it."""
@@ -506,6 +547,7 @@ class Plan:
             cache,
             whole_pages(cache) // whole_pages(entry.context) if cache and entry.context else None,
             self.demands[name].cards_on.get(node_class, 1) if node.cards else entry.pipeline or 1,
+            (name, node_class) in self.sleeping,
         )
 
     def _why(self, name: str, slot: Slot) -> str:
@@ -586,7 +628,7 @@ class Plan:
             smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
             if smallest < len(kind):
                 found.append(_written_out(kind[smallest]))
-        if self.entries[name].streams is not None:
+        if why_on_one_device(self.shapes[name]) is None:
             numbers = range(1, max(self._most_cards.values(), default=0) + 1)
             others = ({"pipeline": number} for number in numbers if number != self.entries[name].pipeline)
             found += [_written_out(each) for each in islice((each for each in others if self._would_fit(name, each)), 1)]

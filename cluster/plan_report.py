@@ -192,6 +192,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
         found.append(_MEASURED_STREAMS)
     found += [note for name, rates in generating.items() for note in _ranks_note(name, rates)]
     found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
+    found += [_sleep_note(plan, pool) for pool in plan.pools if pool.sleeps]
     found += [
         f"{node.name} has cards of different kinds: Ray chooses the card of a replica on one card, so each card counts as the "
         "smallest one; start one node per kind, each with its own CUDA_VISIBLE_DEVICES, to use all of their memory"
@@ -288,11 +289,17 @@ def _ranks_note(name: str, rates: Mapping[str, GenerationRates]) -> Iterator[str
 def _pipeline_note(plan: Plan, pool: PlannedPool) -> Iterator[str]:
     """The layers and the memory of each card, with the whole cache, for a pool whose replicas have several cards."""
     pipeline = plan.pipeline_on(pool.model, pool.node_class)
-    if pipeline is None or pool.cache_tokens is None:
+    if pipeline is None:
         return
-    cards = zip(pipeline.cards.layers(pool.cache_tokens), pipeline.cards.needs(pool.cache_tokens), strict=True)
+    tokens = pool.cache_tokens or 0
+    cards = zip(pipeline.cards.layers(tokens), pipeline.cards.needs(tokens), strict=True)
     cut = ", ".join(f"layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for part, needs in cards)
     yield f"{pool.name}: {pool.num_stages} cards of one node, {cut}; the slowest card decides the rates"
+
+
+def _sleep_note(plan: Plan, pool: PlannedPool) -> str:
+    weights = plan.footprint(pool.model, pool.node_class).weights
+    return f"{pool.name}: a replica without requests frees its card and keeps {_gib(weights)} GiB of weights in the host's memory"
 
 
 def _placement_note(plan: Plan) -> str:

@@ -74,7 +74,8 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
             "num_threads": pool.num_threads,
             "tokens_per_s": _rate(pool),
             "settings": _plain(plan.file.settings),
-        },
+        }
+        | ({"sleeps": True} if pool.sleeps else {}),
         "deployments": [
             {
                 "name": "Engine",

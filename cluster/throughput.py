@@ -5,6 +5,7 @@ The rate is measured on one card, predicted for other cards from that measuremen
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -140,6 +141,17 @@ def tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node) -> Rate:
     if all(_bare(card.name) == _bare(table().card) for card in node.cards):
         return Rate(row.tokens_per_s, "measured")
     return Rate(predicted_tokens_per_s(row, card_speed(table().card), speed_of(node)), "predicted")
+
+
+def pipeline_tokens_per_s(rates: Sequence[float], layers: Sequence[range]) -> float:
+    """The rate of a model over several cards, which compute passes at the same time: the slowest stage decides.
+
+    Args:
+        rates: tokens/s of the whole model on each stage's card.
+        layers: the layers of each stage.
+    """
+    n_layers = layers[-1].stop
+    return min(rate * n_layers / len(part) for rate, part in zip(rates, layers, strict=True))
 
 
 def measured_here(config: ModelConfig, dtype: torch.dtype, node: Node, what: What) -> list[ModelRate]:

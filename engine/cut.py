@@ -25,18 +25,27 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device, in the order of the stages.
-
-    `layer_s` has the measured seconds of each layer in a decode step, and `head_s` those of the head. Without measurements, a
-    stage takes the time that reading the weights takes.
-    """
+    """One device, in the order of the stages, and the seconds that it takes for each layer and for the head."""
 
     name: str
     free_bytes: int
     pass_bytes: int  # what passes take besides weights and cache
-    bytes_per_s: float  # at which it reads weights
-    layer_s: tuple[float, ...] | None = None
-    head_s: float | None = None
+    layer_s: tuple[float, ...]
+    head_s: float
+
+
+def seconds_by_bytes(model: Model, bytes_per_s: float) -> tuple[tuple[float, ...], float]:
+    """`layer_s` and `head_s` of a device that is not measured: the time to read the weights."""
+    return tuple(size / bytes_per_s for size in model.layer_bytes), model.head_bytes / bytes_per_s
+
+
+def seconds_by_layer(model: Model, layer_s: float, layer_bytes: int, head_s: float) -> tuple[tuple[float, ...], float]:
+    """`layer_s` and `head_s` of a device on which one layer took `layer_s`. The others take as long for each byte.
+
+    Args:
+        layer_bytes: of the measured layer, which may be in another dtype.
+    """
+    return tuple(layer_s * size / layer_bytes for size in model.layer_bytes), head_s
 
 
 def cut(model: Model, devices: Sequence[Device], cache_tokens: int) -> list[range]:
@@ -55,7 +64,7 @@ def cut(model: Model, devices: Sequence[Device], cache_tokens: int) -> list[rang
 
     def seconds(stage: int, first: int, stop: int) -> float:
         fits = stage_bytes(model, devices, stage, range(first, stop), cache_tokens) <= devices[stage].free_bytes
-        return stage_seconds(model, devices, stage, range(first, stop)) if fits else float("inf")
+        return stage_seconds(devices, stage, range(first, stop)) if fits else float("inf")
 
     slowest, _ = _cheapest(seconds, len(devices), n_layers, max)
     if slowest == float("inf"):
@@ -98,15 +107,10 @@ def stage_bytes(model: Model, devices: Sequence[Device], stage: int, layers: ran
     return weights + devices[stage].pass_bytes + cache_tokens * model.cache_bytes * len(layers)
 
 
-def stage_seconds(model: Model, devices: Sequence[Device], stage: int, layers: range) -> float:
-    """Seconds that a stage takes in a decode step. Looking words up takes none."""
+def stage_seconds(devices: Sequence[Device], stage: int, layers: range) -> float:
+    """Seconds that a stage takes for a pass. Looking words up takes none."""
     device = devices[stage]
-    of_layers = sum(model.layer_bytes[layers.start : layers.stop]) / device.bytes_per_s
-    if device.layer_s is not None:
-        of_layers = sum(device.layer_s[layers.start : layers.stop])
-    if stage < len(devices) - 1:
-        return of_layers
-    return of_layers + (model.head_bytes / device.bytes_per_s if device.head_s is None else device.head_s)
+    return sum(device.layer_s[layers.start : layers.stop]) + device.head_s * (stage == len(devices) - 1)
 
 
 def _cheapest(cost: OfStage, num_stages: int, n_layers: int, join: Callable[[float, float], float]) -> tuple[float, list[range]]:

@@ -36,6 +36,7 @@ from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.pack import BatchPacker
 from engine.run.pipeline import Pipeline
 from engine.run.runner import CpuRunner
+from engine.run.sleep import Sleeper, tensors_of
 from engine.run.stages import Stage, plan_stages
 from engine.run.streams import StreamPacker
 from engine.run.tune import tune, tune_streams
@@ -61,6 +62,7 @@ class Engine:
         max_batch_tokens: int | None = None,
         stages: Sequence[Stage] = (),
         speculate: bool = True,
+        sleeper: Sleeper | None = None,
     ) -> None:
         """
         Args:
@@ -69,7 +71,9 @@ class Engine:
             max_batch_tokens: for the default size of that cache; None for a budget that warm-up finds.
             stages: the parts of the model, if it is on several devices. `config` is the whole model's.
             speculate: as in `load`.
+            sleeper: of an engine that can sleep, from `sleeper_of`; it has the memory of weights and caches.
         """
+        self._sleeper = sleeper
         self.stages = tuple(stages) or (Stage(config, device),)
         caches: list[KVCache] = []
         if config.generation is not None:
@@ -77,7 +81,7 @@ class Engine:
             if cache_tokens is None:
                 passes = pass_bytes(config, dtype, device, max_batch_tokens)
                 cache_tokens = default_tokens(config, wide, device, passes)
-            caches = [KVCache(stage.config, cache_tokens, wide, stage.device) for stage in self.stages]
+            caches = [KVCache(stage.config, cache_tokens, wide, stage.device, sleeper) for stage in self.stages]
         self.pages = Pages(caches[0].num_pages, PAGE_SIZE) if caches else None
         self.config, self.tokenizer, self.network, self.packer = config, parts.tokenizer, parts.network, parts.packer
         self.prompts = parts.prompts
@@ -138,6 +142,7 @@ class Engine:
         max_input_tokens: int | None = None,
         cache_tokens: int | None = None,
         speculate: bool = True,
+        sleeps: bool = False,
         num_threads: int | None = None,
         backend: Backend = "emberforge",
         trust_remote_code: bool = False,
@@ -160,6 +165,7 @@ class Engine:
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
             speculate: verify several tokens of an answer in one pass, where the text before foretells them (docs/decisions/049).
+            sleeps: the engine can sleep, if it is on GPUs with memory of their own: see `sleep`.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
             backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
             trust_remote_code: with that backend, run the code that a model's folder brings.
@@ -188,7 +194,8 @@ class Engine:
                 check_generator_fits(config, chosen, where[0], str(folder), max_batch_tokens, cache_tokens)
             last = stages[-1].config if stages else config
             parts = load_parts(folder, last, chosen, where[-1], on_progress, stages[:-1])
-            engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages, speculate)
+            sleeper = sleeper_of(parts, where) if sleeps else None
+            engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages, speculate, sleeper)
             engine.warm_up(max_batch_tokens)
         return engine
 
@@ -324,11 +331,43 @@ class Engine:
             options: one per sequence; None asks for whole, normalised vectors.
             outputs: what any of the sequences asks for besides its vector, sorted; every sequence gets it.
             pieces: what to compute of streams and sequences; for a model that generates, which takes no `sequences`.
+        An engine that sleeps wakes up first.
         Raises: OutOfMemory when the pass does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput
             for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
         """
+        if self.asleep:
+            self.wake()
         with torch.inference_mode():
             return self.runner.launch(sequences, options, outputs, *([pieces] if pieces else []))
+
+    @torch.inference_mode()
+    def sleep(self) -> bool:
+        """Frees the memory of weights and cache on the GPUs. The weights stay in the host's pinned memory; the cache is lost.
+
+        No pass may be under way.
+        Returns: False if the engine cannot sleep, a stream holds pages, or the host has too little free memory for the weights.
+        """
+        if self._sleeper is None or self.asleep:
+            return self.asleep
+        if self.pages is not None and self.pages.num_free < self.pages.num_pages:
+            return False
+        if isinstance(self.runner, CudaRunner | StreamRunner):
+            self.runner.graphs.wait()  # a capture runs a pass
+        if not self._sleeper.sleep():
+            return False
+        if self.pages is not None:
+            self.pages.forget()
+        return True
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """Ends the sleep. Raises: BackendError if a GPU has too little free memory; then the engine still sleeps."""
+        assert self._sleeper is not None, "only an engine that can sleep is asleep"
+        log.info("awake after %.2f s", self._sleeper.wake())
+
+    @property
+    def asleep(self) -> bool:
+        return self._sleeper is not None and self._sleeper.asleep
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
@@ -381,7 +420,9 @@ class Engine:
     @property
     def used_bytes(self) -> int:
         """Bytes of the devices' memory that this process has taken."""
-        return sum(reserve.used_bytes(device) for device in {stage.device for stage in self.stages})
+        devices = {stage.device for stage in self.stages}
+        in_blocks = 0 if self._sleeper is None else sum(map(self._sleeper.held_bytes, devices))
+        return in_blocks + sum(map(reserve.used_bytes, devices))
 
     def planned_bytes(self, max_batch_tokens: int | None) -> int:
         """What a plan counts for this model's `used_bytes`. `max_batch_tokens` is the operator's, None without one."""
@@ -391,3 +432,19 @@ class Engine:
     @property
     def dtype_name(self) -> DtypeName:
         return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+
+def sleeper_of(parts: Loaded, devices: Sequence[torch.device]) -> Sleeper | None:
+    """Moves the weights to memory that a sleeping engine frees.
+
+    Returns: None for devices that share the host's memory, and if a GPU lacks the memory for a tensor more while they move.
+    """
+    if any(device.type == "cpu" or is_integrated(device) for device in devices):
+        return None
+    sleeper = Sleeper()
+    try:
+        sleeper.adopt(tensors_of(parts.network, parts.earlier))
+    except BackendError as error:  # the tensors keep the blocks that they have moved to
+        log.warning("the engine cannot sleep: %s", error)
+        return None
+    return sleeper

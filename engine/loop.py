@@ -67,6 +67,8 @@ class EngineLoop:
         self._quick_seqs = max_batch_seqs or sys.maxsize
         self._num_threads = num_threads
         self._stopping = False
+        self.num_submitted = 0  # requests so far
+        self.paused = False  # since `pause`: the next pass may begin with a long wait
         self._launching = threading.Lock()  # held by the thread that launches
         # Passes of streams are launched and delivered in turn. A launch releases the interpreter at each of its operations. Next
         # to a thread that delivers 256 tokens it would wait for the interpreter each time (docs/decisions/050).
@@ -162,6 +164,7 @@ class EngineLoop:
         with self._lock:
             if not self.alive:
                 raise EngineStopped("the engine has stopped")
+            self.num_submitted += len(requests)
             quick = self._quick(requests) if polled and self._scheduler.is_idle else None
             if quick is None or not self._launching.acquire(blocking=False):
                 for request in requests:
@@ -185,7 +188,7 @@ class EngineLoop:
     def _quick(self, requests: Sequence[Waiting]) -> list[Request] | None:
         """These requests, if one graph computes all of them. A pass that gives more than vectors may have no graph."""
         quick = [each for each in requests if isinstance(each, Request) and not each.options.outputs]
-        if len(quick) < len(requests) or sum(each.num_tokens for each in quick) > self._quick_tokens:
+        if self.paused or len(quick) < len(requests) or sum(each.num_tokens for each in quick) > self._quick_tokens:
             return None
         return quick if sum(each.num_inputs for each in quick) <= self._quick_seqs else None
 
@@ -228,6 +231,24 @@ class EngineLoop:
         if future.cancelled():  # its caller polls no more
             self._hand_over()
 
+    def pause(self, rest: Callable[[], bool]) -> bool:
+        """Calls `rest` between passes, and holds passes back until it returns.
+
+        Returns: what `rest` returns; False without a call if there is work. After True the next pass is launched by the engine's
+            thread, and not by the caller of `submit`.
+        """
+        with self._launching, self._delivering:
+            with self._lock:
+                if not self._scheduler.is_idle or not self.alive:
+                    return False
+                self.paused = True
+            rests = False
+            try:
+                rests = rest()
+            finally:
+                self.paused = rests
+        return rests
+
     def stop(self) -> None:
         """End both threads after the passes under way. Requests that still wait fail with EngineStopped."""
         with self._changed:
@@ -245,6 +266,7 @@ class EngineLoop:
                 with self._launching, self._turn:
                     slices = self._passes.schedule()
                     if slices:
+                        self.paused = False
                         self._hand_over()  # results are delivered in the order of the passes
                     for launched in self._passes.launch(slices) if slices else ():
                         # A pass on the CPU has ended: delivering it here saves a change of threads. A pass on a GPU never

@@ -1,72 +1,38 @@
 """An engine of any shape with random weights, made on its device: measuring needs no download and no file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models as word_models
-from torch import Tensor
 
 from engine.devices import current
-from engine.engine import Engine
+from engine.engine import Engine, sleeper_of
 from engine.errors import ModelError
 from engine.heads.language import LanguageHead
 from engine.heads.pool import Pool
-from engine.kernels import Weight
 from engine.load import Loaded, assemble, choose_all
 from engine.model.base import Model
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
-from engine.model.quantized.layout import FourBits
+from engine.model.random_weights import RandomWeights
 from engine.run import reserve
 from engine.run.fits import check_generator_fits
 from engine.run.stages import Stage, plan_stages
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
-_DEVIATION = 0.02  # of the weights, as models are initialised; norms are around 1
 _WORDS = {"[UNK]": 0, "warm": 1, "up": 2}
 
 
-class RandomWeights:
-    """A source of weights that gives random values for every name: as `WeightSource`."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, decodes: bool) -> None:
-        self.device, self.dtype, self.decodes = device, dtype, decodes
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
-        pass
-
-    def has(self, name: str) -> bool:
-        return True
-
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        is_norm = "norm" in name.lower() and name.endswith("weight")
-        values = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
-        return values.normal_(float(is_norm), _DEVIATION, generator=self._generator)
-
-    def take_embedding(self, name: str, *shape: int) -> Tensor:
-        return self.take(name, *shape)
-
-    def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        return self.take(names[0], sum(rows), *columns)
-
-    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
-        return self.take(names[0], sum(rows), columns)
-
-    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
-        assert isinstance(weight, Tensor), "it gives no others"
-        return weight
-
-    def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
-
-
 def random_engine(
-    config: ModelConfig, device: str = "auto", cache_tokens: int | None = None, devices: Sequence[str] = ()
+    config: ModelConfig,
+    device: str = "auto",
+    cache_tokens: int | None = None,
+    devices: Sequence[str] = (),
+    sleeps: bool = False,
 ) -> Engine:
     """An engine that is warm and ready, in the dtype that it would choose for a checkpoint.
 
@@ -74,6 +40,7 @@ def random_engine(
         config: of a model that gives vectors, or generates; without dense layers, a classifier's head or a masked-LM head.
         cache_tokens: of a model that generates.
         devices: several devices, which get the layers in this order; instead of `device`.
+        sleeps: as in `Engine.load`.
     Raises: ModelError where the devices have too little memory.
     """
     if config.head is not None or config.dense or config.splade is not None:
@@ -88,7 +55,8 @@ def random_engine(
         elif config.generation is not None:
             check_generator_fits(config, dtype, where[0], config.architecture, None, cache_tokens)
         parts = _random_parts(config, stages or [Stage(config, where[0])], dtype)
-        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages)
+        sleeper = sleeper_of(parts, where) if sleeps else None
+        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages, sleeper=sleeper)
         engine.warm_up(None)
     return engine
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.model.base import Model
 from engine.run.batch import BatchShape
 from engine.run.cuda import CudaRunner
-from engine.run.cuda_pipeline import Link, used_in
+from engine.run.cuda_pipeline import Link, receive
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
@@ -39,10 +39,7 @@ class EmbeddingStage:
         Returns: the hidden states [T, C] on the next stage's device, and the event of their arrival.
         """
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            if hidden is not None:
-                used_in(hidden, self._stream)
+            receive(self._stream, hidden, after)
             batch = shape.view(filled.to(self._device, non_blocking=True), layout)
             return self._link.send(self._model.forward(replace(batch, hidden=hidden)), self._stream)
 
@@ -70,8 +67,5 @@ class EmbeddingPipeline(CudaRunner):
         hidden, arrived = None, None
         for stage in self._earlier:
             hidden, arrived = stage.run(shape, layout, filled, hidden, arrived)
-        assert hidden is not None, "there is a stage before the last one"
-        assert arrived is not None, "a stage says when its hidden states arrive"
-        self._stream.wait_event(arrived)
-        used_in(hidden, self._stream)
+        receive(self._stream, hidden, arrived)
         return hidden

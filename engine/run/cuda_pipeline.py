@@ -58,6 +58,20 @@ class Link:
         return copied, arrived
 
 
+def receive(stream: torch.cuda.Stream, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
+    """Lets what a stage queues from now on read the hidden states of the stage before.
+
+    Args:
+        stream: the stage's.
+        hidden: [T, C] on the stage's device, whose memory is kept until the stream has read it; None for the first stage.
+        arrived: the event that the stream waits for, if any.
+    """
+    if arrived is not None:
+        stream.wait_event(arrived)
+    if hidden is not None:
+        used_in(hidden, stream)
+
+
 def used_in(tensor: Tensor, stream: torch.cuda.Stream) -> None:
     """Keeps the tensor's memory from other uses until the stream has come so far."""
     tensor.record_stream(stream)
@@ -100,10 +114,7 @@ class EarlierStage:
         Returns: the hidden states [T, C] on the next stage's device, and the event of their arrival.
         """
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            if hidden is not None:
-                used_in(hidden, self._stream)
+            receive(self._stream, hidden, after)
             if graph is None:
                 output = self._compute(shape, filled.to(self.device, non_blocking=True), hidden)
             else:
@@ -216,9 +227,7 @@ class CudaPipeline(StreamRunner):
                 stage.packer.fill(its_filled.numpy(), its_shape, laid)
             hidden, arrived = stage.run(its_shape, its_filled, its_graph, hidden, arrived)
         assert hidden is not None, "there is a stage before the last one"
-        assert arrived is not None, "a stage says when its hidden states arrive"
-        self._stream.wait_event(arrived)
-        used_in(hidden, self._stream)
+        receive(self._stream, hidden, arrived)
         if graph is not None and (place := self._graph_input(shape)) is not None:
             place.copy_(hidden, non_blocking=True)
         return hidden

@@ -7,6 +7,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.run import reserve
+from engine.run.sleep import Sleeper
 
 _CPU = torch.device("cpu")
 
@@ -21,10 +22,14 @@ KERNEL_BYTES = 512 << 20
 class KVCache:
     """[2, num_pages * PAGE_SIZE, n_kv_heads, head_dim] for each layer: the keys, and the values, of each token."""
 
-    def __init__(self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device, sleeper: Sleeper | None = None
+    ) -> None:
+        """`sleeper`: of an engine that frees its cache when it sleeps."""
         self.device, self.num_pages = device, whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
-        self.layers: list[Tensor] = [torch.empty(shape, dtype=dtype, device=device) for _ in config.layers]
+        empty = torch.empty if sleeper is None else sleeper.empty
+        self.layers: list[Tensor] = [empty(shape, dtype=dtype, device=device) for _ in config.layers]
 
 
 def whole_pages(num_tokens: int) -> int:

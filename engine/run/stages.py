@@ -1,5 +1,6 @@
 """The stages of a model on several devices of this process: which layers each device gets, and the size of the cache."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from engine.model.footprint import (
 from engine.run import reserve
 from engine.run.fits import pass_bytes
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
+from engine.run.layer_times import measure, seconds_on_gpu
 
-_PROBE_BYTES = 256 << 20
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,12 @@ def plan_stages(
         the free memory decides later.
     Raises: ModelError for a model that cannot be cut, and with the numbers where the devices have no memory for it.
     """
-    if family_of(config) is Transformers:
-        raise ModelError("--backend transformers runs on one device; give one device")
-    if not issubclass(family_of(config), Decoder):
-        raise ModelError(f"{config.architecture} runs on one device, only decoders run on several; give one device")
+    if (reason := why_on_one_device(config)) is not None:
+        raise ModelError(f"{reason}; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
     sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda")
-    cards = _cards(config, dtype, devices, max_batch_tokens)
+    cards = _cards(config, dtype, devices, sizes, max_batch_tokens)
     page = whole_pages(1)
     if config.generation is None:
         parts = cut.cut(sizes, cards, cache_tokens=0)
@@ -66,6 +66,15 @@ def plan_stages(
         parts, cache_tokens = cut.cut_with_cache(sizes, cards, most_default_tokens(config), PAGE_SIZE)
     stages = [Stage(replace(config, part=layers), device) for layers, device in zip(parts, devices, strict=True)]
     return stages, cache_tokens
+
+
+def why_on_one_device(config: ModelConfig) -> str | None:
+    """Why a model cannot be cut. None for a model that can. A plan asks, too."""
+    if family_of(config) is Transformers:
+        return "--backend transformers runs on one device"
+    if not issubclass(family_of(config), Decoder):
+        return f"{config.architecture} runs on one device, only decoders run on several"
+    return None
 
 
 def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model:
@@ -89,24 +98,46 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model
 
 
 def _cards(
-    config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], max_batch_tokens: int | None
+    config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], sizes: cut.Model, max_batch_tokens: int | None
 ) -> list[cut.Device]:
     """What the cut knows of each device. Stages on one device share its free memory."""
     if devices[0].type == "cpu":
         free, passes = int(psutil.virtual_memory().available), family_of(config).table_bytes(config)
-        return [cut.Device(str(device), free // len(devices), passes, 1.0) for device in devices]
+        seconds = cut.seconds_by_bytes(sizes, 1.0)  # stages on CPUs are alike
+        return [cut.Device(str(device), free // len(devices), passes, *seconds) for device in devices]
     count = Counter(devices)
+    seconds_on_each = _seconds(config, dtype, devices, sizes)
     passes = bytes_beside_passes(config, dtype, len(devices), max_batch_tokens)
-    alike = len({torch.cuda.get_device_name(device) for device in devices}) == 1
     return [
         cut.Device(
             str(device),
             reserve.free_bytes(device) // count[device],
             passes + pass_bytes(config, dtype, device, max_batch_tokens),
-            1.0 if alike else _bytes_per_s(device),
+            *seconds,
         )
-        for device in devices
+        for device, seconds in zip(devices, seconds_on_each, strict=True)
     ]
+
+
+def _seconds(
+    config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], sizes: cut.Model
+) -> list[tuple[tuple[float, ...], float]]:
+    """The measured seconds of the layers and of the head on each GPU. GPUs of one name are measured once.
+
+    If a GPU lacks the memory to measure, each layer counts by its bytes on all of them.
+    """
+    names = {device: torch.cuda.get_device_name(device) for device in devices}
+    one_of_each = {name: device for device, name in names.items()}
+    times = {name: measure(config, dtype, device, seconds_on_gpu) for name, device in one_of_each.items()}
+    torch.cuda.empty_cache()  # the memory of the measured layers, before anybody asks what is free
+    layer_bytes = sizes_of(config, compute_dtype(dtype), on_gpu=True).layer_bytes[-1]
+    found = []
+    for device in devices:
+        if (its := times[names[device]]) is None:
+            return [cut.seconds_by_bytes(sizes, 1.0)] * len(devices)
+        log.info("%s takes %.0f us for a layer, %.0f us for the head", device, 1e6 * its.layer, 1e6 * its.head)
+        found.append(cut.seconds_by_layer(sizes, its.layer, layer_bytes, its.head))
+    return found
 
 
 def bytes_beside_passes(config: ModelConfig, dtype: torch.dtype, num_stages: int, max_batch_tokens: int | None) -> int:
@@ -118,17 +149,3 @@ def bytes_beside_passes(config: ModelConfig, dtype: torch.dtype, num_stages: int
         tokens = max_batch_tokens or MOST_STREAM_TOKENS
     hidden = (num_stages + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
     return family_of(config).table_bytes(config) + KERNEL_BYTES + hidden
-
-
-def _bytes_per_s(device: torch.device) -> float:
-    """The rate at which a GPU copies within its memory. Decode steps read weights, so unlike GPUs differ by this rate."""
-    with torch.cuda.device(device):
-        source = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        target.copy_(source)  # the first copy pays for what CUDA loads
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        return float(2 * _PROBE_BYTES / (start.elapsed_time(end) / 1e3))

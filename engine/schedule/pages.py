@@ -113,6 +113,12 @@ class Pages:
             else:
                 self._free.append(page)
 
+    def forget(self) -> None:
+        """Frees all kept pages that nobody holds: their content is lost."""
+        pages = self.take(self.num_free)
+        assert pages is not None, "so many pages can be given"
+        self.release(pages)
+
     def _cut(self, ids: bytes | TokenIds, spared: int = 0) -> list[bytes]:
         """The tokens of each full page, without the last `spared` tokens."""
         data = ids if isinstance(ids, bytes) else np.ascontiguousarray(ids, dtype=np.int32).tobytes()

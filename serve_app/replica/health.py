@@ -30,18 +30,19 @@ class Health:
     def __init__(self, loop: EngineLoop, new_canary: Callable[[], Waiting], clock: Callable[[], float] = monotonic) -> None:
         """`new_canary` makes a short request."""
         self._loop, self._new_canary, self._clock = loop, new_canary, clock
+        self.num_canaries = 0  # so far
         self._canary: Waiting | None = None
         self._sent_at = 0.0
 
     async def check(self) -> None:
-        """Checks the engine. Raises: Unhealthy, after at most 1 s.
+        """Checks the engine. Raises: Unhealthy, after at most 1 s. A check does not wake an engine that sleeps.
 
         The check finds a stuck engine within the sum of: FRESH_S, an interval between checks, DEADLINE_S, and ten times the
         predicted time of the current pass.
         """
         if not self._loop.alive:
             raise Unhealthy("unhealthy")
-        if self._clock() - self._loop.computed_at < FRESH_S:
+        if self._loop.paused or self._clock() - self._loop.computed_at < FRESH_S:
             return
         canary = self._canary or self._send()
         waiting = asyncio.wrap_future(canary.future)
@@ -58,6 +59,7 @@ class Health:
     def _send(self) -> Waiting:
         canary = self._new_canary()
         self._canary, self._sent_at = canary, self._clock()
+        self.num_canaries += 1
         try:
             self._loop.submit([canary])
         except EngineStopped as error:

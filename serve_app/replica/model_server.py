@@ -45,6 +45,8 @@ _SHORTEST_READING_S = 0.5
 class EngineServer:
     """Loads one model and computes with it. `_collect` collects the requests; the engine's queue makes batches of them."""
 
+    sleeps = False  # whether the engine sleeps while no requests come
+
     def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
         """`num_threads` None means the CPUs that Ray gave this replica.
 
@@ -104,6 +106,7 @@ class EngineServer:
             spec.model,
             num_threads=num_threads,
             devices=spec.devices,
+            sleeps=self.sleeps,
             on_download=self._start.downloaded,
             on_progress=self._start.loaded,
             **spec.options,

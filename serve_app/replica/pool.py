@@ -30,6 +30,7 @@ from serve_app.gateway.steps import NewStream, Steps
 from serve_app.replica.channel import Channels
 from serve_app.replica.local import LocalGenerator
 from serve_app.replica.model_server import BusyShare, EngineServer
+from serve_app.replica.rest import Rest
 from serve_app.replica.watched import WatchedGenerator
 from serve_app.replica.wire import Wires, listening_host
 
@@ -51,14 +52,17 @@ class PoolArgs(BaseModel):
     spec: ModelSpec
     num_threads: int | None = Field(None, ge=1)
     tokens_per_s: float = Field(gt=0)  # the plan's value, used until a replica has measured its own rate
+    sleeps: bool = False  # whether the host has memory for the weights of a replica without requests
     settings: ServerSettings = ServerSettings()
 
 
 class PoolServer(EngineServer):
     """A replica behind gateways."""
 
-    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None) -> None:
+    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None, sleeps: bool = False) -> None:
+        self.sleeps = sleeps
         super().__init__(spec, settings, num_threads)
+        self._rest = Rest(self._engine, self._loop, self._health) if sleeps else None
         self._busy_for_scaling = BusyShare(self._loop)
         self._per_token = footprint(self._engine.config, self._engine.dtype, "cpu").workspace_per_token
         self._takes_host_memory = self._engine.shares_host_memory
@@ -163,7 +167,11 @@ class PoolServer(EngineServer):
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         calls = 0 if self._wires is None else self._wires.calls_since_last()
-        return {"load": self._load(), "calls": float(calls)}
+        report = {"load": self._load(), "calls": float(calls)}
+        if self._rest is not None:
+            self._rest.look()
+            report["asleep"] = float(self._rest.asleep)
+        return report
 
     def _load(self) -> float:
         loop, pages = self._loop, self._engine.pages
@@ -221,5 +229,5 @@ def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any
     engine = serve.deployment(name="Engine")(server).options(**chosen)
     asleep = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
     ingress = serve.deployment(name="Unrouted")(Unrouted).options(autoscaling_config=asleep)
-    application: serve.Application = ingress.bind(engine.bind(args.spec, args.settings, args.num_threads))
+    application: serve.Application = ingress.bind(engine.bind(args.spec, args.settings, args.num_threads, args.sleeps))
     return application

@@ -1,14 +1,15 @@
-"""A model of models.yaml with `pipeline: 2`: planned on a running node, applied, and streamed from two stages on its CPUs."""
+"""Models of models.yaml with `pipeline: 2`: planned on a running node, applied, and computed by two stages on its CPUs."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import yaml
 
@@ -18,6 +19,7 @@ from engine.engine import Engine
 from engine.hub import EMBEDDED_GENERATOR
 from engine.options import SamplingOptions
 
+TEXTS = ["What is the capital of China?", "Paris"]
 MESSAGES = [{"role": "user", "content": "Name three colours of the rainbow."}]
 
 
@@ -33,20 +35,31 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes more than a minute: make test-nodes")
-def test_two_stages_are_planned_applied_and_streamed(folder: Path) -> None:
-    port = free_port()
+def test_two_stages_are_planned_applied_and_compute(folder: Path, tiny: Callable[..., Path]) -> None:
+    """A model that generates, and then in its place a decoder that gives vectors."""
+    url, embedder = f"http://127.0.0.1:{free_port()}/v1", tiny("qwen3", num_hidden_layers=4)
     chat = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": 512, "streams": 2, "pipeline": 2}
-    file = folder / "models.yaml"
-    file.write_text(yaml.safe_dump({"models": [chat], "settings": {"host": "127.0.0.1", "port": port}}))
     try:
         start(True, port=free_port(), reserve_gib=1.5, object_store_gib=0.1, dashboard_port=free_port(), say=print)
-        (pool,) = json.loads(_typed("plan", "--models", str(file), "--live", "--json"))["pools"]
-        assert (pool["num_stages"], pool["num_gpus"], pool["min_replicas"]) == (2, 0, 1)
-        _typed("apply", str(file), "--yes")
-        said = _streamed(f"http://127.0.0.1:{port}/v1/chat/completions")
+        _apply(folder / "chat.yaml", chat, url)
+        said = _streamed(f"{url}/chat/completions")
+        _apply(folder / "vectors.yaml", {"name": "vectors", "model": str(embedder), "dtype": "float32", "pipeline": 2}, url)
+        answer = httpx.post(f"{url}/embeddings", json={"model": "vectors", "input": TEXTS}, timeout=60)
     finally:
         stop()
     assert said == _on_one_device()
+    assert answer.status_code == 200, answer.text
+    vectors = [each["embedding"] for each in answer.json()["data"]]
+    expected = Engine.load(embedder, dtype="float32", device="cpu").embed(TEXTS)
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
+def _apply(file: Path, model: dict[str, object], url: str) -> None:
+    """Deploys one model instead of what runs. The plan gives its only replica two stages."""
+    file.write_text(yaml.safe_dump({"models": [model], "settings": {"host": "127.0.0.1", "port": httpx.URL(url).port}}))
+    (pool,) = json.loads(_typed("plan", "--models", str(file), "--live", "--json"))["pools"]
+    assert (pool["num_stages"], pool["num_gpus"], pool["min_replicas"]) == (2, 0, 1)
+    _typed("apply", str(file), "--yes")
 
 
 def _typed(*arguments: str) -> str:

@@ -28,8 +28,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda, cuda_pipeline, cuda_embedding, tune):
         monkeypatch.setattr(module, "torch", made)
     monkeypatch.setattr(cuda, "Capturer", Capturer)
-    for module in (cuda_pipeline, cuda_embedding):
-        monkeypatch.setattr(module, "used_in", lambda tensor, stream: None)
+    monkeypatch.setattr(cuda_pipeline, "used_in", lambda tensor, stream: None)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cut import Device, Model, cut, cut_with_cache, stage_bytes, stage_seconds
+from engine.cut import Device, Model, cut, cut_with_cache, seconds_by_bytes, seconds_by_layer, stage_bytes, stage_seconds
 from engine.errors import ModelError
 
 _GIB = 1 << 30
@@ -24,8 +24,8 @@ def fits(model: Model, devices: list[Device], stages: list[range], cache_tokens:
     )
 
 
-def seconds(model: Model, devices: list[Device], stages: list[range]) -> list[float]:
-    return [stage_seconds(model, devices, index, layers) for index, layers in enumerate(stages)]
+def seconds(devices: list[Device], stages: list[range]) -> list[float]:
+    return [stage_seconds(devices, index, layers) for index, layers in enumerate(stages)]
 
 
 sizes = st.integers(0, 50)
@@ -37,9 +37,8 @@ def problems(draw: st.DrawFn) -> tuple[Model, list[Device], int]:
     model = Model(tuple(layers), draw(sizes), draw(sizes), draw(st.integers(1, 3)))
 
     def device(index: int) -> Device:
-        measured = draw(st.none() | st.lists(st.integers(1, 9), min_size=len(layers), max_size=len(layers)).map(tuple))
-        head_s = None if measured is None else draw(st.integers(0, 9))
-        return Device(f"d{index}", draw(st.integers(0, 200)), draw(st.integers(0, 10)), draw(st.integers(1, 5)), measured, head_s)
+        layer_s = draw(st.lists(st.integers(1, 9), min_size=len(layers), max_size=len(layers)).map(tuple))
+        return Device(f"d{index}", draw(st.integers(0, 200)), draw(st.integers(0, 10)), layer_s, draw(st.integers(0, 9)))
 
     return model, [device(index) for index in range(draw(st.integers(1, 4)))], draw(st.integers(0, 8))
 
@@ -54,10 +53,10 @@ def test_the_cut_is_the_best_of_all_that_fit(problem: tuple[Model, list[Device],
         return
     found = cut(model, devices, tokens)
     assert found in possible
-    slowest = min(max(seconds(model, devices, each)) for each in possible)
-    assert max(seconds(model, devices, found)) == slowest
-    quickest = min(sum(seconds(model, devices, each)) for each in possible if max(seconds(model, devices, each)) == slowest)
-    assert sum(seconds(model, devices, found)) == pytest.approx(quickest)
+    slowest = min(max(seconds(devices, each)) for each in possible)
+    assert max(seconds(devices, found)) == slowest
+    quickest = min(sum(seconds(devices, each)) for each in possible if max(seconds(devices, each)) == slowest)
+    assert sum(seconds(devices, found)) == pytest.approx(quickest)
 
 
 @given(problems(), st.integers(1, 8))
@@ -78,19 +77,29 @@ def test_what_is_left_is_cache(problem: tuple[Model, list[Device], int], page_si
 
 def test_equal_devices_share_the_layers_and_the_head_counts() -> None:
     model = Model((_GIB,) * 40, 2 * _GIB, 4 * _GIB, 1000)
-    alike = [Device(f"cuda:{index}", 80 * _GIB, _GIB, 1e12) for index in range(2)]
+    alike = [Device(f"cuda:{index}", 80 * _GIB, _GIB, *seconds_by_bytes(model, 1e12)) for index in range(2)]
     assert [len(each) for each in cut(model, alike, 1000)] == [22, 18]
+
+
+def test_measured_seconds_decide_where_the_memory_allows_it() -> None:
+    """One card computes a layer three times as fast as the other. The head takes as long as four or six layers."""
+    model = Model((_GIB,) * 40, 2 * _GIB, 4 * _GIB, 1000)
+    slow = Device("slow", 80 * _GIB, _GIB, *seconds_by_layer(model, 3e-3, 2 * _GIB, 9e-3))
+    fast = Device("fast", 80 * _GIB, _GIB, *seconds_by_layer(model, 1e-3, 2 * _GIB, 2e-3))
+    assert slow.layer_s == (1.5e-3,) * 40  # half as many bytes as the measured layer
+    assert [len(each) for each in cut(model, [slow, fast], 1000)] == [11, 29]
+    assert [len(each) for each in cut(model, [fast, slow], 1000)] == [35, 5]
 
 
 def test_a_small_card_gets_what_it_holds() -> None:
     model = Model((_GIB,) * 40, 2 * _GIB, 4 * _GIB, 1000)
-    devices = [Device("cuda:0", 12 * _GIB, _GIB, 1e12), Device("cuda:1", 80 * _GIB, _GIB, 1e12)]
+    devices = [Device(name, free * _GIB, _GIB, (1.0,) * 40, 4.0) for name, free in (("cuda:0", 12), ("cuda:1", 80))]
     assert [len(each) for each in cut(model, devices, 1000)] == [8, 32]
 
 
 def test_the_refusal_has_the_numbers() -> None:
     model = Model((_GIB,) * 40, 2 * _GIB, 4 * _GIB, 1000)
-    devices = [Device("cuda:0", 12 * _GIB, _GIB, 1e12), Device("cuda:1", 16 * _GIB, _GIB, 1e12)]
+    devices = [Device(name, free * _GIB, _GIB, (1.0,) * 40, 4.0) for name, free in (("cuda:0", 12), ("cuda:1", 16))]
     with pytest.raises(
         ModelError, match=r"of its 40 layers cuda:0 with 12\.0 GiB free holds 8, cuda:1 with 16\.0 GiB free holds 10"
     ):

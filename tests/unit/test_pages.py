@@ -105,6 +105,15 @@ class Machine(RuleBasedStateMachine):
             self.content.pop(page, None)
         self.pages.release(taken)
 
+    @rule()
+    def forget(self) -> None:
+        """What is held stays as it is."""
+        unheld = self.unheld()
+        self.pages.forget()
+        assert self.pages.num_free == len(unheld)
+        for page in unheld:
+            self.content.pop(page, None)
+
     @invariant()
     def all_is_well(self) -> None:
         self.pages.check_integrity()

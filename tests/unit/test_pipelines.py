@@ -22,6 +22,7 @@ from cluster.pipelines import arrange
 from cluster.placement import Demand, Slot
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
+from cluster.throughput import card_speed, tokens_per_s
 from engine.cut import cut
 from engine.errors import ModelError
 from engine.hub import EMBEDDED_GENERATOR
@@ -35,6 +36,7 @@ TWO = Node("two", "amd64", 64 * GIB, 8, (RTX_5080,) * 2)
 MIXED = Node("mixed", "amd64", 64 * GIB, 8, (RTX_5080, RTX_4090))
 CPU = Node("old", "amd64", 64 * GIB, 4)
 EIGHT_B: dict[str, object] = {"model": f"Qwen/Qwen3-8B@{'0' * 40}"}
+EMBEDDING_8B: dict[str, object] = {"model": f"Qwen/Qwen3-Embedding-8B@{'0' * 40}"}
 FOURTEEN_B: dict[str, object] = {"model": "Qwen/Qwen3-14B", "context": 2048}
 
 
@@ -215,6 +217,51 @@ def test_a_pipeline_on_cpus_is_only_by_wish() -> None:
     assert serve_config(plan)["applications"][0]["args"]["spec"]["devices"] == ["cpu", "cpu"]
 
 
-def test_only_models_that_generate_have_a_pipeline() -> None:
-    with pytest.raises(ClusterError, match="m0 has pipeline: 2, but does not generate text; leave pipeline out"):
+def test_only_decoders_have_a_pipeline() -> None:
+    with pytest.raises(ClusterError, match="m0 has pipeline: 2, but XLMRobertaModel runs on one device, only decoders run on"):
         planned((TWO,), {"model": "BAAI/bge-m3", "pipeline": 2})
+
+
+def test_an_embedding_model_that_no_card_holds_takes_two_cards_of_a_node() -> None:
+    plan = planned((ONE, TWO), EMBEDDING_8B)
+    (chosen,), (pool,), pipeline = plan.assigned, plan.pools, plan.pipeline_on("m0", TWO.class_name)
+    assert pipeline is not None
+    assert (chosen.node, chosen.card, chosen.more_cards, chosen.why) == ("two", 0, (1,), "2 cards, because no card holds it")
+    assert (pool.num_gpus, pool.devices, pool.cache_tokens) == (2.0, ("cuda:0", "cuda:1"), None)
+    assert serve_config(plan)["applications"][0]["args"]["spec"]["devices"] == ["cuda:0", "cuda:1"]
+    assert "m0.rtx-5080-16g-amd64: 2 cards of one node, layers 0 to 17 with " in text_of(plan)
+    # What the engine counts for each stage, and nothing for a cache.
+    config = plan.shapes["m0"]
+    whole, sizes = footprint(config, BF16, "gpu"), sizes_of(config, BF16, on_gpu=True)
+    fixed = whole.of_passes + whole.context + bytes_beside_passes(config, BF16, 2, None)
+    assert list(pipeline.needs_bytes) == [
+        sum(sizes.layer_bytes[part.start : part.stop]) + end + fixed
+        for part, end in zip(pipeline.layers, (sizes.words_bytes, sizes.head_bytes), strict=True)
+    ]
+    assert chosen.needs_bytes == sum(pipeline.needs_bytes)
+    assert max(pipeline.needs_bytes) <= ONE.usable_bytes < whole.total
+    # Two passes are computed at the same time.
+    alone = tokens_per_s(config, BF16, TWO.with_card(0)).tokens_per_s
+    assert pool.tokens_per_s == pytest.approx(2 * alone)
+
+
+def test_an_embedding_model_is_cut_by_the_cards_products() -> None:
+    """By the plan's table the RTX 4090 multiplies 1.5 times as fast as the RTX 5080, and copies 1.05 times as fast."""
+    plan = planned((MIXED,), EMBEDDING_8B | {"pipeline": 2})
+    pipeline = plan.pipeline_on("m0", MIXED.class_name)
+    assert pipeline is not None
+    small, large = map(len, pipeline.layers)
+    speeds = [card_speed(card.name).gemm for card in MIXED.cards]
+    assert small + large == plan.shapes["m0"].n_layers
+    assert small / large == pytest.approx(speeds[0] / speeds[1], rel=0.15)
+
+
+def test_an_embedding_model_that_two_cards_do_not_hold_is_refused_with_numbers() -> None:
+    small = replace(TWO, cards=(replace(RTX_5080, total_bytes=8 * GIB),) * 2)
+    plan = planned((small,), EMBEDDING_8B)
+    assert plan_is_refused(
+        plan, "over 2 cards of one node: the model does not fit on these devices in this order: of its 36 layers"
+    )
+    forbidden = planned((TWO,), EMBEDDING_8B | {"pipeline": 1})
+    assert not forbidden.assigned
+    assert "pipeline: 2" in forbidden.unplaced[0].ways_out

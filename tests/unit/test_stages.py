@@ -15,6 +15,7 @@ from engine.model.folder import load_model_config
 from engine.model.footprint import bytes_saved, num_parameters
 from engine.run import stages
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
+from engine.run.layer_times import Call, Times, measure
 from engine.run.stages import plan_stages
 
 GPUS = [torch.device("cuda", index) for index in range(3)]
@@ -37,7 +38,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def make(room: list[int], rates: list[float]) -> None:
         monkeypatch.setattr(stages, "pass_bytes", lambda *_: 0)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card of {rates[device.index]}")
-        monkeypatch.setattr(stages, "_bytes_per_s", lambda device: rates[device.index])
+        monkeypatch.setattr(stages, "measure", lambda config, dtype, device, seconds_of: Times(1 / rates[device.index], 0.0))
         monkeypatch.setattr(stages.reserve, "free_bytes", lambda device: room[device.index] + KERNEL_BYTES + (1 << 20))
 
     return make
@@ -122,3 +123,44 @@ def test_the_cache_takes_what_the_fuller_gpu_has_left(config_of: Callable[..., M
 def test_a_gpu_and_a_cpu_do_not_share_a_model(config_of: Callable[..., ModelConfig]) -> None:
     with pytest.raises(ModelError, match="a model runs on GPUs or on CPUs, not on both"):
         plan_stages(config_of("qwen2_lm"), torch.float32, [GPUS[0], torch.device("cpu")], None, None)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm", "mistral_lm"])
+def test_a_layer_and_the_head_are_measured_alone(config_of: Callable[..., ModelConfig], kind: str) -> None:
+    """With a stand-in clock, on a CPU: what is measured takes the hidden states of a decode step."""
+    config, results = config_of(kind), list[torch.Tensor]()
+
+    def seconds_of(call: Call) -> float:
+        results.extend(result for result in (call(), call()) if isinstance(result, torch.Tensor))
+        return 0.25 * len(results)
+
+    assert measure(config, torch.float32, torch.device("cpu"), seconds_of) == Times(0.5, 1.0)
+    assert [tuple(each.shape) for each in results] == [(64, config.hidden_size)] * 2 + [(64, config.vocab_size)] * 2
+    assert torch.equal(results[0], results[1]), "a call changes the input of the next one"
+
+
+def test_a_model_that_embeds_is_measured_with_texts(tiny: Callable[..., Path]) -> None:
+    config, results = load_model_config(tiny("qwen3", num_hidden_layers=3)), list[object]()
+
+    def seconds_of(call: Call) -> float:
+        results.append(call())
+        return 2.0
+
+    assert measure(config, torch.float32, torch.device("cpu"), seconds_of) == Times(2.0, 0.0)
+    (hidden,) = results
+    assert isinstance(hidden, torch.Tensor)
+    assert hidden.shape == (4 * min(512, config.max_input_length), config.hidden_size)
+
+
+def test_a_gpu_without_memory_to_measure_is_cut_by_bytes(
+    config_of: Callable[..., ModelConfig], gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(call: Call) -> float:
+        raise torch.OutOfMemoryError
+
+    config = config_of("qwen2_lm", tie_word_embeddings=False)
+    assert measure(config, torch.float32, torch.device("cpu"), full) is None
+    gpus([1 << 30] * 3, [1e12, 9e12, 1e12])
+    monkeypatch.setattr(stages, "measure", lambda config, dtype, device, seconds_of: None if device.index else Times(1.0, 0.0))
+    planned, _ = plan_stages(config, torch.bfloat16, GPUS[:2], 256, 1024)
+    assert len(planned[0].config.layers) >= len(planned[1].config.layers)
