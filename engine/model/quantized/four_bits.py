@@ -28,7 +28,8 @@ def why_not(matrix: QuantizedMatrix) -> str | None:
         return f"groups of {group} columns"
     if not packs(n, k, group):
         return f"{n} x {k} values"
-    if not bool((matrix.scales.abs() <= torch.finfo(torch.float16).max).all()):
+    held = [each.abs() <= torch.finfo(torch.float16).max for each in (matrix.scales, matrix.mins) if each is not None]
+    if not all(bool(each.all()) for each in held):
         return "scales that float16 does not hold"
     return None
 
@@ -46,24 +47,26 @@ def kept_groups(scheme: Scheme | None) -> tuple[int, bool] | None:
 
 
 def joined(parts: Sequence[FourBits]) -> FourBits | None:
-    """The rows of several matrices as one; None if their groups differ."""
-    if len({matrix.scales.shape[1] for matrix in parts}) > 1:
+    """The rows of several matrices as one; None if their groups differ, or if only some have mins."""
+    if len({(matrix.scales.shape[1], matrix.mins is None) for matrix in parts}) > 1:
         return None
+    scales = torch.cat([m.scales.float() for m in parts])
+    mins = [m.mins for m in parts if m.mins is not None]
     zeros = None
     if any(matrix.zeros is not None for matrix in parts):
         all_zeros = [
             torch.full(m.scales.shape, 8, dtype=torch.uint8, device=m.codes.device) if m.zeros is None else m.zeros for m in parts
         ]
         zeros = torch.cat(all_zeros)
-    return FourBits(torch.cat([m.codes for m in parts]), torch.cat([m.scales.float() for m in parts]), zeros)
+    return FourBits(torch.cat([m.codes for m in parts]), scales, zeros, mins=torch.cat(mins) if mins else None)
 
 
 def packed(matrix: FourBits) -> Packed:
-    """The matrix in the kernels' order. Zeros that are all 8 are left out."""
+    """The matrix in the kernels' order, scales and mins rounded to fp16. Zeros that are all 8 are left out."""
     zeros = matrix.zeros
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    return pack4(matrix.codes, matrix.scales.to(torch.float16), zeros)
+    return pack4(matrix.codes, matrix.scales.to(torch.float16), zeros, matrix.mins)
 
 
 def to_four_bits(weight: Tensor) -> FourBits:
