@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels.four_bits import GROUPS, Packed, pack4, packs
-from engine.model.quantized.layout import FourBits, QuantizedMatrix, four_bits
-from engine.model.quantized.scheme import Awq, CompressedTensors, Gptq, Group, Scheme
+from engine.model.quantized.layout import Blocks, FourBits, QuantizedMatrix, four_bits
+from engine.model.quantized.scheme import Awq, CompressedTensors, Gguf, Gptq, Group, Quantization
 
 GROUP = 64  # columns that share a scale where the engine rounds a matrix itself
 # Scales to try for a group, as shares of the one that puts its largest value at the end of the codes: -8, and -7 for the first.
@@ -19,7 +19,7 @@ _STEP_VALUES = 1 << 22  # values that are rounded at a time
 def why_not(matrix: QuantizedMatrix) -> str | None:
     """Returns why the kernels do not take this matrix as it is; None if they do."""
     if not isinstance(matrix, FourBits):
-        return "another layout"
+        return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "another layout"
     if matrix.order is not None:
         return "columns in another order"
     n, k = matrix.shape
@@ -34,7 +34,7 @@ def why_not(matrix: QuantizedMatrix) -> str | None:
     return None
 
 
-def kept_groups(scheme: Scheme | None) -> tuple[int, bool] | None:
+def kept_groups(scheme: Quantization | None) -> tuple[int, bool] | None:
     """The columns of a group, and whether groups have zeros, of a checkpoint whose layers all stay in 4 bits. None for others."""
     match scheme:
         case Gptq(bits=4, group_size=int(columns), reorders=False) | Awq(group_size=int(columns)):
@@ -44,6 +44,25 @@ def kept_groups(scheme: Scheme | None) -> tuple[int, bool] | None:
             if columns in GROUPS and "Linear" in group.targets and set(scheme.ignore) <= {"lm_head"}:
                 return columns, not group.symmetric
     return None
+
+
+def in_four_bits(scheme: Quantization | None, values: int, layers: range) -> tuple[int, int]:
+    """Of a checkpoint's matrices in these layers: the values that can stay in 4 bits, and the bytes that they take then.
+
+    Args:
+        values: of all matrices of the layers.
+    """
+    if isinstance(scheme, Gguf):
+        kept = [scheme.kept[layer] for layer in layers]
+        return sum(values for values, _ in kept), sum(num_bytes for _, num_bytes in kept)
+    if (groups := kept_groups(scheme)) is None:
+        return 0, 0
+    return values, bytes_in_four_bits(values, *groups)
+
+
+def bytes_in_four_bits(values: int, columns: int, has_zeros: bool) -> int:
+    """Bytes of a matrix with a scale, and perhaps a zero or a min, for each group of columns."""
+    return values // 2 + values // columns * (4 if has_zeros else 2)
 
 
 def joined(parts: Sequence[FourBits]) -> FourBits | None:

@@ -119,6 +119,18 @@ class EightBits:
         return of_rows if self.block[1] >= k else of_rows.repeat_interleave(self.block[1], dim=1)[:, :k]
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix of a GGUF file in blocks that no layout here holds."""
+
+    kind: str  # ggml's name for the type
+    shape: tuple[int, int]
+    read: Callable[[], Tensor]  # gives [N, K] in fp32, on the CPU
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return self.read().to(dtype)
+
+
 def _in_slices(
     values: Callable[[slice], Tensor],
     shape: tuple[int, int],
