@@ -213,7 +213,8 @@ def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
         return f"it is {dequantised}"
     if values < all_values:
         share = 100 * values // all_values
-        return f"GPUs keep {share} % of the layers' values in 4 bits and dequantise the others; on a CPU it is {dequantised}"
+        others = "round the others to 4 bits" if dtype == "int4" else "dequantise the others"
+        return f"GPUs keep {share} % of the layers' values in 4 bits and {others}; on a CPU it is {dequantised}"
     return f"GPUs keep it in 4 bits, on a CPU it is {dequantised}"
 
 

@@ -1,5 +1,6 @@
 """Tiny GGUF files, written as llama.cpp's converter writes them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -129,17 +130,7 @@ def write(
 ) -> Path:
     """Matrices are stored as `kind`, or as `kinds` says of them, other tensors in F32. Tensors of bytes stay as they are."""
     writer = gguf.GGUFWriter(path, architecture, endianess=endianess)
-    for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
+    _add_metadata(writer, metadata)
     for name, tensor in tensors.items():
         its = kinds.get(name, kind)
         if tensor.ndim > 1 and its != GGMLQuantizationType.F32:
@@ -152,3 +143,37 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_zeros(
+    path: Path, architecture: str, metadata: dict[str, Any], tensors: Mapping[str, tuple[Sequence[int], GGMLQuantizationType]]
+) -> Path:
+    """A file of any size whose tensors, given by shape and type, take no room on the disk."""
+    writer, end = gguf.GGUFWriter(path, architecture), 0
+    _add_metadata(writer, metadata)
+    for name, (shape, kind) in tensors.items():
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(shape) // values * size
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, kind)
+        end += gguf.GGUFWriter.ggml_pad(num_bytes, writer.data_alignment)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + writer.data_alignment + end)
+    return path
+
+
+def _add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
