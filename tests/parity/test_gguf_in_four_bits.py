@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from test_models_in_four_bits import four_bit_layers, keep_on_a_cpu, log_probs, matrices
 
 from engine import Engine, load
-from engine.hub import resolve_model
+from engine.hub import EMBEDDED_GENERATOR, resolve_model
 from engine.kernels.four_bits import Packed
 from engine.kernels.linear4 import unpacked
 from engine.model import footprint
@@ -161,6 +161,19 @@ def test_the_footprint_counts_what_is_there(
         assert counted * 8 == bits * values == rounded * 8
     else:
         assert rounded < counted, "--dtype int4 rounds the others"
+
+
+def test_the_embedded_model_keeps_its_values() -> None:
+    """SmolLM2-135M in Q4_1, whose scales and mins are exact. Llama's rows of Q and K lie in another order in the file."""
+    folder = resolve_model(EMBEDDED_GENERATOR)
+    config, file = load_model_config(folder), GGUFWeights(folder / "model.gguf")
+    assert config.quantization is not None
+    assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=True) == footprint.num_quantized(config) * 11 // 8
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        name = f"model.layers.17.{part}.weight"
+        found = read_matrix(file, name, lambda rows: rows)
+        assert isinstance(found, FourBits)
+        assert torch.equal(unpacked(packed(found), torch.float32), file.tensor(name)), name
 
 
 def test_a_file_without_blocks_is_not_quantised(tiny: Tiny, tmp_path: Path) -> None:
