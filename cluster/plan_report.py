@@ -16,8 +16,8 @@ from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, PlannedP
 from cluster.throughput import Basis, speed_of
 from engine.devices import DTYPES, DtypeName
 from engine.model.config import ModelConfig
-from engine.model.footprint import HOST_BYTES, keeps_four_bits
-from engine.model.quantized.four_bits import kept_groups
+from engine.model.footprint import HOST_BYTES, keeps_four_bits, num_quantized
+from engine.model.quantized.four_bits import in_four_bits
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
@@ -209,8 +209,13 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
     dequantised = f"dequantised at load, so it takes the memory of {dtype}"
-    if not keeps_four_bits(shape, DTYPES[dtype]) or kept_groups(shape.quantization) is None:
+    values, _ = in_four_bits(shape.quantization, all_values := num_quantized(shape), shape.layers)
+    if not keeps_four_bits(shape, DTYPES[dtype]) or not values:
         return f"it is {dequantised}"
+    if values < all_values:
+        share = 100 * values // all_values
+        others = "round the others to 4 bits" if dtype == "int4" else "dequantise the others"
+        return f"GPUs keep {share} % of the layers' values in 4 bits and {others}; on a CPU it is {dequantised}"
     return f"GPUs keep it in 4 bits, on a CPU it is {dequantised}"
 
 

@@ -1,6 +1,9 @@
 """Tiny GGUF files, written as llama.cpp's converter writes them."""
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -101,6 +104,21 @@ def converted(folder: Path, architecture: str, n_heads: int, n_kv_heads: int) ->
     return found
 
 
+def random_blocks(shape: Sequence[int], kind: GGMLQuantizationType, seed: int) -> np.ndarray:
+    """A matrix in blocks of any bytes, of which only the numbers in fp16 are chosen: its values have a deviation near 0.03.
+
+    The `gguf` package does not quantise to the types whose scales are quantised, too.
+    """
+    numbers = {"Q4_0": {0: 0.006}, "Q4_1": {0: 0.006, 2: -0.045}, "Q4_K": {0: 1.5e-4, 2: 1.1e-3}, "Q6_K": {208: 2e-5}}
+    random = np.random.default_rng(seed)
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (shape[0], shape[1] // values, num_bytes), np.uint8)
+    for at, number in numbers[kind.name].items():
+        spread = number * random.uniform(0.7, 1.3, blocks.shape[:2])
+        blocks[:, :, at : at + 2] = spread.astype(np.float16)[:, :, None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def write(
     path: Path,
     architecture: str,
@@ -108,9 +126,46 @@ def write(
     tensors: dict[str, np.ndarray],
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
+    kinds: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
 ) -> Path:
-    """Matrices are stored as `kind`, other tensors in F32. Tensors of bytes are stored as they are."""
+    """Matrices are stored as `kind`, or as `kinds` says of them, other tensors in F32. Tensors of bytes stay as they are."""
     writer = gguf.GGUFWriter(path, architecture, endianess=endianess)
+    _add_metadata(writer, metadata)
+    for name, tensor in tensors.items():
+        its = kinds.get(name, kind)
+        if tensor.ndim > 1 and its != GGMLQuantizationType.F32:
+            stored = tensor if tensor.dtype == np.uint8 else gguf.quants.quantize(tensor, its)
+            writer.add_tensor(name, stored, raw_dtype=its)
+        else:
+            writer.add_tensor(name, tensor.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_zeros(
+    path: Path, architecture: str, metadata: dict[str, Any], tensors: Mapping[str, tuple[Sequence[int], GGMLQuantizationType]]
+) -> Path:
+    """A file of any size whose tensors, given by shape and type, take no room on the disk."""
+    writer, end = gguf.GGUFWriter(path, architecture), 0
+    _add_metadata(writer, metadata)
+    for name, (shape, kind) in tensors.items():
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(shape) // values * size
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, kind)
+        end += gguf.GGUFWriter.ggml_pad(num_bytes, writer.data_alignment)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + writer.data_alignment + end)
+    return path
+
+
+def _add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
     for key, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -122,14 +177,3 @@ def write(
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
-    for name, tensor in tensors.items():
-        if tensor.ndim > 1 and kind != GGMLQuantizationType.F32:
-            stored = tensor if tensor.dtype == np.uint8 else gguf.quants.quantize(tensor, kind)
-            writer.add_tensor(name, stored, raw_dtype=kind)
-        else:
-            writer.add_tensor(name, tensor.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path

@@ -163,12 +163,14 @@ def _kernel(
 def _operands(weight: Tensor | Packed) -> tuple[tuple[str, int], ...]:
     """The macros of the operands' dtypes."""
     return (
-        codes_operands(weight.group, weight.has_zeros) if isinstance(weight, Packed) else (("OPERANDS", OPERANDS[weight.dtype]),)
+        codes_operands(weight.group, weight.has_zeros, weight.has_mins)
+        if isinstance(weight, Packed)
+        else (("OPERANDS", OPERANDS[weight.dtype]),)
     )
 
 
-def codes_operands(group: int, has_zeros: bool) -> tuple[tuple[str, int], ...]:
-    return (("OPERANDS", 4), ("GROUP", group), ("ZEROS", int(has_zeros)))
+def codes_operands(group: int, has_zeros: bool, has_mins: bool = False) -> tuple[tuple[str, int], ...]:
+    return (("OPERANDS", 4), ("GROUP", group), ("ZEROS", int(has_zeros)), ("MINS", int(has_mins)))
 
 
 def _weight_map(weight: Tensor | Packed, block_n: int) -> TensorMapDescriptor:

@@ -30,10 +30,11 @@ _SHORT_RING_BYTES = 1 << 10  # a ring of n bytes is slower by 1 KiB / n
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix W [N, K] in 4 bits. A value is (code - zero) * scale.
+    """A matrix W [N, K] in 4 bits. A value is (code - zero) * scale, or with mins code * scale + min.
 
     `records` [N / 16, K / chunk, ...] int32, as csrc/codes.cuh describes them; a chunk is 64 columns, or a group if that is
-    larger. `counters` [N / 16] int32: the kernel's, 0 between launches.
+    larger. `counters` [N / 16] int32: the kernel's, 0 between launches. `has_zeros`: the records have zeros or, with `has_mins`,
+    mins.
     """
 
     records: Tensor
@@ -41,6 +42,7 @@ class Packed:
     k: int
     group: int
     has_zeros: bool
+    has_mins: bool = False
 
     def __len__(self) -> int:
         return len(self.records) * STRIP
@@ -55,14 +57,16 @@ def packs(n: int, k: int, group: int) -> bool:
     return group in GROUPS and n % STRIP == 0 and k % chunk_of(group) == 0
 
 
-def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Packed:
+def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, mins: Tensor | None = None) -> Packed:
     """Brings a matrix into the kernels' order.
 
     Args:
         codes: [N, K / 2] uint8, two codes of 0 to 15 a byte; the low half is the column before.
         scales: [N, G] fp16.
         zeros: [N, G] uint8 of 0 to 15; None stands for 8.
+        mins: [N, G] fp16, instead of zeros.
     """
+    assert zeros is None or mins is None, "the records have a place for one of them"
     n, k = len(codes), 2 * codes.shape[1]
     group = k // scales.shape[1]
     assert packs(n, k, group), f"[{n}, {k}] in groups of {group}"
@@ -78,10 +82,13 @@ def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Packed:
     parts = [scales.to(torch.float16).contiguous().view(torch.int16)]
     if zeros is not None:
         parts.append(zeros.to(torch.int16))
+    if mins is not None:
+        parts.append(mins.to(torch.float16).contiguous().view(torch.int16))
     grouped = torch.stack(parts, dim=-1).view(strips, 2, 8, chunks, chunk // group, len(parts))
     grouped = grouped.permute(0, 3, 2, 4, 5, 1).contiguous().view(torch.uint8)  # [strips, chunks, 8, groups, parts, 2 halves]
     records = torch.cat((words.reshape(strips, chunks, -1), grouped.view(strips, chunks, -1)), dim=2).view(torch.int32)
-    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, group, zeros is not None)
+    counters = torch.zeros(strips, dtype=torch.int32, device=codes.device)
+    return Packed(records, counters, k, group, len(parts) > 1, mins is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +182,9 @@ def four_bits(
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
-    defines = four_bits_defines(rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype)
+    defines = four_bits_defines(
+        rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype, weight.has_mins
+    )
     # Two blocks do not fit on a multiprocessor. Else blocks of the next kernel would begin beside this one's, two on one
     # multiprocessor and none on another.
     shared = max(shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros), shared_bytes_of(x.device) // 2)
@@ -196,7 +205,7 @@ def unpack4(weight: Packed, dtype: torch.dtype) -> Tensor:
     w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
     chunks = weight.records.shape[1]
     num = len(weight.records) * chunks
-    defines = four_bits_defines(8, weight.group, weight.has_zeros, _ANY_SHAPE, False, "nothing", dtype)
+    defines = four_bits_defines(8, weight.group, weight.has_zeros, _ANY_SHAPE, False, "nothing", dtype, weight.has_mins)
     kernel = _kernel("four_bits_unpack", tuple(defines.items()), weight.records.device, 256)
     kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
     return w
@@ -210,18 +219,27 @@ def _kernel(
 
 
 def four_bits_defines(
-    rows: int, group: int, has_zeros: bool, shape: FourBitsShape, norm: bool, followed_by: FollowedBy, dtype: torch.dtype
+    rows: int,
+    group: int,
+    has_zeros: bool,
+    shape: FourBitsShape,
+    norm: bool,
+    followed_by: FollowedBy,
+    dtype: torch.dtype,
+    has_mins: bool = False,
 ) -> dict[str, int]:
+    sums = shape.tall * _compiled(rows) * (1 + has_mins)  # a warp's, in registers, and those of x
     return {
         "ROWS": _compiled(rows),
         "GROUP": group,
         "ZEROS": int(has_zeros),
+        "MINS": int(has_mins),
         "SPLIT": shape.split,
         "ACROSS": shape.across,
         "DEEP": shape.deep,
         "TALL": shape.tall,
         "STAGES": shape.stages,
-        "LEAST_BLOCKS": 2 if shape.tall * _compiled(rows) <= 32 and shape.across * shape.deep == _WARPS else 1,
+        "LEAST_BLOCKS": 2 if sums <= 32 and shape.across * shape.deep == _WARPS else 1,
         "NORM": int(norm),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "HALF": half(dtype),

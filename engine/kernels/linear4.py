@@ -53,7 +53,7 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
     """W [N, K] in `dtype`, rounded once."""
     if weight.records.is_cuda and dtype.itemsize == 2:
         return unpack4(weight, dtype)
-    return reference.unpack4(weight.records, weight.group, weight.has_zeros, dtype)
+    return reference.unpack4(weight.records, weight.group, weight.has_zeros, dtype, weight.has_mins)
 
 
 def _is_few(x: Tensor, weight: Packed, norm: Tensor | None = None) -> bool:

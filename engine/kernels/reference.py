@@ -144,7 +144,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix
 
 
-def unpack4(records: Tensor, group: int, has_zeros: bool, dtype: torch.dtype) -> Tensor:
+def unpack4(records: Tensor, group: int, has_zeros: bool, dtype: torch.dtype, has_mins: bool = False) -> Tensor:
     """Returns the matrix [N, K] that records in 4 bits hold (csrc/four_bits.cu describes them). fp32 values are rounded once.
 
     Args:
@@ -163,6 +163,9 @@ def unpack4(records: Tensor, group: int, has_zeros: bool, dtype: torch.dtype) ->
     places = places + width * 4  # a chunk's codes are 16 * width / 2 bytes, width * 4 numbers of 16 bits
     numbers = record.view(torch.int16)
     scales = numbers.view(torch.float16)[of, places].float()
+    if has_mins:
+        mins = numbers.view(torch.float16)[of, places + 2].float()
+        return (codes.float() * scales + mins).to(dtype)
     zeros = numbers[of, places + 2] if has_zeros else 8
     return ((codes - zeros).float() * scales).to(dtype)
 

@@ -269,10 +269,10 @@ def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
     most = MAX_SHARED_BYTES if capability in ((8, 6), (8, 9)) or capability[0] == 12 else _MOST_SHARED_BYTES_OF_A100
     n, k = 24576, 4096
     followed_by, norm = _PRODUCTS[n, k]
-    for rows, (group, has_zeros) in product(FOUR_BITS_ROWS, ((128, False), (32, True))):
+    for rows, (group, has_zeros, has_mins) in product(FOUR_BITS_ROWS, ((128, False, False), (32, True, False), (32, True, True))):
         shape = four_bits_shape(n, k, rows, group, has_zeros, _H200_SMS, most)
-        defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, torch.bfloat16)
-        label = f"W {n} x {k}, {rows} rows, groups of {group}{', zeros' * has_zeros}"
+        defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, torch.bfloat16, has_mins)
+        label = f"W {n} x {k}, {rows} rows, groups of {group}{', mins' if has_mins else ', zeros' * has_zeros}"
         yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
 
 

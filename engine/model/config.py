@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import InvalidInput
-from engine.model.quantized.scheme import Scheme
+from engine.model.quantized.scheme import Quantization
 
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean", "splade"]
 # Poolings that read one token of a sequence. The others read all tokens.
@@ -136,7 +136,7 @@ class ModelConfig:
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
     default_prompt: str | None = None
     stored_dtype: str = "float32"
-    quantization: Scheme | None = None
+    quantization: Quantization | None = None
 
     @property
     def layers(self) -> range:

@@ -23,9 +23,12 @@ from engine.model.config import (
 from engine.model.families import MODELS, Transformers
 from engine.model.families.transformers import TransformersConfig
 from engine.model.generation import read_generation
+from engine.model.gguf import read_header
+from engine.model.gguf_four_bits import described
 from engine.model.keys import Keys, is_causal, read_labels
 from engine.model.quantized.quantization_config import read_scheme
-from engine.model.weight_files import read_linear
+from engine.model.quantized.scheme import Quantization
+from engine.model.weight_files import only_gguf, read_linear
 from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
 
 log = logging.getLogger(__name__)
@@ -95,8 +98,15 @@ def load_model_config(
         prompts=prompts,
         default_prompt=own_default if default_prompt is None else default_prompt,
         stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
-        quantization=read_scheme(keys),
+        quantization=_read_quantization(folder, keys),
     )
+
+
+def _read_quantization(folder: Path, keys: Keys) -> Quantization | None:
+    """How the matrices are stored, by config.json or by the header of a GGUF file; None where they are not quantised."""
+    if (gguf := only_gguf(folder)) is None:
+        return read_scheme(keys)
+    return described(read_header(gguf))
 
 
 def _read_embedder(folder: Path, keys: Keys, config: ModelConfig, pooling: Pooling | None) -> ModelConfig:

@@ -12,7 +12,7 @@ from engine.heads.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_wi
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
-from engine.model.quantized.four_bits import GROUP, kept_groups
+from engine.model.quantized.four_bits import GROUP, bytes_in_four_bits, in_four_bits
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
 
@@ -105,7 +105,8 @@ def footprint(
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
     weights -= bytes_saved(config, dtype, kind != "cpu")
-    unpacked = 0 if _four_bits(config, dtype, kind != "cpu") is None else _shapes(config).most_quantized * wide.itemsize
+    has_four_bits = _in_four_bits(config, dtype, kind != "cpu")[0] > 0
+    unpacked = _shapes(config).most_quantized * wide.itemsize if has_four_bits else 0
     workspace = longest * per_token + vectors + unpacked
     cache = 0
     if generates:
@@ -147,18 +148,19 @@ def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
         return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
-    if (groups := _four_bits(config, dtype, on_gpu)) is None:
-        return 0
-    columns, has_zeros = groups
-    return shapes.num_quantized * wide - shapes.num_quantized // 2 - shapes.num_quantized // columns * (4 if has_zeros else 2)
+    values, num_bytes = _in_four_bits(config, dtype, on_gpu)
+    return values * wide - num_bytes
 
 
-def _four_bits(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, bool] | None:
-    """As `kept_groups`, of a model whose layers are all in 4 bits; None for others."""
-    if not on_gpu:
-        return None
-    kept = kept_groups(config.quantization) if keeps_four_bits(config, dtype) else None
-    return kept or ((GROUP, False) if dtype == INT4 else None)
+def _in_four_bits(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
+    """Of the layers' matrices: the values that are in 4 bits once they are loaded, and the bytes of these."""
+    all_values, values, num_bytes = num_quantized(config), 0, 0
+    if on_gpu and keeps_four_bits(config, dtype):
+        values, num_bytes = in_four_bits(config.quantization, all_values, config.layers)
+    if on_gpu and dtype == INT4:  # what does not stay in 4 bits is rounded to 4 bits
+        num_bytes += bytes_in_four_bits(all_values - values, GROUP, False)
+        values = all_values
+    return values, num_bytes
 
 
 def keeps_four_bits(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -247,6 +249,11 @@ def head_parameters(config: ModelConfig) -> int:
 def body_parameters(config: ModelConfig) -> int:
     """Parameters of the linear layers, which multiply every token."""
     return _shapes(config).num_multiplied
+
+
+def num_quantized(config: ModelConfig) -> int:
+    """Values of the layers' matrices, which may be in 4 or 8 bits."""
+    return _shapes(config).num_quantized
 
 
 @cache

@@ -27,7 +27,7 @@ _TEXT, _ARRAY = 8, 9
 _MOST_BYTES = 1 << 26
 # Values that are dequantised at a time: 64 MiB in fp32, and a few times that in between.
 _SLICE_VALUES = 1 << 24
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -154,23 +154,32 @@ class GGUFWeights:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor on the CPU: F32, F16 and BF16 as they are stored, other types in float32."""
-        stored = self._stored[name]
-        place = self._header.tensors[stored]
-        content = self._content[place.start : place.start + place.num_bytes]
-        if place.kind in _PLAIN:
-            tensor = torch.from_numpy(content).view(_PLAIN[place.kind]).view(place.shape)
-        else:
-            tensor = _dequantize(content, place)
-        if self._header.architecture == "llama" and ".attn_q." in stored:
-            return self._halves(tensor, stored, "attention.head_count")
-        if self._header.architecture == "llama" and ".attn_k." in stored:
-            return self._halves(tensor, stored, "attention.head_count_kv")
+        place, content = self.place(name), self.content(name)
+        dtype = PLAIN.get(place.kind)
+        tensor = _dequantize(content.numpy(), place) if dtype is None else content.view(dtype).view(place.shape)
         if self._header.architecture == "gemma3" and name.endswith("norm.weight"):
             return tensor.float() - 1  # llama.cpp multiplies with the weight, transformers with 1 + weight
-        return tensor
+        return self.in_order(name, tensor)
+
+    def place(self, name: str) -> StoredTensor:
+        return self._header.tensors[self._stored[name]]
+
+    def content(self, name: str) -> Tensor:
+        """The tensor's bytes in the file, uint8."""
+        place = self.place(name)
+        return torch.from_numpy(self._content[place.start : place.start + place.num_bytes])
+
+    def in_order(self, name: str, rows: Tensor) -> Tensor:
+        """Puts rows of the tensor `name`, in any form, into transformers' order."""
+        stored = self._stored[name]
+        if self._header.architecture == "llama" and ".attn_q." in stored:
+            return self._halves(rows, stored, "attention.head_count")
+        if self._header.architecture == "llama" and ".attn_k." in stored:
+            return self._halves(rows, stored, "attention.head_count_kv")
+        return rows
 
     def size(self, name: str) -> int:
-        return math.prod(self._header.tensors[self._stored[name]].shape)
+        return math.prod(self.place(name).shape)
 
     def close(self) -> None:
         """Release the mapping. Tensors that share it stay valid, and keep it alive."""
@@ -291,7 +300,7 @@ def _placed(
 
     known = kind in set(GGMLQuantizationType)
     type_name = GGMLQuantizationType(kind).name if known else str(kind)
-    if type_name not in _PLAIN and not hasattr(quants, type_name):
+    if type_name not in PLAIN and not hasattr(quants, type_name):
         raise ModelError(
             f"{reader.path}: tensor {name} has the type {type_name}, which is not supported; use a Q8_0 or Q4_K_M file"
         )

@@ -9,6 +9,7 @@ import copy
 import fnmatch
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +22,12 @@ from torch import Tensor
 from engine.devices import INT4, compute_dtype, is_integrated
 from engine.errors import ModelError
 from engine.kernels import Weight, quantize_weight
+from engine.model.gguf import GGUFWeights
+from engine.model.gguf_four_bits import read_matrix
 from engine.model.quantized.files import QuantizedFiles
-from engine.model.quantized.four_bits import joined, packed, to_four_bits
-from engine.model.quantized.layout import FourBits
-from engine.model.quantized.scheme import Scheme
+from engine.model.quantized.four_bits import joined, packed, to_four_bits, why_not
+from engine.model.quantized.layout import FourBits, QuantizedMatrix
+from engine.model.quantized.scheme import Gguf, Quantization
 from engine.model.upload import Uploader
 from engine.model.weight_files import WeightFile, open_weights
 
@@ -108,7 +111,7 @@ class Checkpoint:
         device: torch.device,
         dtype: torch.dtype,
         on_progress: Callable[[float], None] | None = None,
-        scheme: Scheme | None = None,
+        scheme: Quantization | None = None,
     ) -> None:
         """
         Args:
@@ -127,9 +130,10 @@ class Checkpoint:
         self._upload = Uploader(device) if device.type == "cuda" and not self._leaves_mapping else None
         self._files = open_weights(folder)
         self._dequantizes: QuantizedFiles | None = None
-        if scheme is not None:
+        if scheme is not None and not isinstance(scheme, Gguf):
             self._dequantizes = QuantizedFiles(self._files, scheme, folder, self.to_device, self.dtype)
             self._files = [self._dequantizes]
+        self._quantized_matrices = Counter[str | None]()  # by why they do not stay in 4 bits; None: they do
         self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
         self._taken: set[str] = set()
         self._untaken: dict[WeightFile, int] = {}  # how many tensors of a file are still to come
@@ -202,11 +206,17 @@ class Checkpoint:
         if not self.keeps_four_bits:
             return self.take_rows(names, rows, columns) if len(names) > 1 else self.take(names[0], rows[0], columns)
         parts = [self._read(name, (count, columns), keeps=True) for name, count in zip(names, rows, strict=True)]
-        kept = [part for part in parts if isinstance(part, FourBits)]
+        kept = [part for part in parts if isinstance(part, FourBits) and why_not(part) is None]
         if len(kept) == len(parts) and (whole := joined(kept)) is not None:
+            self._quantized_matrices[None] += len(kept)
             return whole.with_rows(lambda part: part.to(self.device))
-        plain = [part if isinstance(part, Tensor) else part.dequantized(self.dtype) for part in parts]
-        return torch.cat([self._on_device(part, self.dtype) for part in plain])
+        plain = []
+        for part in parts:
+            if not isinstance(part, Tensor):
+                self._quantized_matrices[why_not(part) or "a neighbour of another kind"] += 1
+                part = part.dequantized(self.dtype)
+            plain.append(self._on_device(part, self.dtype))
+        return torch.cat(plain)
 
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
         """A layer's matrix in the dtype of the layers, perhaps of 4 or 8 bits. A CPU dequantises 4 bits.
@@ -255,10 +265,11 @@ class Checkpoint:
                 f"{self.folder}: {len(unknown)} tensors are not part of this architecture, so its vectors would be "
                 f"wrong without them: {', '.join(unknown[:8])}"
             )
-        if self.keeps_four_bits and self._dequantizes is not None:
-            reasons = ", ".join(f"{count} with {why}" for why, count in self._dequantizes.dequantized.items())
+        if self._quantized_matrices:
+            num_kept = self._quantized_matrices.pop(None, 0)
+            reasons = ", ".join(f"{count} with {why}" for why, count in self._quantized_matrices.items())
             told = f"{reasons} are dequantised" if reasons else "none is dequantised"
-            log.info("%s: %d matrices stay in 4 bits, %s", self.folder, self._dequantizes.kept, told)
+            log.info("%s: %d matrices stay in 4 bits, %s", self.folder, num_kept, told)
         if left:
             log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
         return left
@@ -270,15 +281,14 @@ class Checkpoint:
     @overload
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
     @overload
-    def _read(self, name: str, shape: tuple[int, ...], keeps: bool) -> Tensor | FourBits: ...
-    def _read(self, name: str, shape: tuple[int, ...], keeps: bool = False) -> Tensor | FourBits:
-        """One tensor of a file. With `keeps`, a matrix in 4 bits may stay so."""
+    def _read(self, name: str, shape: tuple[int, ...], keeps: bool) -> Tensor | QuantizedMatrix: ...
+    def _read(self, name: str, shape: tuple[int, ...], keeps: bool = False) -> Tensor | QuantizedMatrix:
+        """One tensor of a file. With `keeps`, a quantised matrix is in its layout."""
         full = self._full(name)
         if full is None:
             raise ModelError(f"{self.folder}: tensor {' or '.join(dict.fromkeys((self._prefix + name, name)))} is missing")
         file, stored = self._file_of[full]
-        kept = self._dequantizes if keeps else None
-        tensor = file.tensor(stored) if kept is None else kept.matrix(stored)
+        tensor = self._matrix(file, stored) if keeps else file.tensor(stored)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.folder}: tensor {full} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         if isinstance(tensor, Tensor) and tensor.dtype not in _FLOATS:
@@ -294,6 +304,11 @@ class Checkpoint:
             if not self._untaken[file]:  # a mapping's pages count as this process's memory until it is closed
                 file.close()
         return tensor
+
+    def _matrix(self, file: WeightFile, stored: str) -> Tensor | QuantizedMatrix:
+        if isinstance(file, QuantizedFiles):
+            return file.matrix(stored)
+        return read_matrix(file, stored, self.to_device) if isinstance(file, GGUFWeights) else file.tensor(stored)
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor of a file on the model's device. On a CPU, in the file's dtype, it may be the tensor itself.

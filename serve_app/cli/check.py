@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.model.quantized.scheme import Scheme
+from engine.model.quantized.scheme import Quantization
 from serve_app.cli.console import console, say
 
 # Texts in several scripts, with digits and code, as in usual requests.
@@ -76,7 +76,7 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
     return compared
 
 
-def _of_our_weights(folder: Path, scheme: Scheme | None) -> Any:
+def _of_our_weights(folder: Path, scheme: Quantization | None) -> Any:
     """transformers' model with the weights that our code reads from a GGUF file or a quantised checkpoint.
 
     transformers' own readers need further packages, and some of them quantise activations.

@@ -13,7 +13,6 @@ from engine.kernels.four_bits import FourBitsShape, Packed, four_bits, four_bits
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, shared_bytes_of
 from engine.kernels.linear import interleaved
-from engine.model.quantized.layout import FourBits
 from engine.model.quantized.layout import four_bits as in_bytes
 
 pytestmark = pytest.mark.gpu
@@ -21,17 +20,20 @@ pytestmark = pytest.mark.gpu
 MANY = FourBitsShape(1, 8, 1, 1, 2), FourBitsShape(1, 1, 8, 2, 3), FourBitsShape(3, 4, 2, 1, 4), FourBitsShape(5, 2, 4, 2, 2)
 # Of W: one strip, no multiple of a tile, many turns; and models'.
 SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 4096)]
-groups = pytest.mark.parametrize(("group", "has_zeros"), [(128, False), (128, True), (64, False), (32, False), (32, True)])
+FORMS = [(128, None), (128, "zeros"), (128, "mins"), (64, None), (32, None), (32, "zeros"), (32, "mins")]
+groups = pytest.mark.parametrize(("group", "beside"), FORMS)
 
 
-def matrix(n: int, k: int, group: int, has_zeros: bool) -> tuple[Packed, Tensor]:
-    """W in 4 bits, and its values in fp64."""
+def matrix(n: int, k: int, group: int, beside: str | None) -> tuple[Packed, Tensor]:
+    """W in 4 bits, with zeros or mins beside its scales, and its values in fp64."""
     torch.manual_seed(n + k + group)
     codes = torch.randint(0, 16, (n, k), device=DEVICE, dtype=torch.uint8)
     scales = ((torch.rand(n, k // group, device=DEVICE) + 0.1) / k**0.5).half()
-    zeros = torch.randint(4, 12, scales.shape, device=DEVICE, dtype=torch.uint8) if has_zeros else None
-    found = in_bytes(codes, scales, zeros)
-    return pack4(found.codes, found.scales, found.zeros), FourBits(found.codes, scales, zeros).dequantized(torch.float64)
+    zeros = torch.randint(4, 12, scales.shape, device=DEVICE, dtype=torch.uint8) if beside == "zeros" else None
+    mins = (-scales.float() * (4 + 8 * torch.rand_like(scales))).half() if beside == "mins" else None
+    found = in_bytes(codes, scales, zeros, mins=mins)
+    packed = pack4(found.codes, found.scales, found.zeros, found.mins)
+    return packed, found.dequantized(torch.float64)
 
 
 def shape_of(weight: Packed, m: int) -> FourBitsShape:
@@ -67,8 +69,8 @@ def check(
 @groups
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unpacked(n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtype) -> None:
-    weight, w = matrix(n, k, group, has_zeros)
+def test_unpacked(n: int, k: int, group: int, beside: str | None, dtype: torch.dtype) -> None:
+    weight, w = matrix(n, k, group, beside)
     with poisoned():
         found = unpack4(weight, dtype)
     assert torch.equal(found, w.float().to(dtype))
@@ -76,15 +78,15 @@ def test_unpacked(n: int, k: int, group: int, has_zeros: bool, dtype: torch.dtyp
 
 @groups
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_groups(group: int, has_zeros: bool, dtype: torch.dtype) -> None:
-    weight, w = matrix(112, 384, group, has_zeros)
+def test_groups(group: int, beside: str | None, dtype: torch.dtype) -> None:
+    weight, w = matrix(112, 384, group, beside)
     for m in (1, 16, 64):
         check(m, weight, w, shape_of(weight, m), dtype, "nothing", False)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_rows(n: int, k: int) -> None:
-    weight, w = matrix(n, k, 128, False)
+    weight, w = matrix(n, k, 128, None)
     for m in (1, 7, 8, 9, 16, 17, 32, 33, 63, 64):
         check(m, weight, w, shape_of(weight, m), torch.bfloat16, "nothing", False)
 
@@ -92,9 +94,10 @@ def test_rows(n: int, k: int) -> None:
 @pytest.mark.parametrize("shape", MANY)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("follows", ["nothing", "residual", "swiglu"])
-def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShape) -> None:
+@pytest.mark.parametrize(("group", "beside"), [(128, None), (32, "mins")])
+def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShape, group: int, beside: str | None) -> None:
     for n, k in SIZES:
-        weight, w = matrix(n, k, 128, False)
+        weight, w = matrix(n, k, group, beside)
         for m in (1, 13):
             check(m, weight, w, shape, torch.bfloat16, follows, normed)
 
@@ -112,9 +115,9 @@ FEW = [  # of W, and of blocks that share K: one turn or many, a ring as long as
 @HOPPER_ONLY[1]
 @groups
 @pytest.mark.parametrize(("follows", "normed"), [("residual", False), ("swiglu", True), ("nothing", True)])
-def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, has_zeros: bool) -> None:
+def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, beside: str | None) -> None:
     for n, k, shape in FEW:
-        weight, w = matrix(n, k, group, has_zeros)
+        weight, w = matrix(n, k, group, beside)
         for m in (1, 13, 32):
             own = shape or few_rows_shape_of(torch.empty(m, k, device=DEVICE, dtype=torch.bfloat16), weight, normed)
             assert own is not None, "these are models' shapes"
@@ -123,9 +126,10 @@ def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, has_z
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 32, 33, 64, 65, 200])
-def test_the_layers_products(m: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("group", "beside"), [(128, "zeros"), (32, "mins")])
+def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str) -> None:
     """Few rows or many, at once or in parts: the same as of the matrix in 16 bits, but for rounding."""
-    weight, w = matrix(512, 1024, 128, True)
+    weight, w = matrix(512, 1024, group, beside)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 512, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
 
@@ -143,7 +147,7 @@ def test_the_layers_products(m: int, dtype: torch.dtype) -> None:
 
 def test_slices_are_added_in_their_order() -> None:
     """Whichever block is last: the same rows give the same bits."""
-    weight, _ = matrix(4096, 4096, 128, False)
+    weight, _ = matrix(4096, 4096, 128, None)
     x = torch.randn(16, 4096, device=DEVICE).bfloat16()
     shape = FourBitsShape(8, 8, 1, 2, 3)
     first = four_bits(x, weight, shape)
@@ -154,7 +158,7 @@ def test_one_after_the_other_in_a_graph() -> None:
     """Each begins while the one before it runs, and still reads what that one wrote."""
     width, layers = 1024, 24
     x, norm = torch.randn(16, width, device=DEVICE).bfloat16(), torch.ones(width, device=DEVICE).bfloat16()
-    weights = [matrix(width, width, 64, False)[0] for _ in range(layers)]
+    weights = [matrix(width, width, 64, None)[0] for _ in range(layers)]
     shape = FourBitsShape(2, 2, 4, 2, 4)
 
     def run(x: Tensor) -> Tensor:
@@ -178,7 +182,7 @@ def test_one_after_the_other_in_a_graph() -> None:
 def test_wide_rows_of_x() -> None:
     """x may be a part of wider rows, the residual too."""
     m, n, k = 16, 256, 512
-    weight, _ = matrix(n, k, 64, False)
+    weight, _ = matrix(n, k, 64, None)
     x, residual = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(m, n, device=DEVICE).bfloat16()
     wide = torch.full((m, 2 * k), float("nan"), device=DEVICE, dtype=torch.bfloat16)
     wide[:, :k] = x

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_gguf
 import torch
+from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_hub import stub_hub
@@ -174,6 +176,64 @@ def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:
     (unplaced,) = plan.unplaced
     assert "a replica needs 13.4 GiB, but small:0 has only 11.6 GiB for models" in unplaced.why
     assert "context: 20352" in unplaced.ways_out
+
+
+def qwen3_8b_q4_k_m(path: Path) -> Path:
+    """A GGUF file with the types that llama.cpp's Q4_K_M gives to a Qwen3-8B (src/llama-quant.cpp): V and down have more bits in
+    the first and last eighth of the layers, and in each third one between."""
+    shape = CATALOGUE["Qwen/Qwen3-8B"]
+    c, heads, keys = shape.hidden_size, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    tensors: dict[str, tuple[tuple[int, ...], Kind]] = {
+        "token_embd.weight": ((shape.vocab_size, c), Kind.Q4_K),
+        "output_norm.weight": ((c,), Kind.F32),
+        "output.weight": ((shape.vocab_size, c), Kind.Q6_K),
+    }
+    eighth = shape.n_layers // 8
+    for layer in range(shape.n_layers):
+        more_bits = layer < eighth or layer >= 7 * shape.n_layers // 8 or (layer - eighth) % 3 == 2
+        high = Kind.Q6_K if more_bits else Kind.Q4_K
+        matrices = {
+            "attn_q": ((heads, c), Kind.Q4_K),
+            "attn_k": ((keys, c), Kind.Q4_K),
+            "attn_v": ((keys, c), high),
+            "attn_output": ((c, heads), Kind.Q4_K),
+            "ffn_gate": ((shape.intermediate_size, c), Kind.Q4_K),
+            "ffn_up": ((shape.intermediate_size, c), Kind.Q4_K),
+            "ffn_down": ((c, shape.intermediate_size), high),
+        }
+        widths = {"attn_norm": c, "ffn_norm": c, "attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+        matrices |= {name: ((width,), Kind.F32) for name, width in widths.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": each for name, each in matrices.items()}
+    metadata = tiny_gguf.tokenizer_metadata(shape.vocab_size) | {
+        "qwen3.context_length": 40_960,
+        "qwen3.embedding_length": c,
+        "qwen3.block_count": shape.n_layers,
+        "qwen3.feed_forward_length": shape.intermediate_size,
+        "qwen3.attention.head_count": shape.n_heads,
+        "qwen3.attention.head_count_kv": shape.n_kv_heads,
+        "qwen3.attention.key_length": shape.head_dim,
+        "qwen3.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen3.rope.freq_base": 1e6,
+    }
+    return tiny_gguf.write_zeros(path, "qwen3", metadata, tensors)
+
+
+def test_an_8b_of_a_gguf_file_on_12_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q4_K_M as it is, in bf16 for what does not stay in 4 bits, and with that rounded to 4 bits by dtype int4."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = qwen3_8b_q4_k_m(tmp_path / "Qwen3-8B-Q4_K_M.gguf")
+    assert 4.6 < path.stat().st_size / GIB < 4.8  # the published file has 5.03 GB
+    wide, short, small = (
+        planned((SMALL,), {"model": str(path), "context": context, "streams": 1, "dtype": dtype})
+        for dtype, context in (("bfloat16", 4096), ("bfloat16", 3072), ("int4", 16_384))
+    )
+    assert "a replica needs 11.8 GiB, but small:0 has only 11.6 GiB for models" in wide.unplaced[0].why
+    assert {"dtype: int4", "context: 3200"} < set(wide.unplaced[0].ways_out)
+    assert short.unplaced == small.unplaced == ()
+    assert [round(plan.footprint("m0", plan.pools[0].node_class).weights / GIB, 1) for plan in (short, small)] == [8.1, 6.3]
+    kept = "m0: the checkpoint is quantised (GGUF with Q4_K and Q6_K); GPUs keep 80 % of the layers' values in 4 bits and"
+    assert any(note.startswith(f"{kept} dequantise the others; on a CPU") for note in plan_report.notes(short))
+    assert any(note.startswith(f"{kept} round the others to 4 bits; on a CPU") for note in plan_report.notes(small))
 
 
 def test_what_is_left_of_a_card_is_cache() -> None:

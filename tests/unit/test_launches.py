@@ -231,6 +231,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     four_bits(x.half(), four, FourBitsShape(1, 8, 1, 1, 3), "swiglu")
     few_rows(x, four, FewRowsShape(2, 64, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
     unpack4(four, BF16)
+    mins = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 32).half(), mins=torch.ones(64, 32).half())
+    four_bits(x, mins, FourBitsShape(2, 4, 2, 1, 3))
+    few_rows(x, mins, FewRowsShape(2, 64, 3))
+    unpack4(mins, BF16)
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
     assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"
 

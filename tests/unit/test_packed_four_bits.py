@@ -4,49 +4,55 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.four_bits import GROUPS, Packed, four_bits_shape, four_bits_shapes, pack4, packs
 from engine.model.quantized.layout import FourBits, four_bits
 
-CASES = [*product(GROUPS, (False, True))]
+CASES = [*product(GROUPS, (None, "zeros", "mins"))]
 
 
-def random_matrix(n: int, k: int, group: int, has_zeros: bool) -> FourBits:
-    """Any code, scale and zero in each place."""
+def random_matrix(n: int, k: int, group: int, beside: str | None) -> FourBits:
+    """Any code, scale, and zero or min in each place."""
     generator = torch.Generator().manual_seed(n + k + group)
     codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(n, k // group, generator=generator) + 0.01).to(torch.float16)
-    zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8) if has_zeros else None
-    return four_bits(codes, scales, zeros)
+    zeros = torch.randint(0, 16, scales.shape, generator=generator, dtype=torch.uint8) if beside == "zeros" else None
+    mins = torch.randn(scales.shape, generator=generator).to(torch.float16) if beside == "mins" else None
+    return four_bits(codes, scales, zeros, mins=mins)
 
 
 def packed(matrix: FourBits) -> Packed:
-    return pack4(matrix.codes, matrix.scales, matrix.zeros)
+    return pack4(matrix.codes, matrix.scales, matrix.zeros, matrix.mins)
 
 
-@pytest.mark.parametrize(("group", "has_zeros"), CASES)
+def unpacked(weight: Packed) -> Tensor:
+    return reference.unpack4(weight.records, weight.group, weight.has_zeros, torch.float32, weight.has_mins)
+
+
+@pytest.mark.parametrize(("group", "beside"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 256)])
-def test_every_value_comes_back(n: int, k: int, group: int, has_zeros: bool) -> None:
-    matrix = random_matrix(n, k, group, has_zeros)
+def test_every_value_comes_back(n: int, k: int, group: int, beside: str | None) -> None:
+    matrix = random_matrix(n, k, group, beside)
     weight = packed(matrix)
-    assert (len(weight), weight.k, weight.group, weight.has_zeros) == (n, k, group, has_zeros)
-    found = reference.unpack4(weight.records, group, has_zeros, torch.float32)
-    assert torch.equal(found, matrix.dequantized(torch.float32))
+    assert (len(weight), weight.k, weight.group) == (n, k, group)
+    assert (weight.has_zeros, weight.has_mins) == (beside is not None, beside == "mins")
+    assert torch.equal(unpacked(weight), matrix.dequantized(torch.float32))
 
 
-@pytest.mark.parametrize(("group", "has_zeros"), CASES)
-def test_no_bit_is_without_a_meaning(group: int, has_zeros: bool) -> None:
-    """Records hold codes, scales and zeros, and nothing else: each byte that changes changes the matrix."""
-    matrix = random_matrix(16, 128, group, has_zeros)
+@pytest.mark.parametrize(("group", "beside"), CASES)
+def test_no_bit_is_without_a_meaning(group: int, beside: str | None) -> None:
+    """Records hold codes, scales, zeros or mins, and nothing else: each byte that changes changes the matrix."""
+    matrix = random_matrix(16, 128, group, beside)
     weight = packed(matrix)
     before = matrix.dequantized(torch.float32)
     whole = weight.records.view(torch.uint8).flatten()
-    expected = 16 * 128 // 2 + 16 * (128 // group) * (4 if has_zeros else 2)
+    expected = 16 * 128 // 2 + 16 * (128 // group) * (4 if beside else 2)
     assert len(whole) == expected
     for place in range(len(whole)):
         whole[place] ^= 0x11
-        assert not torch.equal(reference.unpack4(weight.records, group, has_zeros, torch.float32), before)
+        assert not torch.equal(unpacked(weight), before)
         whole[place] ^= 0x11
 
 

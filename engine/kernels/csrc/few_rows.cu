@@ -18,7 +18,7 @@
 // int8 uses m16n8k32 instead. Its operands have the same layout in registers, in bytes, as those of m16n8k16 in 16 bits.
 // W in 4 bits: one logical operation makes bf16 numbers 128 + code of two codes. Products with 128 + zero are subtracted from the
 // sums of a group: the mma of the group start with the negative sum of its x, which is one mma more for all rows of W. Scales
-// multiply the sums of a group.
+// multiply the sums of a group. Mins multiply the sums of its x.
 // Hopper has no such instruction for e4m3, so e4m3 is converted to fp16, which holds every value of e4m3. The conversion changes
 // the order of the columns, in the same way for x and for W.
 //
@@ -110,8 +110,10 @@ __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows
             for (int step = 0; step < STEPS; ++step) mma(group, a[step], x[step][2 * t], x[step][2 * t + 1]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                if (ZEROS) group[e] = fmaf(-128.f - (e < 2 ? rows[i].zeros & 0xffff : rows[i].zeros >> 16), start[t][e], group[e]);
+                const u32 zero = MINS ? 0 : e < 2 ? rows[i].zeros & 0xffff : rows[i].zeros >> 16;
+                if (ZEROS) group[e] = fmaf(-128.f - zero, start[t][e], group[e]);
                 sums[i][t][e] = fmaf(scale[e / 2], group[e], sums[i][t][e]);
+                if (MINS) sums[i][t][e] = fmaf(float_of_half(rows[i].zeros >> e / 2 * 16), start[t][e], sums[i][t][e]);
             }
         }
     }

@@ -14,6 +14,7 @@
 // kernel before, so the ring is full when that kernel ends.
 // The 16-row operand of an mma holds rows of W, the 8-column operand rows of x. A code becomes 128 + code (bf16) or 1024 + code
 // (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32 sums of a group.
+// With MINS the sums of the group's x are computed as well, by one mma with ones for all rows of W, and the min multiplies them.
 // The warps that share rows add up their sums in shared memory, in their order. With SPLIT > 1 each block leaves its sums in
 // `partial`, and the last block of a tile adds them up in the order of the slices: the result does not depend on which is last.
 //
@@ -70,7 +71,8 @@ __device__ __forceinline__ float& element(float4& v, int i) { return i == 0 ? v.
 // Adds the product of one step: TALL records at `slot` and the columns of x at `x_row`, this lane's address for ldmatrix.
 __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_pitch) {
     const u32 lane = threadIdx.x % 32;
-    float group[CHAINS][TALL][TILES][4];
+    float group[CHAINS][TALL][TILES][4], x_sums[TILES][4];
+    const u32 ones[4] = {ONES, ONES, ONES, ONES};
     Scales scales[TALL];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
@@ -82,6 +84,8 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
             const int column = h * 64 + j * 16;
             if (column % GROUP == 0) {
                 const int at = column / GROUP * (1 + ZEROS) * 4;
+#pragma unroll
+                for (int i = 0; i < TILES * 4; ++i) x_sums[i / 4][i % 4] = 0.f;
 #pragma unroll
                 for (int r = 0; r < TALL; ++r) {
                     const u32 its = slot + r * SLOT + CODES + lane * LANE_SCALES + at;
@@ -96,6 +100,11 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
             if (TILES > 1 || j % 2 == 0) {
 #pragma unroll
                 for (int t = 0; t < TILES; t += 2) ldmatrix(rows[t / 2], x_row + t * 8 * x_pitch + column * 2);
+            }
+#pragma unroll
+            for (int t = 0; t < TILES && MINS; ++t) {
+                const int at = (TILES > 1 ? t % 2 : j % 2) * 2;
+                mma(x_sums[t], ones, rows[t / 2][at], rows[t / 2][at + 1]);
             }
 #pragma unroll
             for (int r = 0; r < TALL; ++r) {
@@ -118,6 +127,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
                             float& sum = element(sums.of[r][t], e);
                             const float all = CHAINS == 2 ? group[0][r][t][e] + group[CHAINS - 1][r][t][e] : group[0][r][t][e];
                             sum = fmaf(scales[r].of[e / 2], all, sum);
+                            if (MINS) sum = fmaf(scales[r].mins[e / 2], x_sums[t][e], sum);
                         }
             }
         }
@@ -308,7 +318,11 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const u32 pair = codes_of(words.word[j] >> 4 * i, scales.minus[i % 2]);
-                values[j][i] = pack(low(pair) * scales.of[i % 2], high(pair) * scales.of[i % 2]);
+                const float scale = scales.of[i % 2], min = scales.mins[i % 2];
+                if (MINS)
+                    values[j][i] = pack(fmaf(low(pair), scale, min), fmaf(high(pair), scale, min));
+                else
+                    values[j][i] = pack(low(pair) * scale, high(pair) * scale);
             }
         }
         // Of each row, four neighbouring lanes hold pairs of 32 columns. Each gets eight columns side by side.

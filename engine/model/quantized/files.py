@@ -1,6 +1,5 @@
 """Shows the quantised matrices of a checkpoint as one tensor each, `weight` [N, K], among its other tensors."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -10,10 +9,9 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.quantized.awq import read_awq
 from engine.model.quantized.compressed_tensors import read_compressed_tensors
-from engine.model.quantized.four_bits import why_not
 from engine.model.quantized.fp8 import read_fp8
 from engine.model.quantized.gptq import read_gptq
-from engine.model.quantized.layout import FourBits, QuantizedMatrix
+from engine.model.quantized.layout import QuantizedMatrix
 from engine.model.quantized.modelopt import read_modelopt
 from engine.model.quantized.parts import Parts
 from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, ModelOpt, Scheme
@@ -65,30 +63,17 @@ class QuantizedFiles:
         self.names: tuple[str, ...] = (*plain, *(f"{module}.weight" for module in self._parts_of))
         matrices = (self._num_codes(module, found) for module, found in self._parts_of.items())
         self.num_values = sum(map(self._size, plain)) + sum(matrices)
-        self.kept = 0
-        self.dequantized: Counter[str] = Counter()  # by the reason
 
     def tensor(self, name: str) -> Tensor:
         """A plain tensor as it is stored, or a matrix [N, K] in `dtype` on the device.
 
         Raises: ModelError naming a tensor of the matrix that is missing, or of another shape or dtype, or too many.
         """
-        found = self._taken(name)
+        found = self.matrix(name)
         return found if isinstance(found, Tensor) else found.dequantized(self._dtype)
 
-    def matrix(self, name: str) -> Tensor | FourBits:
-        """As `tensor`, but a matrix that the kernels take in 4 bits stays so. `kept` and `dequantized` count the matrices."""
-        found = self._taken(name)
-        if isinstance(found, Tensor):
-            return found
-        if (reason := why_not(found)) is not None:
-            self.dequantized[reason] += 1
-            return found.dequantized(self._dtype)
-        assert isinstance(found, FourBits), "why_not says so"
-        self.kept += 1
-        return found
-
-    def _taken(self, name: str) -> Tensor | QuantizedMatrix:
+    def matrix(self, name: str) -> Tensor | QuantizedMatrix:
+        """As `tensor`, but a matrix is in its layout, on the device."""
         names = self._parts_of.get(name.removesuffix(".weight"))
         if names is None:
             tensor = self._file_of[name].tensor(name)

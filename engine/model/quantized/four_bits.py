@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels.four_bits import GROUPS, Packed, pack4, packs
-from engine.model.quantized.layout import FourBits, QuantizedMatrix, four_bits
-from engine.model.quantized.scheme import Awq, CompressedTensors, Gptq, Group, Scheme
+from engine.model.quantized.layout import Blocks, FourBits, QuantizedMatrix, four_bits
+from engine.model.quantized.scheme import Awq, CompressedTensors, Gguf, Gptq, Group, Quantization
 
 GROUP = 64  # columns that share a scale where the engine rounds a matrix itself
 # Scales to try for a group, as shares of the one that puts its largest value at the end of the codes: -8, and -7 for the first.
@@ -19,7 +19,7 @@ _STEP_VALUES = 1 << 22  # values that are rounded at a time
 def why_not(matrix: QuantizedMatrix) -> str | None:
     """Returns why the kernels do not take this matrix as it is; None if they do."""
     if not isinstance(matrix, FourBits):
-        return "another layout"
+        return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "another layout"
     if matrix.order is not None:
         return "columns in another order"
     n, k = matrix.shape
@@ -28,12 +28,13 @@ def why_not(matrix: QuantizedMatrix) -> str | None:
         return f"groups of {group} columns"
     if not packs(n, k, group):
         return f"{n} x {k} values"
-    if not bool((matrix.scales.abs() <= torch.finfo(torch.float16).max).all()):
+    held = [each.abs() <= torch.finfo(torch.float16).max for each in (matrix.scales, matrix.mins) if each is not None]
+    if not all(bool(each.all()) for each in held):
         return "scales that float16 does not hold"
     return None
 
 
-def kept_groups(scheme: Scheme | None) -> tuple[int, bool] | None:
+def kept_groups(scheme: Quantization | None) -> tuple[int, bool] | None:
     """The columns of a group, and whether groups have zeros, of a checkpoint whose layers all stay in 4 bits. None for others."""
     match scheme:
         case Gptq(bits=4, group_size=int(columns), reorders=False) | Awq(group_size=int(columns)):
@@ -45,25 +46,46 @@ def kept_groups(scheme: Scheme | None) -> tuple[int, bool] | None:
     return None
 
 
+def in_four_bits(scheme: Quantization | None, values: int, layers: range) -> tuple[int, int]:
+    """Of a checkpoint's matrices in these layers: the values that can stay in 4 bits, and the bytes that they take then.
+
+    Args:
+        values: of all matrices of the layers.
+    """
+    if isinstance(scheme, Gguf):
+        kept = [scheme.kept[layer] for layer in layers]
+        return sum(values for values, _ in kept), sum(num_bytes for _, num_bytes in kept)
+    if (groups := kept_groups(scheme)) is None:
+        return 0, 0
+    return values, bytes_in_four_bits(values, *groups)
+
+
+def bytes_in_four_bits(values: int, columns: int, has_zeros: bool) -> int:
+    """Bytes of a matrix with a scale, and perhaps a zero or a min, for each group of columns."""
+    return values // 2 + values // columns * (4 if has_zeros else 2)
+
+
 def joined(parts: Sequence[FourBits]) -> FourBits | None:
-    """The rows of several matrices as one; None if their groups differ."""
-    if len({matrix.scales.shape[1] for matrix in parts}) > 1:
+    """The rows of several matrices as one; None if their groups differ, or if only some have mins."""
+    if len({(matrix.scales.shape[1], matrix.mins is None) for matrix in parts}) > 1:
         return None
+    scales = torch.cat([m.scales.float() for m in parts])
+    mins = [m.mins for m in parts if m.mins is not None]
     zeros = None
     if any(matrix.zeros is not None for matrix in parts):
         all_zeros = [
             torch.full(m.scales.shape, 8, dtype=torch.uint8, device=m.codes.device) if m.zeros is None else m.zeros for m in parts
         ]
         zeros = torch.cat(all_zeros)
-    return FourBits(torch.cat([m.codes for m in parts]), torch.cat([m.scales.float() for m in parts]), zeros)
+    return FourBits(torch.cat([m.codes for m in parts]), scales, zeros, mins=torch.cat(mins) if mins else None)
 
 
 def packed(matrix: FourBits) -> Packed:
-    """The matrix in the kernels' order. Zeros that are all 8 are left out."""
+    """The matrix in the kernels' order, scales and mins rounded to fp16. Zeros that are all 8 are left out."""
     zeros = matrix.zeros
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    return pack4(matrix.codes, matrix.scales.to(torch.float16), zeros)
+    return pack4(matrix.codes, matrix.scales.to(torch.float16), zeros, matrix.mins)
 
 
 def to_four_bits(weight: Tensor) -> FourBits:

@@ -1,7 +1,7 @@
 """The layouts of quantised matrices, one for each width: every published format is brought into them.
 
-A matrix is [N, K], as `torch.nn.Linear` stores it. A value is (code - zero) * scale, computed in fp32 and rounded once to the
-dtype that is asked for.
+A matrix is [N, K], as `torch.nn.Linear` stores it. A value is (code - zero) * scale, or code * scale + min, computed in fp32 and
+rounded once to the dtype that is asked for.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,9 @@ _SLICE_VALUES = 1 << 24
 
 
 class QuantizedMatrix(Protocol):
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in `dtype`, on the codes' device. Plain torch: the reference of any kernel that reads this layout."""
         ...
@@ -23,28 +26,31 @@ class QuantizedMatrix(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FourBits:
-    """A matrix in 4 bits, with a scale for each group of K / G columns of a row."""
+    """A matrix in 4 bits, with a scale for each group of K / G columns of a row. With mins, a value is code * scale + min."""
 
     codes: Tensor  # [N, K / 2] uint8, 0 to 15; the low half of a byte is the column before
     scales: Tensor  # [N, G], any float dtype
     zeros: Tensor | None = None  # [N, G] uint8; None stands for 8
     order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None where they are the same
+    mins: Tensor | None = None  # [N, G], any float dtype, in the place of zeros
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.codes), 2 * self.codes.shape[1]
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> "FourBits":
-        """The same change of rows, or of the device, for codes, scales and zeros."""
-        zeros = None if self.zeros is None else change(self.zeros)
-        return FourBits(change(self.codes), change(self.scales), zeros, self.order)
+        """The same change of rows, or of the device, for codes, scales, zeros and mins."""
+        zeros, mins = (None if each is None else change(each) for each in (self.zeros, self.mins))
+        return FourBits(change(self.codes), change(self.scales), zeros, self.order, mins)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         def values(rows: slice) -> Tensor:
             grouped = _halves(self.codes[rows]).float().view(*self.scales[rows].shape, -1)  # [rows, G, K / G]
+            scales = self.scales[rows].float()[:, :, None]
+            if self.mins is not None:
+                return grouped.mul_(scales).add_(self.mins[rows].float()[:, :, None]).flatten(1)
             grouped -= 8.0 if self.zeros is None else self.zeros[rows].float()[:, :, None]
-            grouped *= self.scales[rows].float()[:, :, None]
-            return grouped.flatten(1)
+            return grouped.mul_(scales).flatten(1)
 
         return _in_slices(values, self.shape, dtype, self.codes.device, self.order)
 
@@ -60,6 +66,10 @@ class FourBitFloats:
     scales: Tensor  # [N, G], float8_e4m3fn or float8_e8m0fnu
     whole: Tensor  # fp32, no axes
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), 2 * self.codes.shape[1]
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         table = torch.tensor(_E2M1, device=self.codes.device)
 
@@ -70,8 +80,7 @@ class FourBitFloats:
             grouped *= self.whole
             return grouped.flatten(1)
 
-        n, half = self.codes.shape
-        return _in_slices(values, (n, 2 * half), dtype, self.codes.device)
+        return _in_slices(values, self.shape, dtype, self.codes.device)
 
 
 # The values of the codes 0 to 15 in e2m1: the highest bit is the sign.
@@ -88,6 +97,10 @@ class EightBits:
     zeros: Tensor | None = None  # int16, of the shape of `scales`; None stands for 0
     order: Tensor | None = None  # as in `FourBits`
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), self.codes.shape[1]
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         def values(rows: slice) -> Tensor:
             found = self.codes[rows].float()
@@ -96,8 +109,7 @@ class EightBits:
             found *= self._spread(self.scales, rows)
             return found
 
-        n, k = self.codes.shape
-        return _in_slices(values, (n, k), dtype, self.codes.device, self.order)
+        return _in_slices(values, self.shape, dtype, self.codes.device, self.order)
 
     def _spread(self, of_blocks: Tensor, rows: slice) -> Tensor:
         """A value for each block -> a value for each code of these rows, [rows, K] or broadcast to it, fp32."""
@@ -105,6 +117,18 @@ class EightBits:
         of_rows = of_blocks.float().index_select(0, block_of)
         k = self.codes.shape[1]
         return of_rows if self.block[1] >= k else of_rows.repeat_interleave(self.block[1], dim=1)[:, :k]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix of a GGUF file in blocks that no layout here holds."""
+
+    kind: str  # ggml's name for the type
+    shape: tuple[int, int]
+    read: Callable[[], Tensor]  # gives [N, K] in fp32, on the CPU
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return self.read().to(dtype)
 
 
 def _in_slices(
@@ -131,10 +155,12 @@ def _halves(pairs: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
-def four_bits(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None) -> FourBits:
+def four_bits(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None, mins: Tensor | None = None
+) -> FourBits:
     """`codes`: [N, K] uint8 of 0 to 15, K even. The rest is as in `FourBits`."""
     pairs = codes.view(len(codes), -1, 2)
-    return FourBits(pairs[:, :, 0] | pairs[:, :, 1] << 4, scales, zeros, order)
+    return FourBits(pairs[:, :, 0] | pairs[:, :, 1] << 4, scales, zeros, order, mins)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

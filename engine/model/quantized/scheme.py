@@ -105,8 +105,21 @@ class CompressedTensors:
         return f"compressed-tensors, {' and '.join(dict.fromkeys(map(str, self.groups)))}"
 
 
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A GGUF file. Each of its tensors has a type of its own."""
+
+    kinds: tuple[str, ...]  # ggml's names for the types of the layers' matrices, the type with the most values first
+    num_values: int  # in the matrices of all layers
+    kept: tuple[tuple[int, int], ...]  # by layer: values that can stay in 4 bits, and the bytes that they take then
+
+    def __str__(self) -> str:
+        return f"GGUF with {' and '.join(self.kinds)}"
+
+
 # `values_a_code(module)` of a scheme: the number of values in one element of the tensor that holds the layer's codes.
 Scheme = Fp8 | Gptq | Awq | CompressedTensors | ModelOpt
+Quantization = Scheme | Gguf
 
 
 def _names(target: str, module: str) -> bool:

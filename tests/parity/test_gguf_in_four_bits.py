@@ -1,0 +1,200 @@
+"""GGUF's blocks of 4 bits that stay so: their values against the `gguf` package, and whole models against dequantised ones."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tiny_gguf
+import torch
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from test_models_in_four_bits import four_bit_layers, keep_on_a_cpu, log_probs, matrices
+
+from engine import Engine, load
+from engine.hub import EMBEDDED_GENERATOR, resolve_model
+from engine.kernels.four_bits import Packed
+from engine.kernels.linear4 import unpacked
+from engine.model import footprint
+from engine.model.folder import load_model_config
+from engine.model.gguf import GGUFWeights
+from engine.model.gguf_four_bits import read_matrix
+from engine.model.keys import Keys
+from engine.model.quantized.four_bits import packed
+from engine.model.quantized.layout import FourBits
+
+Tiny = Callable[..., Path]
+# Rows of Q4_K are multiples of 256 values.
+SHAPE = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
+# As Q4_K_M has them in some of its layers.
+MIXED = MappingProxyType({"blk.0.attn_v.weight": Kind.Q6_K, "blk.1.ffn_down.weight": Kind.Q6_K})
+STAYS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: str(kind.name))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def stored(tmp_path: Path, kind: Kind) -> tuple[FourBits, NDArray[np.float32]]:
+    """A matrix as we read it, and its values by the `gguf` package."""
+    blocks = tiny_gguf.random_blocks((48, 512), kind, 0)
+    path = tiny_gguf.write(tmp_path / "one.gguf", "qwen3", {}, {"blk.0.attn_v.weight": blocks}, kind)
+    found = read_matrix(GGUFWeights(path), "model.layers.0.self_attn.v_proj.weight", lambda rows: rows)
+    assert isinstance(found, FourBits)
+    return found, gguf.quants.dequantize(blocks, kind)
+
+
+@STAYS
+def test_the_values_are_those_of_the_file(tmp_path: Path, kind: Kind) -> None:
+    found, expected = stored(tmp_path, kind)
+    assert 0.02 < expected.std() < 0.05
+    np.testing.assert_array_equal(found.dequantized(torch.float32).numpy(), expected)
+
+
+@STAYS
+def test_records_hold_the_values_but_for_scales_that_are_rounded(tmp_path: Path, kind: Kind) -> None:
+    """Q4_0 and Q4_1 have their scales in fp16. Q4_K's are products of 17 bits: half a unit of fp16's 11 is 2^-12 of a scale."""
+    found, expected = stored(tmp_path, kind)
+    kept = unpacked(packed(found), torch.float32).numpy()
+    if kind != Kind.Q4_K:
+        np.testing.assert_array_equal(kept, expected)
+        return
+    assert found.mins is not None
+    largest = 15 * found.scales.abs() + found.mins.abs()
+    bound = largest.repeat_interleave(32, dim=1).numpy() * 2**-11 + 2e-6  # a min of fp16's least exponent has fewer bits
+    error = np.abs(kept - expected)
+    assert (error <= bound).all()
+    in_bf16 = np.abs(torch.from_numpy(expected).to(torch.bfloat16).float().numpy() - expected)
+    assert 0 < error.mean() < 0.5 * in_bf16.mean()
+
+
+@STAYS
+def test_each_byte_of_a_file_counts(tmp_path: Path, kind: Kind) -> None:
+    """Halves of a byte, scales and mins in another place are other values."""
+    blocks = tiny_gguf.random_blocks((1, 256), kind, 0)
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    (name,) = tensors = {"blk.0.attn_v.weight": blocks}
+    for place in range(size):
+        tensors[name] = blocks.copy()
+        tensors[name][0, place] ^= 0x51
+        path = tiny_gguf.write(tmp_path / "one.gguf", "qwen3", {}, tensors, kind)
+        found = read_matrix(GGUFWeights(path), "model.layers.0.self_attn.v_proj.weight", lambda rows: rows)
+        assert isinstance(found, FourBits)
+        expected = gguf.quants.dequantize(tensors[name], kind)
+        assert not np.array_equal(expected, gguf.quants.dequantize(blocks, kind), equal_nan=True), place
+        np.testing.assert_array_equal(found.dequantized(torch.float32).numpy(), expected, err_msg=str(place))
+
+
+def generator(tiny: Tiny, at: Path, family: str, kind: Kind, kinds: Mapping[str, Kind] = MappingProxyType({})) -> Path:
+    """The folder of a GGUF file: norms of a tiny checkpoint, and random matrices of the layers."""
+    folder = tiny(f"{family}_lm", **SHAPE)
+    keys = Keys(folder / "config.json", json.loads((folder / "config.json").read_text()))
+    tensors = tiny_gguf.converted(folder, family, 4, 2)
+    matrix_kinds = {name: kinds.get(name, kind) for name, tensor in tensors.items() if tensor.ndim > 1 and name.startswith("blk")}
+    for seed, (name, its) in enumerate(matrix_kinds.items()):
+        tensors[name] = tiny_gguf.random_blocks(tensors[name].shape, its, seed)
+    metadata = tiny_gguf.config_metadata(keys, family) | tiny_gguf.tokenizer_metadata()
+    return resolve_model(tiny_gguf.write(at / f"{family}.gguf", family, metadata, tensors, kinds=matrix_kinds))
+
+
+@STAYS
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3"])
+def test_the_same_model_as_dequantised(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, family: str, kind: Kind
+) -> None:
+    folder = generator(tiny, tmp_path, family, kind)
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert four_bit_layers(engine) == 8
+    assert f"{folder}: 14 matrices stay in 4 bits, none is dequantised" in caplog.text
+    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2 if kind == Kind.Q4_K else 1e-4)
+
+
+def test_types_of_other_widths_are_dequantised(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V of the first layer takes Q and K with it, because the engine multiplies the three as one."""
+    folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert four_bit_layers(engine) == 6
+    assert "10 matrices stay in 4 bits, 2 with a neighbour of another kind, 2 with blocks of Q6_K are dequantised" in caplog.text
+    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kinds", "bits"),
+    [
+        (Kind.Q4_0, {}, 4.5),
+        (Kind.Q4_1, {}, 5),
+        (Kind.Q4_K, {}, 5),
+        (Kind.Q4_K, MIXED, None),
+        (Kind.Q4_0, {"blk.0.attn_v.weight": Kind.Q4_1}, None),
+    ],
+    ids=["Q4_0", "Q4_1", "Q4_K", "Q4_K and Q6_K", "only one has mins"],
+)
+def test_the_footprint_counts_what_is_there(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, kinds: dict[str, Kind], bits: float | None
+) -> None:
+    folder = generator(tiny, tmp_path, "qwen3", kind, kinds)
+    config = load_model_config(folder)
+    values = footprint.num_quantized(config)
+    counted = 2 * values - footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
+    assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=False) == 0
+    rounded = 2 * values - footprint.bytes_saved(config, footprint.INT4, on_gpu=True)
+    keep_on_a_cpu(monkeypatch)
+    weights: list[Any] = [each.weight for each in matrices(Engine.load(folder, dtype="float32", device="cpu"))]
+    there = [weight.records.nbytes if isinstance(weight, Packed) else 2 * weight.numel() for weight in weights]
+    assert sum(there) == counted
+    if bits is not None:
+        assert counted * 8 == bits * values == rounded * 8
+    else:
+        assert rounded < counted, "--dtype int4 rounds the others"
+
+
+def test_the_embedded_model_keeps_its_values() -> None:
+    """SmolLM2-135M in Q4_1, whose scales and mins are exact. Llama's rows of Q and K lie in another order in the file."""
+    folder = resolve_model(EMBEDDED_GENERATOR)
+    config, file = load_model_config(folder), GGUFWeights(folder / "model.gguf")
+    assert config.quantization is not None
+    assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=True) == footprint.num_quantized(config) * 11 // 8
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+        name = f"model.layers.17.{part}.weight"
+        found = read_matrix(file, name, lambda rows: rows)
+        assert isinstance(found, FourBits)
+        assert torch.equal(unpacked(packed(found), torch.float32), file.tensor(name)), name
+
+
+def test_a_file_without_blocks_is_not_quantised(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tiny("qwen3_lm", **SHAPE)
+    keys = Keys(folder / "config.json", json.loads((folder / "config.json").read_text()))
+    metadata = tiny_gguf.config_metadata(keys, "qwen3") | tiny_gguf.tokenizer_metadata()
+    path = tiny_gguf.write(tmp_path / "x.gguf", "qwen3", metadata, tiny_gguf.converted(folder, "qwen3", 4, 2), Kind.BF16)
+    assert load_model_config(resolve_model(path)).quantization is None
+
+
+@pytest.mark.gpu
+@STAYS
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: Kind) -> None:
+    """Steps of a few streams and prompts of many rows: as close to fp32 as the dequantised model in bf16."""
+    folder = generator(tiny, tmp_path, family, kind, MIXED)
+    exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    kept = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert four_bit_layers(kept) == 6
+    monkeypatch.setattr(load, "has_four_bits", lambda device: False)
+    plain = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert four_bit_layers(plain) == 0
+    error, theirs = (np.abs(log_probs(each) - exact).mean() for each in (kept, plain))
+    assert error <= 1.5 * theirs + 1e-3
