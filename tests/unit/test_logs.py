@@ -154,7 +154,7 @@ from cluster import logs
 fd = os.open(logs.share_stderr()[logs.VARIABLE], os.O_WRONLY)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 for line in range(300):
-    os.write(fd, b"line %d\n" % line)
+    os.write(fd, b"line %d\\n" % line)
     time.sleep(0.0001 * (line % 7))
 os.kill(os.getpid(), signal.SIGTERM)
 """
