@@ -151,6 +151,7 @@ def test_the_last_line_before_a_kill_reaches_the_commands_stderr(kind: str, tmp_
 LINES = """
 import os, signal, sys, time
 from cluster import logs
+logs._PAUSE_S = 60  # so that only the exit copies all but the first lines
 fd = os.open(logs.share_stderr()[logs.VARIABLE], os.O_WRONLY)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
 for line in range(300):
