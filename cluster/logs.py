@@ -6,9 +6,12 @@ Ray replaces stderr of each of its processes by a file. `share_stderr` tells our
 could forward stderr (`RAY_LOG_TO_STDERR`), but its own processes then print a page at each start, and errors at each end.
 """
 
+import atexit
 import logging
 import os
+import select
 import threading
+import time
 import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -26,6 +29,8 @@ CONTAINER_ENV = {VARIABLE: "/proc/1/fd/2"}
 
 _OURS = ("cluster", "engine", "serve_app")
 _OF_RAY = ("ray", "ray.serve")
+# The time that `_Copier` sleeps after each copy.
+_PAUSE_S = 0.005
 # The logger of the access log (`serve_app/observe/requests.py`).
 ACCESS = "serve_app.access"
 
@@ -34,19 +39,44 @@ def share_stderr() -> dict[str, str]:
     """The variable with which other processes find the stderr of this process.
 
     A terminal can be opened again. A socket, such as systemd's, cannot be opened again, and a file opened twice would be
-    overwritten. For these a thread copies from a pipe.
+    overwritten. For these a thread copies from a pipe. At the exit of this process it copies what is left.
     """
     shared = 2
     if not os.isatty(2):
         source, shared = os.pipe()
-        threading.Thread(target=_copy_to_stderr, args=(source,), name="stderr", daemon=True).start()
+        os.set_blocking(source, False)
+        copier = _Copier(source)
+        threading.Thread(target=copier.run, name="stderr", daemon=True).start()
+        atexit.register(copier.copy)
     return {VARIABLE: f"/proc/{os.getpid()}/fd/{shared}"}
 
 
-def _copy_to_stderr(source: int) -> None:
-    while data := os.read(source, 1 << 16):
-        with suppress(OSError):  # nobody reads stderr any more
-            os.write(2, data)
+class _Copier:
+    """Copies from a pipe to stderr.
+
+    A write to a pipe with a sleeping reader wakes the reader. With one line per request, this takes longer than to make the
+    line. So the thread sleeps a moment after each copy, and later lines wait in the pipe. The pipe holds 64 KiB: its writers
+    would wait for the thread only at 30,000 lines per second.
+    """
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._lock = threading.Lock()  # otherwise the process could exit between the thread's read and write
+
+    def run(self) -> None:
+        ready = select.poll()
+        ready.register(self._source, select.POLLIN)
+        while True:
+            ready.poll()
+            self.copy()
+            time.sleep(_PAUSE_S)
+
+    def copy(self) -> None:
+        """Copies all that is in the pipe."""
+        with self._lock, suppress(BlockingIOError):
+            while data := os.read(self._source, 1 << 16):
+                with suppress(OSError):  # nobody reads stderr any more
+                    os.write(2, data)
 
 
 def set_up(process: str) -> None:
@@ -137,10 +167,11 @@ class _Json(_Formatter):
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
+        self._second = (0, "")  # the last line's second since the epoch, and as text
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": self._time(record.created),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             "logger": record.name,
@@ -152,6 +183,15 @@ class _Json(_Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return orjson.dumps(fields, default=str).decode()
+
+    def _time(self, created: float) -> str:
+        """As `datetime.isoformat` gives it, which takes longer than all other fields."""
+        whole = int(created)
+        second, text = self._second
+        if second != whole:
+            text = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+            self._second = whole, text
+        return f"{text}.{int((created - whole) * 1000):03}+00:00"
 
 
 def _requests(record: logging.LogRecord) -> dict[str, Any]:

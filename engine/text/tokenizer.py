@@ -21,10 +21,14 @@ from engine.options import EncodeOptions, Input, InputType, TokenIds
 from engine.text.chunks import ChunkedText, original_position, windows
 from engine.text.ids import checked_ids
 from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
+from engine.text.word_table import WordTable
 
 # Characters that a text may have for each token of the limit. A longer text is truncated or refused before it is tokenised: one
 # huge string costs no more than the longest legal one. TEI has the same factor.
 _CHARS_PER_TOKEN = 250
+# Texts of up to this many characters together take their ids from the word table. For longer ones the library is better: it
+# releases the GIL, and tokenises several texts at once.
+_WORD_TABLE_CHARS = 2_000
 # A request's prompt stands before each input. A longer prompt times 2,048 inputs would be far more text than a body may hold.
 _MAX_PROMPT_CHARS = 8_192
 # Tokens of one text that `Tokenizer.tokens` returns. The library copies each of an encoding's lists in one call, which holds the
@@ -61,6 +65,7 @@ class Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
+        self._words = WordTable.of(tokenizer)
         self._config = config
         self._prefix, self._suffix = _special_tokens(tokenizer)
         self._pairs = _pair_template(tokenizer, config)
@@ -120,11 +125,11 @@ class Tokenizer:
         prompt = self._prompt_text(options)
         _check_room(options, self.num_special)
         texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
-        encodings = iter(self._encode_batch(texts, add_special_tokens=False))
+        contents = iter(self._contents(texts))
         sequences = []
         for index, item in enumerate(inputs):
             if isinstance(item, str):
-                ids = self._known(index, self._with_specials(next(encodings).ids, options))
+                ids = self._known(index, self._with_specials(next(contents), options))
             else:
                 ids = self._given_ids(index, item, options)
             sequences.append(self._without_padding(ids))
@@ -293,6 +298,14 @@ class Tokenizer:
         for length in lengths:
             if length > room:
                 raise self._too_long(length + num_special, options)
+
+    def _contents(self, texts: list[str]) -> list[list[int]]:
+        """Returns the ids of each text without special tokens."""
+        if self._words is not None and sum(map(len, texts)) <= _WORD_TABLE_CHARS:
+            contents = [ids for text in texts if (ids := self._words.ids(text)) is not None]
+            if len(contents) == len(texts):
+                return contents
+        return [encoding.ids for encoding in self._encode_batch(texts, add_special_tokens=False)]
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool, offsets: bool = False) -> list[Encoding]:
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast

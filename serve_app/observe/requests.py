@@ -55,12 +55,13 @@ record: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 class step:
-    """`with step("encode"):` measures a step of the current request, if the access log or a span needs it."""
+    """`with step("encode"):` measures a step of the current request, if the request has a span."""
 
     __slots__ = ("_name", "_record", "_start")
 
     def __init__(self, name: str) -> None:
-        self._name, self._record = name, record.get()
+        found = record.get()
+        self._name, self._record = name, None if found is None or found.span is None else found
 
     def __enter__(self) -> None:
         if self._record is not None:
@@ -105,7 +106,10 @@ def end(found: Record, method: str, path: str, status: int | str, is_logged: boo
         "passes": found.num_passes,
     }
     if is_logged:
-        log.info("%s %s %s %s ms", method, path, status, ms, extra={"fields": fields})
+        # `log.info` would also search the stack for its caller, which no line shows.
+        line = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s %s %s %s ms", (method, path, status, ms), None)
+        line.fields = fields
+        log.handle(line)
     if found.span is not None:
         failed = status in _FAILED or (isinstance(status, int) and status >= 500)
         traces.end(found.span, f"{method} {found.route}".rstrip(), found.steps, _attributes(fields, found.route), failed)

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
+    from serve_app.observe.trace_ids import TraceIds
+
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _tracer: "Tracer | None" = None
+_ids: "TraceIds | None" = None
 _propagating = frozenset[bytes]()  # the headers that name a trace
 
 
@@ -46,7 +49,7 @@ def set_up(process: str, exporter: "SpanExporter | None" = None) -> None:
         exporter: for tests; exports at once.
     Raises: TracesError.
     """
-    global _tracer, _propagating
+    global _tracer, _ids, _propagating
     if _tracer is not None or (exporter is None and not wanted()):
         return
     from opentelemetry.propagate import get_global_textmap
@@ -54,10 +57,14 @@ def set_up(process: str, exporter: "SpanExporter | None" = None) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 
+    from serve_app.observe.trace_ids import TraceIds
+
     resource = Resource.create(
         {"service.name": os.environ.get("OTEL_SERVICE_NAME", "emberforge"), "service.instance.id": process}
     )
-    provider = TracerProvider(resource=resource)
+    _ids = TraceIds()
+    provider = TracerProvider(resource=resource, id_generator=_ids)
+    _ids.heed(provider.sampler)
     provider.add_span_processor(BatchSpanProcessor(_exporter()) if exporter is None else SimpleSpanProcessor(exporter))
     _tracer = provider.get_tracer("emberforge")
     _propagating = frozenset(name.lower().encode() for name in get_global_textmap().fields)
@@ -79,14 +86,15 @@ def begin(name: str, headers: Iterable[tuple[bytes, bytes]], start: float) -> "S
 
     None if traces are off, or the request is not sampled. Times are readings of `perf_counter`.
     """
-    if _tracer is None:
+    if _tracer is None or _ids is None:
+        return None
+    given = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers if key in _propagating}
+    if not given and _ids.is_dropped():
         return None
     from opentelemetry.propagate import extract
     from opentelemetry.trace import SpanKind
 
-    # Only if there are such headers, because reading them costs 10 us, and most requests have none.
-    given = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers if key in _propagating}
-    context = extract(given) if given else None
+    context = extract(given) if given else None  # only if there are such headers, because this takes 10 us
     span = _tracer.start_span(name, context, SpanKind.SERVER, start_time=_ns(start))
     return span if span.is_recording() else None
 
@@ -116,7 +124,7 @@ def end(span: "Span", name: str, steps: Iterable[tuple[str, float, float]], attr
 
 def computed(waiting: Waiting) -> None:
     """Makes the spans `queue` and `pass` of work that has just ended, for each traced request of the work."""
-    if _tracer is None:
+    if _tracer is None or not any(tag.traceparent for tag in waiting.tags):
         return
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

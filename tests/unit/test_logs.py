@@ -147,6 +147,25 @@ def test_the_last_line_before_a_kill_reaches_the_commands_stderr(kind: str, tmp_
         os.close(each)
 
 
+# Lines of another process that come at intervals while the command's thread copies and sleeps, and the command's exit.
+LINES = """
+import os, signal, sys, time
+from cluster import logs
+logs._PAUSE_S = 60  # so that only the exit copies all but the first lines
+fd = os.open(logs.share_stderr()[logs.VARIABLE], os.O_WRONLY)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+for line in range(300):
+    os.write(fd, b"line %d\\n" % line)
+    time.sleep(0.0001 * (line % 7))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_no_line_is_lost_or_cut_when_the_command_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", LINES], stderr=subprocess.PIPE, check=True, timeout=60)
+    assert done.stderr.decode().splitlines() == [f"line {line}" for line in range(300)]
+
+
 def test_a_terminal_gets_warnings_as_sentences() -> None:
     master, slave = pty.openpty()
     subprocess.run(

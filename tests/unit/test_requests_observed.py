@@ -274,6 +274,33 @@ def test_a_request_that_is_not_sampled_makes_no_span(cluster: Any, spans: Any) -
     assert spans() == []
 
 
+SAMPLERS = {
+    "traceidratio": ("0.3", 0.3),
+    "parentbased_traceidratio": ("0.3", 0.3),
+    "always_on": ("", 1.0),
+    "parentbased_always_off": ("", 0.0),
+}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_samplers_share_of_new_traces_has_spans(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    argument, share = SAMPLERS[sampler]
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    traces.set_up("test", InMemorySpanExporter())
+    try:
+        made = [span for _ in range(2000) if (span := traces.begin("POST", [], 0.0)) is not None]
+        named = [traces.begin("POST", [(b"traceparent", TRACEPARENT.encode())], 0.0) for _ in range(10)]
+    finally:
+        traces.tear_down()
+    assert abs(len(made) / 2000 - share) < 0.08  # seven standard deviations
+    ids = {span.get_span_context().trace_id for span in made}
+    assert len(ids) == len(made)
+    assert all(each % 2**64 < share * 2**64 for each in ids), "another service with this sampler takes the same traces"
+    if sampler == "parentbased_traceidratio":
+        assert None not in named, "the caller has decided"
+
+
 def test_a_failed_request_is_a_failed_span(cluster: Any, spans: Any) -> None:
     ask(cluster().app, ("/embed", {"inputs": [[13, 5]]}, {}), ("/embed", {"inputs": ""}, {}))
     whole = [each for each in spans() if each.name == "POST /embed"]
