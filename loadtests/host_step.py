@@ -24,6 +24,7 @@ from engine.run import cuda_streams
 from engine.run.flight import NO_VECTORS, Finished, Output
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.streams import Laid, StreamPacker, rows_of
+from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 from engine.schedule.stream import Stream
@@ -37,7 +38,7 @@ VOCABULARY, CONTEXT = 151_936, 4096
 class Stub:
     """Packs as the GPU's runner does. Two passes are in flight, so streams run ahead."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens = 2, 1, 0, 512
+    passes_in_flight, num_stages, speculation_rows, cohort_size, max_graph_tokens = 2, 1, 0, 320, 512
 
     def __init__(self) -> None:
         self.pages = Pages(4096, PAGE_SIZE)
@@ -47,13 +48,18 @@ class Stub:
         self._sampled[:, 0] = np.random.default_rng(0).integers(0, VOCABULARY, 8192)
 
     def launch(
-        self, sequences: Sequence[Any], options: Any = None, outputs: Any = (), pieces: Sequence[Piece] = ()
+        self,
+        sequences: Sequence[Any],
+        options: Any = None,
+        outputs: Any = (),
+        pieces: Sequence[Piece] = (),
+        together: CohortPass | None = None,
     ) -> Finished:
-        laid = Laid(pieces)
+        laid = Laid(pieces, together)
         shape = self.packer.shape(laid, graphs=True)
         self.packer.fill(self._buffer[: shape.size + len(laid.pages)], shape, laid)
-        tokens = cuda_streams.tokens_of(self._sampled[rows_of(shape, laid, laid.chooses)], laid.chosen)
-        return Finished(Output(NO_VECTORS, device_s=1e-3, tokens=tokens))
+        tokens = cuda_streams.tokens_of(self._sampled[rows_of(shape, laid, laid.chooses)[laid.num_together :]], laid.chosen)
+        return Finished(Output(NO_VECTORS, device_s=1e-3, tokens=tokens, together=self._sampled[: laid.num_together]))
 
 
 @contextmanager

@@ -149,7 +149,7 @@ class StubEngine:
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", torch.device("cpu")
         self.passes_in_flight, self.num_stages, self.max_graph_tokens, self.max_batch_seqs = 1, 1, 0, None
-        self.speculation_rows = 0
+        self.speculation_rows = self.cohort_size = 0
         self.pages = None
         self.used_bytes = 0
         self._vector = torch.rand(1, self.config.embedding_size).numpy()
