@@ -293,17 +293,11 @@ class Passes:
             for row in together.filled:
                 streams[row].keep(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1))
         tokens, exceptions = [token_of(each) for each in chosen[:, 0].tolist()], together.exceptions(chosen)
-        answers, on_tokens = together.answers, together.on_tokens
         for row in exceptions:
-            answers[row], on_tokens[row] = [], None
-        for answer, token in zip(answers, tokens, strict=True):
+            together.answers[row] = []
+        for answer, token in zip(together.answers, tokens, strict=True):
             answer.append(token)
-        for row, on_token in enumerate(on_tokens):
-            if on_token is not None:
-                try:
-                    on_token(tokens[row])
-                except Exception as error:  # the caller's own code
-                    streams[row].fail(error)
+        together.tell(tokens, exceptions)
         for row in exceptions:
             start = int(starts[row])
             streams[row].take(Slice(streams[row], 0, start, start + 1), tokens[row] if chosen[row, 1] else None)

@@ -85,11 +85,15 @@ def measure(count: int) -> dict[str, float]:
     stub = Stub()
     passes = Passes(stub, 8192)
     rng = np.random.default_rng(count)
-    heard = []
+    heard: list[Any] = []
+
+    def hear(keys: list[int], tokens: list[Any]) -> None:
+        heard.append((keys, tokens))
+
     for seed in range(count):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(PROMPT // 2, PROMPT)))
         stream = Stream.begin(prompt, SamplingOptions(TOKENS, 0.6, top_k=20, top_p=0.95, seed=seed), VOCABULARY, CONTEXT)
-        stream.on_token, stream.on_pass = heard.append, heard.clear
+        stream.on_token, stream.on_tokens, stream.key, stream.on_pass = heard.append, hear, seed, heard.clear
         passes.scheduler.add(stream)
     with timed((passes, "schedule"), (passes, "_launch"), (stub, "launch"), (passes, "deliver")) as seconds:
         in_flight: list[Launched] = []

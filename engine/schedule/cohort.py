@@ -4,9 +4,10 @@ Nothing but counters changes for such a stream from pass to pass. So a cohort ke
 columns, in arrays, and the host's work for a pass hardly grows with the number of streams (docs/decisions/052).
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+_ALONE, _NOBODY = -1, -2  # a stream has only `on_token`, or nothing that hears its tokens
+Listener = Callable[[list[Any], list[Any]], None]  # keys of streams, and the token of each
 
 
 @dataclass(slots=True)
@@ -41,7 +44,9 @@ class CohortPass:
     number: int  # of the cohort's passes
     streams: "list[Stream]"
     answers: list[list[Any]]  # `Stream.answer` of each stream
-    on_tokens: list[Callable[[Any], None] | None]  # `Stream.on_token` of each stream
+    keys: list[Any]  # `Stream.key` of each stream
+    listeners: Ints  # [n] which of `heard_by` each stream has; _ALONE or _NOBODY
+    heard_by: dict[Listener, int]  # the different `Stream.on_tokens`, with their numbers
     on_passes: list[Callable[[], None]]  # the different `Stream.on_pass`
     starts: Longs  # [n] the position of the token that is computed
     token_ids: Ints  # [n] each is foreseen (`engine/schedule/piece.py`)
@@ -64,6 +69,20 @@ class CohortPass:
         for stream in self.streams:
             stream.fail(error)
 
+    def tell(self, tokens: Sequence[Any], skipped: Sequence[int]) -> None:
+        """Tell the callers the tokens, but for the skipped rows. A caller whose code raises fails."""
+        self.listeners[skipped] = _NOBODY
+        for listener, number in self.heard_by.items():
+            rows = np.flatnonzero(self.listeners == number).tolist()
+            try:
+                if rows:
+                    listener([self.keys[row] for row in rows], [tokens[row] for row in rows])
+            except Exception as error:
+                for row in rows:
+                    self.streams[row].fail(error)
+        for row in np.flatnonzero(self.listeners == _ALONE).tolist():
+            self.streams[row].tell(tokens[row])
+
     def exceptions(self, chosen: Ints) -> list[int]:
         """The rows whose stream does not just go on with the chosen token. `chosen`: [n, 4], as `kernels.sample` gives it."""
         ends = (chosen[:, :1] == self.stops).any(1) | (chosen[:, 1] == 0)
@@ -80,8 +99,10 @@ class Cohort:
         self.most, self._pool = most, pool
         self._under_way: deque[CohortPass] = deque()
         self._answers: list[list[Any]] = []
-        self._on_tokens: list[Callable[[Any], None] | None] = []
-        self._on_passes: dict[Callable[[], None], int] = {}  # with the number of streams that have it
+        self._keys: list[Any] = []
+        self._on_passes = Counter[Callable[[], None]]()  # by the streams that have it
+        self._heard_by: dict[Listener, int] = {}  # with a number that no other one has had
+        self._num_listeners = count()
         # Columns, with a row for each stream.
         self._computed = np.zeros(most, np.int64)  # tokens that passes have computed, those under way included
         self._last = np.zeros(most, np.int64)  # the value of `_computed` behind which no token is chosen
@@ -91,6 +112,7 @@ class Cohort:
         self._choices = np.zeros((most, NUM_CHOICES), np.int32)
         self._pages = np.zeros((most, 8), np.int32)
         self._stops = np.full((most, 2), -1, np.int32)
+        self._listeners = np.full(most, _NOBODY, np.int32)
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -99,6 +121,7 @@ class Cohort:
     def _columns(self) -> tuple[NDArray[Any], ...]:
         return (
             self._computed, self._last, self._prompt, self._num_pages, self._seeds, self._choices, self._pages, self._stops,
+            self._listeners,
         )  # fmt: skip
 
     def add(self, stream: "Stream") -> None:
@@ -106,9 +129,14 @@ class Cohort:
         row, options = len(self.streams), stream.options
         self.streams.append(stream)
         self._answers.append(stream.answer)
-        self._on_tokens.append(stream.on_token)
+        self._keys.append(stream.key)
         if stream.on_pass is not None:
-            self._on_passes[stream.on_pass] = self._on_passes.get(stream.on_pass, 0) + 1
+            self._on_passes[stream.on_pass] += 1
+        self._listeners[row] = _NOBODY if stream.on_token is None else _ALONE
+        if stream.on_tokens is not None:
+            if stream.on_tokens not in self._heard_by:
+                self._heard_by[stream.on_tokens] = next(self._num_listeners)
+            self._listeners[row] = self._heard_by[stream.on_tokens]
         self._computed[row], self._prompt[row] = stream.num_computed, len(stream.prompt)
         self._last[row] = len(stream.prompt) + options.max_tokens - 1
         self._seeds[row] = mixed_seed(stream.seed)
@@ -123,10 +151,13 @@ class Cohort:
 
     def remove(self, stream: "Stream") -> None:
         """The stream goes on by itself, or has ended. The passes under way still compute its tokens."""
-        row, count = self.streams.index(stream), len(self.streams)
+        row, last = self.streams.index(stream), len(self.streams) - 1
+        listener = self._listeners[row]
         for column in self._columns:
-            column[row : count - 1] = column[row + 1 : count]
-        del self.streams[row], self._answers[row], self._on_tokens[row]
+            column[row:last] = column[row + 1 : last + 1]
+        del self.streams[row], self._answers[row], self._keys[row]
+        if stream.on_tokens is not None and listener not in self._listeners[:last]:
+            del self._heard_by[stream.on_tokens]
         if stream.on_pass is not None:
             self._on_passes[stream.on_pass] -= 1
             if not self._on_passes[stream.on_pass]:
@@ -139,32 +170,34 @@ class Cohort:
     def schedule(self) -> "tuple[CohortPass | None, list[Stream]]":
         """The next pass of all streams; None if there are none. And the streams that have left it, because no page is free."""
         without_page = self._take_pages()
-        count = len(self.streams)
-        if not count:
+        num_streams = len(self.streams)
+        if not num_streams:
             return None, without_page
-        size, rows = self._pool.page_size, np.arange(count)
-        starts, num_pages = self._computed[:count].copy(), self._num_pages[:count].copy()
-        pages, choices = self._pages[:count], self._choices[:count].copy()
+        size, rows = self._pool.page_size, np.arange(num_streams)
+        starts, num_pages = self._computed[:num_streams].copy(), self._num_pages[:num_streams].copy()
+        pages, choices = self._pages[:num_streams], self._choices[:num_streams].copy()
         sampled = choices[:, 0] != 0  # the bits of the temperature
         if sampled.any():
-            words = words_of(self._seeds[:count], starts + 1 - self._prompt[:count])
+            words = words_of(self._seeds[:num_streams], starts + 1 - self._prompt[:num_streams])
             choices[:, WORDS] = np.where(sampled[:, None], words, 0)
         choices[:, SLOT] = pages[rows, starts // size]
-        self._computed[:count] += 1
+        self._computed[:num_streams] += 1
         self.count.scheduled += 1
         scheduled = CohortPass(
             self.count.scheduled,
             self.streams.copy(),
             self._answers.copy(),
-            self._on_tokens.copy(),
+            self._keys.copy(),
+            self._listeners[:num_streams].copy(),
+            self._heard_by.copy(),
             list(self._on_passes),
             starts,
             -1 - pages[rows, (starts - 1) // size],  # as `last_token`
             pages[np.arange(pages.shape[1]) < num_pages[:, None]],
             num_pages,
             choices,
-            self._stops[:count].copy(),
-            np.flatnonzero(starts + 1 == self._last[:count]).tolist(),
+            self._stops[:num_streams].copy(),
+            np.flatnonzero(starts + 1 == self._last[:num_streams]).tolist(),
             np.flatnonzero((starts + 1) % size == 0).tolist(),
         )
         self._under_way.append(scheduled)
@@ -174,9 +207,9 @@ class Cohort:
 
     def _take_pages(self) -> "list[Stream]":
         """A page for each stream whose pages are full. Returns: those that get none, which have left."""
-        count = len(self.streams)
+        num_streams = len(self.streams)
         without: list[Stream] = []
-        for row in np.flatnonzero(self._computed[:count] == self._num_pages[:count] * self._pool.page_size).tolist():
+        for row in np.flatnonzero(self._computed[:num_streams] == self._num_pages[:num_streams] * self._pool.page_size).tolist():
             stream = self.streams[row - len(without)]
             page = self._pool.take(1)
             if page is None:
@@ -190,7 +223,7 @@ class Cohort:
         return without
 
     def delivered(self, ended: CohortPass) -> None:
-        """A pass has ended. The streams that have left count the token themselves."""
+        """A pass has ended. The streams that have left num_streams the token themselves."""
         while self._under_way and self._under_way[0].number <= ended.number:  # earlier ones could not be launched
             self._under_way.popleft()
         self.count.delivered = ended.number

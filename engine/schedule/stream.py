@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput, NotFinite
 from engine.options import SamplingOptions, TokenIds, check_sampling
-from engine.schedule.cohort import Cohort, CohortPass, PassCount
+from engine.schedule.cohort import Cohort, CohortPass, Listener, PassCount
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, Scored, last_token_ids
 from engine.schedule.proposer import Proposer
@@ -81,13 +81,17 @@ class Answer:
 class Stream(Waiting):
     """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end.
 
-    `on_pass` is called in that thread after each pass that gave the stream a token: once for all streams that share it.
+    `on_tokens` is called instead of `on_token` where one pass gives tokens to many streams: once for all that share it, with the
+    `key` and the token of each. `on_pass` is called in that thread after each pass that gave the stream a token: once for all
+    streams that share it.
     """
 
     prompt: TokenIds
     options: SamplingOptions
     seed: int  # of the draws
     on_token: Callable[[Token], None] | None = None
+    on_tokens: Listener | None = None
+    key: Any = None
     on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # of a grammar
     speculates: bool = False  # whether a pass may verify several tokens
@@ -400,6 +404,14 @@ class Stream(Waiting):
             self._end("stop")
         elif len(self.answer) >= self.options.max_tokens:
             self._end("length")
+
+    def tell(self, token: Token) -> None:
+        """Tell the caller a token. A caller whose code raises fails."""
+        try:
+            if self.on_token is not None:
+                self.on_token(token)
+        except Exception as error:
+            self.fail(error)
 
     def _end(self, reason: FinishReason, token: Token | None = None) -> None:
         begun_at = self.first_scheduled_at

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,10 @@ class Delivery:
         """Queues an event: `take(event)` runs on the event loop after the next `wake`. Events keep their order."""
         self._events.append((take, event))
 
+    def add_each(self, takes: Sequence[Callable[[Any], None]], events: Sequence[Any]) -> None:
+        """As `add` of each event with its own `take`."""
+        self._events.append((_take_each, (takes, events)))
+
     def wake(self) -> None:
         """Makes the event loop take the events. Does nothing if a wake-up is already scheduled."""
         if self._is_waking or not self._events:
@@ -36,3 +40,8 @@ class Delivery:
         while self._events:
             take, event = self._events.popleft()
             take(event)
+
+
+def _take_each(both: tuple[Sequence[Callable[[Any], None]], Sequence[Any]]) -> None:
+    for take, event in zip(*both, strict=True):
+        take(event)

@@ -234,7 +234,8 @@ class Generation:
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
-                stream.on_token = partial(self._delivery.add, partial(self._inbox.put, len(answers)))
+                stream.key = partial(self._inbox.put, len(answers))
+                stream.on_token, stream.on_tokens = partial(self._delivery.add, stream.key), self._delivery.add_each
                 stream.on_pass = self._delivery.wake
                 stream.future.add_done_callback(partial(self._inbox.ended, len(answers)))
                 writer = self._model.prompts.detokenizer(

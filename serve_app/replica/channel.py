@@ -105,7 +105,7 @@ class Channel:
                 continue
             stream.priority, stream.owner, stream.deadline = new.priority, new.owner, perf_counter() + new.deadline_s
             stream.tags = new.tags
-            stream.on_token = partial(self._got, new.number)
+            stream.on_token, stream.on_tokens, stream.key = partial(self._got, new.number), self._got_all, new.number
             stream.on_pass = self._delivery.wake
             stream.future.add_done_callback(partial(self._ended, new.number))
             self._streams[new.number] = stream
@@ -146,6 +146,10 @@ class Channel:
         """Adds a token. The engine's threads call this."""
         self._delivery.add(self._keep, (number, token))
 
+    def _got_all(self, numbers: Sequence[int], tokens: Sequence[Token]) -> None:
+        """Adds a token of each of these streams, which had tokens before. The engine's threads call this."""
+        self._delivery.add(self._keep_all, (numbers, tokens))
+
     def _ended(self, number: int, future: "Future[Answer]") -> None:
         """Adds the end of a stream. Any thread may call this."""
         if not future.cancelled():
@@ -161,6 +165,18 @@ class Channel:
             self._ready.set()
         self._tell_prompt(number, stream)
         self._unsent.add(number, token)
+        self._close_if_unread()
+
+    def _keep_all(self, event: tuple[Sequence[int], Sequence[Token]]) -> None:
+        """As `_keep`. Tokens of streams whose callers have left are sent, too: the gateway drops them."""
+        numbers, tokens = event
+        if self._is_closed:
+            return
+        self._ready.set()
+        self._unsent.add_plain(numbers, tokens)
+        self._close_if_unread()
+
+    def _close_if_unread(self) -> None:
         is_late = self._sent_at is not None and self._loop.time() > self._sent_at + UNREAD_S
         if is_late or len(self._unsent.numbers) > MOST_UNSENT:
             log.error("a gateway does not read its messages: %d streams are cancelled", len(self._streams))
