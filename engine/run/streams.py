@@ -147,8 +147,8 @@ class Laid:
             self.token_ids = np.concatenate((together.token_ids, self.token_ids))
             self.pages = np.concatenate((together.pages, self.pages))
             num_pages = np.concatenate((together.num_pages, num_pages))
-        several = np.flatnonzero(self.lengths > 1)
-        self.num_decodes = int(several[0]) if len(several) else len(self.lengths)
+        several = np.flatnonzero(self.lengths[len(self.lengths) - count :] > 1)
+        self.num_decodes = len(self.lengths) - count + (int(several[0]) if len(several) else count)
         self.num_tokens = len(self.token_ids)
         self.page_offsets = np.cumsum(num_pages) - num_pages
 
@@ -244,35 +244,41 @@ class StreamPacker:
         buffer[shape.size :] = laid.pages
         count, decodes = len(laid), laid.num_decodes
         part["slots"][:] = -1
-        self._fill_tokens(part, slice(0, decodes), laid, slice(0, decodes), laid.token_ids[:decodes])
-        num_chunk_tokens = laid.num_tokens - decodes
-        where = slice(shape.num_decodes, shape.num_decodes + num_chunk_tokens)
-        self._fill_tokens(part, where, laid, slice(decodes, count), laid.token_ids[decodes:])
         rows = part["pooled_rows"]
         rows[:decodes] = np.arange(decodes)
-        rows[shape.num_decodes : shape.num_decodes + count - decodes] = shape.num_decodes - 1 + np.cumsum(laid.lengths[decodes:])
         if decodes:
+            positions = laid.starts[:decodes]
+            self._fill_tokens(part, 0, laid.token_ids[:decodes], positions, laid.page_offsets[:decodes], laid.pages)
             seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
             for index, window in enumerate(shape.windows):
                 items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window)
                 part[f"items{index}"][: len(items)] = items
         if count > decodes:
             lengths, starts, offsets = laid.lengths[decodes:], laid.starts[decodes:], laid.page_offsets[decodes:]
+            ends = np.cumsum(lengths)
+            rows[shape.num_decodes : shape.num_decodes + count - decodes] = shape.num_decodes - 1 + ends
+            positions = np.arange(int(ends[-1])) + np.repeat(starts + lengths - ends, lengths)
+            token_ids, of_tokens = laid.token_ids[decodes:], np.repeat(offsets, lengths)
+            self._fill_tokens(part, shape.num_decodes, token_ids, positions, of_tokens, laid.pages)
             depth = shape.tile_shape.block_m // self.tiling.group
             tiles = paged_tiles(lengths, starts, offsets, shape.num_decodes, depth)
             part["tiles"][: len(tiles)] = tiles
         self._fill_choices(part["choices"], shape, laid)
 
-    def _fill_tokens(self, part: dict[str, Ints], rows: slice, laid: Laid, pieces: slice, token_ids: Ints) -> None:
-        lengths = laid.lengths[pieces]
-        if not len(lengths):
-            return
+    @staticmethod
+    def _fill_tokens(
+        part: dict[str, Ints],
+        first: int,
+        token_ids: Ints,
+        positions: NDArray[np.int64],
+        page_offsets: NDArray[np.int64],
+        pages: Ints,
+    ) -> None:
+        """Writes tokens from row `first` on. `page_offsets`: [n], where the pages of each token's stream begin in `pages`."""
+        rows = slice(first, first + len(token_ids))
         part["token_ids"][rows] = token_ids
-        firsts = np.cumsum(lengths) - lengths
-        positions = np.arange(int(lengths.sum())) + np.repeat(laid.starts[pieces] - firsts, lengths)
-        pages = laid.pages[np.repeat(laid.page_offsets[pieces], lengths) + positions // PAGE_SIZE].astype(np.int64)
         part["positions"][rows] = positions
-        part["slots"][rows] = pages * PAGE_SIZE + positions % PAGE_SIZE
+        part["slots"][rows] = pages[page_offsets + positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def _fill_choices(self, choices: Ints, shape: StreamShape, laid: Laid) -> None:
         """How the rows choose their tokens. The row of a piece that chooses none stays a greedy one, and goes nowhere."""

@@ -69,13 +69,15 @@ class CohortPass:
         for stream in self.streams:
             stream.fail(error)
 
-    def tell(self, tokens: Sequence[Any], skipped: Sequence[int]) -> None:
+    def tell(self, tokens: list[Any], skipped: Sequence[int]) -> None:
         """Tell the callers the tokens, but for the skipped rows. A caller whose code raises fails."""
         self.listeners[skipped] = _NOBODY
         for listener, number in self.heard_by.items():
             rows = np.flatnonzero(self.listeners == number).tolist()
             try:
-                if rows:
+                if len(rows) == len(tokens):
+                    listener(self.keys, tokens)
+                elif rows:
                     listener([self.keys[row] for row in rows], [tokens[row] for row in rows])
             except Exception as error:
                 for row in rows:

@@ -54,11 +54,11 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def pieces_of(together: CohortPass) -> list[Piece]:
+def pieces_of(together: CohortPass, page_size: int = PAGE_SIZE) -> list[Piece]:
     """The same pass, stream by stream."""
     pages = np.split(together.pages, np.cumsum(together.num_pages)[:-1])
     numbers = np.ascontiguousarray(together.choices[:, 4:6]).view(np.uint64)[:, 0] * 2.0**-64
-    assert (together.choices[:, 6] == [each[at // PAGE_SIZE] for each, at in zip(pages, together.starts, strict=True)]).all()
+    assert (together.choices[:, 6] == [each[at // page_size] for each, at in zip(pages, together.starts, strict=True)]).all()
     return [
         Piece(together.token_ids[row : row + 1], int(together.starts[row]), tuple(pages[row].tolist()), Row(each.options, number))
         for row, (each, number) in enumerate(zip(together.streams, numbers.tolist(), strict=True))
