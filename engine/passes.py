@@ -274,7 +274,10 @@ class Passes:
             self.scheduler.arrived(left)
             if self.scheduler.has_work:  # streams are ready again, or wait for the pages of this pass
                 self.changed.notify_all()
-        for on_pass in {*(stream.on_pass for stream in chosen), *(step.together.on_passes if step.together is not None else ())}:
+        on_passes = {stream.on_pass for stream in chosen}
+        if step.together is not None:
+            on_passes.update(step.together.roster.on_passes)
+        for on_pass in on_passes:
             if on_pass is not None:
                 on_pass()
         return num_accepted
@@ -289,18 +292,13 @@ class Passes:
         starts, streams = together.starts, together.streams
         with self.lock:
             assert self.scheduler.streams is not None, "a runner with pages computes streams"
-            self.scheduler.streams.cohort.delivered(together)
             for row in together.filled:
                 streams[row].keep(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1))
-        tokens, exceptions = [token_of(each) for each in chosen[:, 0].tolist()], together.exceptions(chosen)
+            exceptions = self.scheduler.streams.cohort.delivered(together, chosen)
+        together.tell(chosen[:, 0], exceptions)
         for row in exceptions:
-            together.answers[row] = []
-        for answer, token in zip(together.answers, tokens, strict=True):
-            answer.append(token)
-        together.tell(tokens, exceptions)
-        for row in exceptions:
-            start = int(starts[row])
-            streams[row].take(Slice(streams[row], 0, start, start + 1), tokens[row] if chosen[row, 1] else None)
+            token = token_of(int(chosen[row, 0])) if chosen[row, 1] else None
+            streams[row].take(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1), token)
         return [streams[row] for row in together.left]
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:

@@ -87,8 +87,8 @@ def measure(count: int) -> dict[str, float]:
     rng = np.random.default_rng(count)
     heard: list[Any] = []
 
-    def hear(keys: list[int], tokens: list[Any]) -> None:
-        heard.append((keys, tokens))
+    def hear(keys: Any, token_ids: Any) -> None:
+        heard.append((keys, token_ids))
 
     for seed in range(count):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(PROMPT // 2, PROMPT)))

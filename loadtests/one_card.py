@@ -13,7 +13,7 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -237,7 +237,7 @@ def closed_loop(streaming: Streaming, count: int) -> float:
 
     times, ended, rng = list[float](), SimpleQueue[None](), np.random.default_rng(count)
 
-    def hear(keys: Sequence[Any], _: object) -> None:
+    def hear(keys: Sized, _: object) -> None:
         times.extend([perf_counter()] * len(keys))
 
     def begin() -> None:

@@ -1,6 +1,6 @@
 """Tokens/s of an engine, through the loop that a replica of the server has: texts to embed, prompts, streams that decode."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
@@ -71,7 +71,7 @@ class Clock:
     def token(self, _: object) -> None:
         self.num_tokens += 1
 
-    def tokens(self, keys: Sequence[object], _: object) -> None:
+    def tokens(self, keys: Sized, _: object) -> None:
         self.num_tokens += len(keys)
 
     def ended(self) -> None:

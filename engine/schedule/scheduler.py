@@ -50,7 +50,7 @@ class Scheduler:
             speculation_rows, cohort_size: as in `Runner`.
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
-        self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows, cohort_size)
+        self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows, cohort_size, lock)
         self.rates = Rates(max_batch_tokens)
         # When the device should have finished the passes under way, by `perf_counter`; of several stages the first one.
         self.free_at = 0.0

@@ -17,10 +17,11 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
+from threading import RLock
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy as np
 from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput, NotFinite
 from engine.options import SamplingOptions, TokenIds, check_sampling
-from engine.schedule.cohort import Cohort, CohortPass, Listener, PassCount
+from engine.schedule.cohort import Cohort, CohortPass, Listener
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, Scored, last_token_ids
 from engine.schedule.proposer import Proposer
@@ -81,9 +82,9 @@ class Answer:
 class Stream(Waiting):
     """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end.
 
-    `on_tokens` is called instead of `on_token` where one pass gives tokens to many streams: once for all that share it, with the
-    `key` and the token of each. `on_pass` is called in that thread after each pass that gave the stream a token: once for all
-    streams that share it.
+    Where a cohort gets the tokens of a pass, `on_tokens` is called instead of `on_token`: once for all streams that share it, with
+    the `key` and the token's id of each. `on_pass` is called in that thread after each pass that gave the stream a token: once for
+    all streams that share it.
     """
 
     prompt: TokenIds
@@ -91,12 +92,11 @@ class Stream(Waiting):
     seed: int  # of the draws
     on_token: Callable[[Token], None] | None = None
     on_tokens: Listener | None = None
-    key: Any = None
+    key: int = -1
     on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # of a grammar
     speculates: bool = False  # whether a pass may verify several tokens
     # Progress, kept by the scheduler.
-    answer: list[Token] = field(default_factory=list)
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
     proposer: Proposer | None = None  # once it was needed
@@ -104,9 +104,11 @@ class Stream(Waiting):
     num_kept: int = 0  # pages that later sequences can find
     num_cached_tokens: int = 0
     counts: TokenCounts | None = None  # for penalties
-    passes: PassCount | None = None  # of the cohort that the stream is in
+    cohort: Cohort | None = None  # that has the stream
+    slot: int = 0  # of the stream in the cohort's columns
     joined_at: int = 0  # passes of the cohort that were scheduled before
-    # The properties without an underscore, as they were when the stream joined its cohort.
+    # The properties without an underscore, but for what passes of the cohort have changed.
+    _answer: list[Token] = field(default_factory=list)
     _num_computed: int = 0
     _num_chosen: int = 0
     _num_foreseen: int = 0
@@ -140,6 +142,17 @@ class Stream(Waiting):
             self.accept(Token(token_id))
 
     @property
+    def answer(self) -> list[Token]:
+        """The tokens that were delivered."""
+        if self.cohort is not None:
+            self.cohort.flush(self)
+        return self._answer
+
+    def add_to_answer(self, token_ids: Sequence[int]) -> None:
+        """The cohort's tokens, of which nothing but the id is known."""
+        self._answer += map(token_of, token_ids)
+
+    @property
     def num_computed(self) -> int:
         """Tokens whose keys and values the cache has, or gets from a pass under way."""
         return self._num_computed + self._num_scheduled
@@ -169,24 +182,24 @@ class Stream(Waiting):
     @property
     def _num_scheduled(self) -> int:
         """Passes of the cohort that have a token of the stream."""
-        return 0 if self.passes is None else self.passes.scheduled - self.joined_at
+        return 0 if self.cohort is None else self.cohort.num_scheduled - self.joined_at
 
     @property
     def _num_under_way(self) -> int:
         """Of them, those that are not delivered."""
-        return 0 if self.passes is None else self.passes.scheduled - max(self.passes.delivered, self.joined_at)
+        return 0 if self.cohort is None else self.cohort.num_scheduled - max(self.cohort.num_delivered, self.joined_at)
 
-    def join(self, passes: PassCount) -> None:
+    def join(self, cohort: Cohort, slot: int) -> None:
         """The stream is in a cohort now, whose passes it counts."""
-        assert self.passes is None, "a stream is in one cohort at most"
-        self.passes, self.joined_at = passes, passes.scheduled
+        assert self.cohort is None, "a stream is in one cohort at most"
+        self.cohort, self.slot, self.joined_at = cohort, slot, cohort.num_scheduled
 
     def leave(self) -> None:
         """The stream is in no cohort any more."""
         self._num_foreseen, num_scheduled = self.num_foreseen, self._num_scheduled
         self._num_computed += num_scheduled
         self._num_chosen += num_scheduled
-        self.passes = None
+        self.cohort = None
 
     @property
     def just_goes_on(self) -> bool:
@@ -405,11 +418,11 @@ class Stream(Waiting):
         elif len(self.answer) >= self.options.max_tokens:
             self._end("length")
 
-    def tell(self, token: Token) -> None:
-        """Tell the caller a token. A caller whose code raises fails."""
+    def tell(self, token_id: int) -> None:
+        """Tell the caller a token of the cohort. A caller whose code raises fails."""
         try:
             if self.on_token is not None:
-                self.on_token(token)
+                self.on_token(token_of(token_id))
         except Exception as error:
             self.fail(error)
 
@@ -442,9 +455,16 @@ class Stream(Waiting):
 class Streams:
     """The streams whose prompts are computed. Hold the scheduler's lock to call anything here."""
 
-    def __init__(self, pages: Pages, num_stages: int = 1, speculation_rows: int = 0, cohort_size: int = 0) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        num_stages: int = 1,
+        speculation_rows: int = 0,
+        cohort_size: int = 0,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
         """`num_stages`: as in `Scheduler`. The streams then form as many groups, of which each stage computes another.
-        `speculation_rows`, `cohort_size`: as in `Runner`.
+        `speculation_rows`, `cohort_size`: as in `Runner`. `lock`: the scheduler's.
         """
         self.pages, self._num_stages, self._speculation_rows = pages, num_stages, speculation_rows
         self._most_proposed = 0  # tokens of each stream, in the pass that was scheduled last
@@ -454,7 +474,7 @@ class Streams:
         # a token cannot begin before the pass that chooses it has ended.
         self._behind: deque[dict[Stream, None]] = deque()
         self._leaving: dict[Stream, None] = {}  # will give their pages up when the passes under way have ended
-        self.cohort = Cohort(pages, cohort_size)  # of those that are ready for every pass
+        self.cohort = Cohort(pages, cohort_size, lock or RLock())  # of those that are ready for every pass
         self._take_turns = False  # there are more than a pass takes
 
     def __len__(self) -> int:
@@ -483,7 +503,7 @@ class Streams:
         self._most_proposed = share if share >= _LEAST_PROPOSED else 0
         if self._most_proposed and any(stream.speculates for stream in self.cohort.streams):
             self._dissolve()
-        if self.cohort.streams:
+        if len(self.cohort):
             together, without_page = self.cohort.schedule()
             self._ready |= dict.fromkeys(without_page)
             if together is not None:
@@ -566,7 +586,7 @@ class Streams:
 
     def arrived(self, stream: Stream) -> bool:
         """As `advance`, of a stream that has counted the token."""
-        if stream.future.done() or stream.num_foreseen or stream.passes is not None:
+        if stream.future.done() or stream.num_foreseen or stream.cohort is not None:
             return False
         stream.settle()
         if stream in self._leaving:
@@ -584,7 +604,7 @@ class Streams:
         self._leaving.pop(stream, None)
 
     def _unready(self, stream: Stream) -> None:
-        if stream.passes is not None:
+        if stream.cohort is not None:
             self.cohort.remove(stream)
         for streams in (self._ready, *self._behind):
             streams.pop(stream, None)

@@ -4,7 +4,6 @@ A replica sends one message after a pass, for all streams of one gateway. A call
 a millisecond (docs/decisions/032).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -69,10 +68,10 @@ class Unsent:
         self.numbers.append(number)
         self.token_ids.append(token.id)
 
-    def add_plain(self, numbers: Sequence[int], tokens: Sequence[Token]) -> None:
+    def add_plain(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """As `add` of each, for tokens without log-probabilities."""
-        self.numbers += numbers
-        self.token_ids += [token.id for token in tokens]
+        self.numbers += numbers.tolist()
+        self.token_ids += token_ids.tolist()
 
     def packed(self) -> Steps:
         numbers, token_ids = np.array(self.numbers, dtype=np.int32), np.array(self.token_ids, dtype=np.int32)

@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.errors import BackendError, EmberError, EngineStopped
 from engine.request_tag import RequestTag
 from engine.schedule.stream import Answer, Stream, Token
@@ -146,9 +149,9 @@ class Channel:
         """Adds a token. The engine's threads call this."""
         self._delivery.add(self._keep, (number, token))
 
-    def _got_all(self, numbers: Sequence[int], tokens: Sequence[Token]) -> None:
+    def _got_all(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """Adds a token of each of these streams, which had tokens before. The engine's threads call this."""
-        self._delivery.add(self._keep_all, (numbers, tokens))
+        self._delivery.add(self._keep_all, (numbers, token_ids))
 
     def _ended(self, number: int, future: "Future[Answer]") -> None:
         """Adds the end of a stream. Any thread may call this."""
@@ -167,13 +170,12 @@ class Channel:
         self._unsent.add(number, token)
         self._close_if_unread()
 
-    def _keep_all(self, event: tuple[Sequence[int], Sequence[Token]]) -> None:
+    def _keep_all(self, event: tuple[NDArray[np.int64], NDArray[np.int32]]) -> None:
         """As `_keep`. Tokens of streams whose callers have left are sent, too: the gateway drops them."""
-        numbers, tokens = event
         if self._is_closed:
             return
         self._ready.set()
-        self._unsent.add_plain(numbers, tokens)
+        self._unsent.add_plain(*event)
         self._close_if_unread()
 
     def _close_if_unread(self) -> None:

@@ -127,15 +127,17 @@ def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
     """A first token comes from a prompt's pass, by `on_token`, and the last one of an answer by `on_token`, too."""
     device = Device(60, passes_in_flight=2)
     heard: list[tuple[list[int], list[int]]] = []
+
+    def listen(keys: Any, token_ids: Any) -> None:
+        heard.append((keys.tolist(), token_ids.tolist()))
+
     alone: dict[int, list[int]] = {}
     streams = [stream([3, each], 6) for each in (1, 2, 3)]
     for key, each in enumerate(streams):
         each.key, alone[key] = key, []
         each.on_token = lambda token, key=key: alone[key].append(token.id)  # type: ignore[misc]
         if key < 2:
-            each.on_tokens = listen = lambda keys, tokens: heard.append((list(keys), [token.id for token in tokens]))
-    streams[1].on_tokens = streams[0].on_tokens
-    del listen
+            each.on_tokens = listen
     run(device, streams)
     answers = [answer_of([3, each], 6) for each in (1, 2, 3)]
     assert [ids(each.future.result(0)) for each in streams] == answers
@@ -150,7 +152,7 @@ def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
 def test_a_listener_that_raises_fails_its_own_streams() -> None:
     device = Device(60, passes_in_flight=2)
 
-    def listen(keys: list[Any], tokens: list[Token]) -> None:
+    def listen(keys: Any, token_ids: Any) -> None:
         raise ValueError("the caller's own fault")
 
     def hear(token: Token) -> None:
