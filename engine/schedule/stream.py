@@ -82,9 +82,9 @@ class Answer:
 class Stream(Waiting):
     """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end.
 
-    Where a cohort gets the tokens of a pass, `on_tokens` is called instead of `on_token`: once for all streams that share it, with
-    the `key` and the token's id of each. `on_pass` is called in that thread after each pass that gave the stream a token: once for
-    all streams that share it.
+    Where a cohort gets the tokens of a pass, `on_tokens` is called instead of `on_token`: once for all streams that share it,
+    with the `key` and the token's id of each. `on_pass` is called in that thread after each pass that gave the stream a token:
+    once for all streams that share it.
     """
 
     prompt: TokenIds
