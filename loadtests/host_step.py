@@ -3,7 +3,7 @@
 python -m loadtests.host_step [STREAMS,...]
 
 The passes, the packing and the delivery are the engine's own. The stub takes the place of the device: it copies nothing,
-computes nothing and has chosen random tokens when the pass is launched. Prints a table.
+computes nothing and has chosen random tokens when the pass is launched. Prints microseconds, without a cohort and with one.
 """
 
 import sys
@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.kernels.tiles import Tiling
+from engine.model.footprint import MOST_STREAMS
 from engine.options import SamplingOptions
 from engine.passes import Launched, Passes
 from engine.run import cuda_streams
@@ -38,9 +39,10 @@ VOCABULARY, CONTEXT = 151_936, 4096
 class Stub:
     """Packs as the GPU's runner does. Two passes are in flight, so streams run ahead."""
 
-    passes_in_flight, num_stages, speculation_rows, cohort_size, max_graph_tokens = 2, 1, 0, 320, 512
+    passes_in_flight, num_stages, speculation_rows, max_graph_tokens = 2, 1, 0, 512
 
-    def __init__(self) -> None:
+    def __init__(self, cohort_size: int) -> None:
+        self.cohort_size = cohort_size
         self.pages = Pages(4096, PAGE_SIZE)
         self.packer = StreamPacker.for_windows(Tiling(128, 2, 8, (9, 0), 132, causal=True), (None,))
         self._buffer = np.zeros(1 << 20, np.int32)
@@ -80,9 +82,9 @@ def timed(*parts: tuple[Any, str]) -> Iterator[dict[str, list[float]]]:
         yield seconds
 
 
-def measure(count: int) -> dict[str, float]:
+def measure(count: int, cohort_size: int) -> dict[str, float]:
     """Median microseconds of a step of so many streams, by part."""
-    stub = Stub()
+    stub = Stub(cohort_size)
     passes = Passes(stub, 8192)
     rng = np.random.default_rng(count)
     heard: list[Any] = []
@@ -104,6 +106,7 @@ def measure(count: int) -> dict[str, float]:
     us = {name: 1e6 * median(each[SKIPPED:-SKIPPED]) for name, each in seconds.items()}
     return {
         "streams": count,
+        "in a cohort": min(count, cohort_size),
         "schedule": us["schedule"],
         "pieces": us["_launch"] - us["launch"],
         "fill the buffer": us["launch"],
@@ -116,4 +119,5 @@ if __name__ == "__main__":
     collect_seldom()  # as a replica does
     counts = [int(each) for each in sys.argv[1].split(",")] if sys.argv[1:] else STREAMS
     for count in counts:
-        print(", ".join(f"{name} {value:.0f}" for name, value in measure(count).items()), flush=True)
+        for cohort_size in (0, MOST_STREAMS):
+            print(", ".join(f"{name} {value:.0f}" for name, value in measure(count, cohort_size).items()), flush=True)

@@ -31,6 +31,7 @@ class Channels:
     def __init__(self, model: GeneratingModel) -> None:
         self._model = model
         self._channels: dict[str, Channel] = {}
+        self._delivery: Delivery | None = None  # of all channels, so that a pass wakes the event loop once
 
     @property
     def tokens_left(self) -> int:
@@ -66,7 +67,9 @@ class Channels:
         """Finds or makes the channel: the first call makes it, whether it begins streams or asks for messages."""
         channel = self._channels.get(channel_id)
         if channel is None:
-            channel = self._channels[channel_id] = Channel(self._model)
+            if self._delivery is None:
+                self._delivery = Delivery(asyncio.get_running_loop())
+            channel = self._channels[channel_id] = Channel(self._model, self._delivery)
             asyncio.get_running_loop().call_later(UNREAD_S, self._close_unread, channel_id, channel)
         return channel
 
@@ -79,10 +82,9 @@ class Channels:
 class Channel:
     """The streams of one gateway. Tokens that come while a message is sent go into the next message."""
 
-    def __init__(self, model: GeneratingModel) -> None:
+    def __init__(self, model: GeneratingModel, delivery: Delivery) -> None:
         self.is_read = False
-        self._model, self._loop = model, asyncio.get_running_loop()
-        self._delivery = Delivery(self._loop)
+        self._model, self._loop, self._delivery = model, asyncio.get_running_loop(), delivery
         self._streams: dict[int, Stream] = {}
         self._fresh: set[int] = set()  # the streams without a token yet
         self._unsent, self._ready = Unsent(), asyncio.Event()
