@@ -316,12 +316,13 @@ class Stream(Waiting):
     def next_slice(self, room: int, alone: bool) -> Slice | None:
         if room <= 0:
             return None
-        start, length = self.num_computed, len(self.prompt) + self.num_chosen
-        self.num_computed = min(start + room, length)
-        if self.num_computed == length and self.options.max_tokens:
-            self.num_chosen += 1
-            self.num_foreseen += 1
-        return Slice(self, 0, start, self.num_computed)
+        assert self.cohort is None, "a cohort takes one slice for all of its streams"
+        start, length = self._num_computed, len(self.prompt) + self._num_chosen
+        self._num_computed = stop = min(start + room, length)
+        if stop == length and self.options.max_tokens:
+            self._num_chosen += 1
+            self._num_foreseen += 1
+        return Slice(self, 0, start, stop)
 
     def propose(self, most: int) -> list[Slice]:
         """Slices of up to `most` proposed tokens behind the slice that was just taken. They fit into the stream's pages."""
