@@ -5,12 +5,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from engine.options import SamplingOptions, TokenIds
 
 _MASK64 = (1 << 64) - 1
 _BLOCK = 128  # random numbers that are computed together
+NUM_CHOICES = 8  # whole numbers that describe a row's options
+WORDS, SLOT = slice(4, 6), 6  # the columns of a row's random number and of its slot
 
 
 def uniform(seed: int, position: int) -> float:
@@ -29,6 +31,17 @@ def _uniforms(seed: int, block: int) -> list[float]:
     mixed = _mix(_mix(np.array([seed & _MASK64], np.uint64)) + positions)
     numbers: list[float] = ((mixed >> np.uint64(11)) * 2.0**-53).tolist()
     return numbers
+
+
+def mixed_seed(seed: int) -> np.uint64:
+    """What `words_of` takes of a seed."""
+    return np.uint64(_mix(np.array([seed & _MASK64], np.uint64))[0])
+
+
+def words_of(mixed_seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+    """`uniform` of many streams, each at its own position, times 2^64: [n, 2], the low word first, as in `choices_of`."""
+    mixed = _mix(mixed_seeds + positions.astype(np.uint64))
+    return (mixed & ~np.uint64(0x7FF)).astype("<u8", copy=False).view("<i4").reshape(-1, 2)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -97,3 +110,23 @@ class Row(NamedTuple):
     counts: TokenCounts | None = None
     banned: Sequence[int] = ()
     allowed: NDArray[np.int32] | None = None
+
+
+def choices_of(rows: Sequence[Row], slots: ArrayLike) -> NDArray[np.int32]:
+    """The options of `rows` as `kernels.sample` reads them, [B, 8]: temperature, top_p and min_p as the bits of fp32, top_k, the
+    row's random number * 2^64 as two words, the low one first, the slot, 0.
+
+    Args:
+        slots: of each row the entry of `last` that gets its token; negative for none.
+    """
+    options = [row.options for row in rows]
+    choices = np.zeros((len(rows), NUM_CHOICES), np.int32)
+    floats = choices[:, :3].view(np.float32)  # a column at a time: numpy takes twice as long for a list of tuples
+    floats[:, 0] = [each.temperature for each in options]
+    floats[:, 1] = [each.top_p for each in options]
+    floats[:, 2] = [each.min_p for each in options]
+    choices[:, 3] = [min(each.top_k, 2**31 - 1) for each in options]
+    numbers = np.array([row.uniform for row in rows]) * 2.0**64
+    choices[:, WORDS] = numbers.astype("<u8").view("<i4").reshape(-1, 2)
+    choices[:, SLOT] = slots
+    return choices

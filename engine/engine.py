@@ -40,6 +40,7 @@ from engine.run.sleep import Sleeper, tensors_of
 from engine.run.stages import Stage, plan_stages
 from engine.run.streams import StreamPacker
 from engine.run.tune import tune, tune_streams
+from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 from engine.schedule.request import Request
@@ -324,6 +325,7 @@ class Engine:
         options: Sequence[EmbedOptions] | None = None,
         outputs: tuple[OutputName, ...] = (),
         pieces: Sequence[Piece] = (),
+        together: CohortPass | None = None,
     ) -> Flight:
         """Start one forward pass over at least one sequence or piece, whatever its size; on a CPU it has ended on return.
 
@@ -332,12 +334,15 @@ class Engine:
             outputs: what any of the sequences asks for besides its vector, sorted; every sequence gets it.
             pieces: what to compute of streams and sequences; for a model that generates, which takes no `sequences`.
         An engine that sleeps wakes up first.
+            together: what to compute besides, of the streams of a cohort.
         Raises: OutOfMemory when the pass does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput
             for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
         """
         if self.asleep:
             self.wake()
         with torch.inference_mode():
+            if isinstance(self.runner, StreamRunner):
+                return self.runner.launch(sequences, options, outputs, pieces, together)
             return self.runner.launch(sequences, options, outputs, *([pieces] if pieces else []))
 
     @torch.inference_mode()
@@ -388,6 +393,11 @@ class Engine:
     def speculation_rows(self) -> int:
         """As in `engine.passes.Runner`."""
         return self.runner.speculation_rows if isinstance(self.runner, CpuRunner | StreamRunner | Pipeline) else 0
+
+    @property
+    def cohort_size(self) -> int:
+        """As in `engine.passes.Runner`."""
+        return MOST_STREAMS if isinstance(self.runner, StreamRunner) and self.num_stages == 1 else 0
 
     @property
     def num_stages(self) -> int:

@@ -10,6 +10,7 @@ from time import monotonic, perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import BackendError, DeviceLost, EngineStopped, NotFinite, OutOfMemory
 from engine.model.config import OutputName
@@ -17,11 +18,12 @@ from engine.options import EmbedOptions, TokenIds
 from engine.request_tag import RequestTag
 from engine.results import deliver
 from engine.run.flight import Flight, Output
+from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 from engine.schedule.request import Slice, Waiting
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.stream import NOT_FINITE
+from engine.schedule.stream import NOT_FINITE, Stream, token_of
 from engine.step import Step
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def cohort_size(self) -> int:
+        """Streams that a pass computes by columns at most (`CohortPass`); 0 where `launch` takes none."""
+        ...
+
+    @property
     def max_graph_tokens(self) -> int:
         """Passes of up to so many tokens are quick to launch; 0 where none is."""
         ...
@@ -62,6 +69,7 @@ class Runner(Protocol):
         options: Sequence[EmbedOptions] | None = None,
         outputs: tuple[OutputName, ...] = (),
         pieces: Sequence[Piece] = (),
+        together: CohortPass | None = None,
     ) -> Flight: ...
 
 
@@ -111,6 +119,7 @@ class Passes:
             runner.pages,
             runner.num_stages,
             runner.speculation_rows,
+            runner.cohort_size,
         )
         self.computed_at = -inf  # when a pass last gave a finite vector, by `monotonic`
         self.device_lost = False
@@ -171,7 +180,9 @@ class Passes:
                 return None
             with self.lock:
                 self.scheduler.started(step.num_tokens, step.started_at)
-            if step.pieces:
+            if step.together is not None:
+                flight = self._runner.launch([], [], (), step.pieces, step.together)
+            elif step.pieces:
                 flight = self._runner.launch([], [], (), step.pieces)
             else:
                 flight = self._runner.launch(step.sequences, step.options, step.outputs)
@@ -184,8 +195,10 @@ class Passes:
                     "a batch of %d sequences, %d tokens was split: %s",
                     step.num_seqs, step.num_tokens, error, extra={"tags": _tags(slices)},
                 )  # fmt: skip
-                first, second = step.halves()
-                waiting += [second, first]
+                if step.together is not None:
+                    slices = [*self._taken_apart(step.together), *slices[1:]]
+                middle = len(slices) // 2
+                waiting += [slices[middle:], slices[:middle]]
                 self._observe(self._on_split)
                 return None
             self.failed(slices, error)
@@ -195,6 +208,11 @@ class Passes:
         with self.lock:
             self.scheduler.launched(perf_counter())
         return Launched(step, flight)
+
+    def _taken_apart(self, together: CohortPass) -> list[Slice]:
+        assert self.scheduler.streams is not None, "a runner with pages computes streams"
+        with self.lock:
+            return self.scheduler.streams.abandoned(together)
 
     def deliver(self, launched: Launched) -> list[Slice]:
         """Wait for a pass and give its results to the requests. The requests hear of whatever goes wrong.
@@ -213,10 +231,10 @@ class Passes:
                         self.changed.notify_all()
             seconds = output.device_s or now - step.started_at
             finite = output.finite
-            accepted = self._deliver_tokens(step, output) if step.parts else 0
+            accepted = self._deliver_tokens(step, output) if step.parts or step.together is not None else 0
             counts = step.num_tokens, step.num_seqs - step.num_proposed, seconds, step.num_duplicates, step.num_proposed, accepted
             self._observe(self._on_batch, BatchReport(*counts))
-            if step.parts or np.count_nonzero(finite):  # a tenth of the time of `any`
+            if step.parts or step.together is not None or np.count_nonzero(finite):  # a tenth of the time of `any`
                 self.computed_at = monotonic()
             again = deliver(step, output, finite, seconds)
             with self.lock:  # after the callers have their results: they need not wait for arithmetic
@@ -250,14 +268,38 @@ class Passes:
         for (part, piece), token in zip(choosing, output.tokens, strict=True):
             num_accepted += part.request.take(part, token) and piece.is_proposed
         chosen = [part.request for part, _ in choosing]
+        left = [] if step.together is None else self._deliver_together(step.together, output.together)
         with self.lock:
             self.scheduler.advance(chosen)
+            self.scheduler.arrived(left)
             if self.scheduler.has_work:  # streams are ready again, or wait for the pages of this pass
                 self.changed.notify_all()
-        for on_pass in {stream.on_pass for stream in chosen}:
+        on_passes = {stream.on_pass for stream in chosen}
+        if step.together is not None:
+            on_passes.update(step.together.roster.on_passes)
+        for on_pass in on_passes:
             if on_pass is not None:
                 on_pass()
         return num_accepted
+
+    def _deliver_together(self, together: CohortPass, chosen: NDArray[np.int32]) -> list[Stream]:
+        """Give each stream of a cohort its token. Those that just go on take it without a look at their options.
+
+        Args:
+            chosen: [n, 4], as `kernels.sample` gives it.
+        Returns: the streams that have left the cohort.
+        """
+        starts, streams = together.starts, together.streams
+        with self.lock:
+            assert self.scheduler.streams is not None, "a runner with pages computes streams"
+            for row in together.filled:
+                streams[row].keep(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1))
+            exceptions = self.scheduler.streams.cohort.delivered(together, chosen)
+        together.tell(chosen[:, 0], exceptions)
+        for row in exceptions:
+            token = token_of(int(chosen[row, 0])) if chosen[row, 1] else None
+            streams[row].take(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1), token)
+        return [streams[row] for row in together.left]
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
+from engine.schedule.cohort import CohortPass
 from engine.schedule.piece import Piece
 from engine.schedule.request import Slice
 
@@ -24,6 +25,7 @@ class Step(NamedTuple):
     rows: list[int] | None  # for each of `slices` its row in `sequences`; None where all differ
     num_tokens: int
     started_at: float
+    together: CohortPass | None = None  # further tokens, of the streams of a cohort
 
     @classmethod
     def of(cls, taken: list[Slice]) -> "Step":
@@ -31,7 +33,8 @@ class Step(NamedTuple):
         parts: list[Slice] = []
         pieces: list[Piece] = []
         slices: list[Slice] = []
-        for part in taken:
+        together = taken[0].request if taken and isinstance(taken[0].request, CohortPass) else None
+        for part in taken[together is not None :]:
             if part.request.first_scheduled_at is None:
                 part.request.first_scheduled_at = now
             if part.request.pool is None:
@@ -50,11 +53,12 @@ class Step(NamedTuple):
             pieces = [piece for part, piece in zip(parts, pieces, strict=True) if part not in copies]
             parts = [part for part in parts if part not in copies]
         num_tokens = sum(len(piece.token_ids) for piece in pieces) if pieces else sum(map(len, sequences))
-        return cls(taken, pieces, parts, slices, sequences, options, rows, num_tokens, now)
+        num_tokens += 0 if together is None else len(together)
+        return cls(taken, pieces, parts, slices, sequences, options, rows, num_tokens, now, together)
 
     @property
     def num_seqs(self) -> int:
-        return len(self.pieces) or len(self.sequences)
+        return (0 if self.together is None else len(self.together)) + (len(self.pieces) or len(self.sequences))
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
@@ -69,10 +73,6 @@ class Step(NamedTuple):
     def num_proposed(self) -> int:
         """Tokens of answers that the pass verifies."""
         return sum(piece.is_proposed for piece in self.pieces)
-
-    def halves(self) -> tuple[list[Slice], list[Slice]]:
-        middle = len(self.taken) // 2
-        return self.taken[:middle], self.taken[middle:]
 
 
 def _without_duplicates(

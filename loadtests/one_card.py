@@ -1,9 +1,9 @@
 """Streams of text and embeddings through the whole server, each alone and both on one GPU.
 
-python -m loadtests.one_card [CHAT] [EMBEDDING]
+python -m loadtests.one_card [CHAT [EMBEDDING]]
 
-CHAT is one of `generate.MODELS`, EMBEDDING one of `checkpoints.PUBLISHED`; both have random weights at the real shapes. Clients
-send token ids, so no tokenizer is measured.
+CHAT is one of `generate.MODELS`, EMBEDDING one of `checkpoints.PUBLISHED`; both have random weights at the real shapes. With CHAT
+alone there are no embeddings. Clients send token ids, so no tokenizer is measured.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ PROMPT, ANSWER = 128, 400  # tokens of each stream
 STREAMS = (1, 64, 256)
 TOGETHER = 64  # streams beside embeddings
 TEXTS, CONNECTIONS = 64, 32  # of a request to embed; requests at a time
-WARM_S, PHASE_S = 2.0, 8.0  # of each phase; the first part is not counted
+WARM_S, PHASE_S = 1.5, 5.0  # of each phase; the first part is not counted
 CLIENTS = 4  # processes
 CACHE_TOKENS = 200_000
 
@@ -237,9 +237,13 @@ def closed_loop(streaming: Streaming, count: int) -> float:
 
     times, ended, rng = list[float](), SimpleQueue[None](), np.random.default_rng(count)
 
+    def hear(keys: Sized, _: object) -> None:
+        times.extend([perf_counter()] * len(keys))
+
     def begin() -> None:
         stream = streaming.engine.new_stream(rng.integers(1000, 30000, PROMPT).astype(np.int32), SamplingOptions(ANSWER, 0.0))
         stream.on_token = lambda _: times.append(perf_counter())
+        stream.on_tokens = hear
         stream.future.add_done_callback(lambda _: ended.put(None))
         streaming.loop.submit([stream])
 
@@ -269,6 +273,7 @@ def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[s
     engine, rows = engine_alone(folder), []
     print(engine, flush=True)
     with serving(folder) as (port, server):
+        print("the server is ready", flush=True)
         load = Load(executor, server)
         load.run("warm up", Asked(port, chat, STREAMS[-1]))
         for count in STREAMS:
@@ -300,20 +305,22 @@ def save_embedding(name: str, folder: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling.replace("_", "")}))
 
 
-def main(chat: str, embedding: str) -> None:
+def main(chat: str, embedding: str | None) -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as path, ProcessPoolExecutor(2 * CLIENTS, context) as executor:
-        folders = Path(path) / chat, Path(path) / embedding
-        save_chat(chat, folders[0])
-        save_embedding(embedding, folders[1])
-        tables = {chat: alone(chat, folders[0], executor)}
-        _write(chat, embedding, tables)  # what is there, should the rest fail
-        _write(chat, embedding, tables | {f"{chat} beside {embedding}": together(chat, embedding, folders, executor)})
+        folder = Path(path) / chat
+        save_chat(chat, folder)
+        tables = {chat: alone(chat, folder, executor)}
+        _write(tables)  # what is there, should the rest fail
+        if embedding is not None:
+            folders = folder, Path(path) / embedding
+            save_embedding(embedding, folders[1])
+            _write(tables | {f"{chat} beside {embedding}": together(chat, embedding, folders, executor)})
 
 
-def _write(chat: str, embedding: str, tables: dict[str, list[dict[str, Any]]]) -> None:
+def _write(tables: dict[str, list[dict[str, Any]]]) -> None:
     notes = [
-        f"{chat} and {embedding}, bf16, random weights; streams of {PROMPT} tokens of prompt and {ANSWER} of answer, greedy; "
+        f"bf16, random weights; streams of {PROMPT} tokens of prompt and {ANSWER} of answer, greedy; "
         "each connection sends its next request when it has its answer",
         f"embeddings: {CONNECTIONS} requests at a time, of about {TEXTS} mixed texts, answers in base64",
         f"phases of {PHASE_S:.0f} s, behind {WARM_S:.0f} s that are not counted; {CLIENTS} client processes of each kind on the "
@@ -327,7 +334,7 @@ def _write(chat: str, embedding: str, tables: dict[str, list[dict[str, Any]]]) -
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    chosen = given[0] if given else CHAT, given[1] if len(given) > 1 else EMBEDDING
-    if chosen[0] not in MODELS or chosen[1] not in PUBLISHED:
+    chosen = (given[0], given[1] if len(given) > 1 else None) if given else (CHAT, EMBEDDING)
+    if chosen[0] not in MODELS or chosen[1] not in {None, *PUBLISHED}:
         sys.exit(f"choose one of {', '.join(MODELS)} and one of {', '.join(PUBLISHED)}")
     main(*chosen)

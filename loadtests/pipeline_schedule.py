@@ -64,6 +64,7 @@ class Stages:
     shares: Sequence[float]
     pages: Pages
     speculation_rows: int = 0
+    cohort_size: int = 0
     max_graph_tokens: int = 0
     num_passes: int = 0
 

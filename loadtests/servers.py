@@ -63,17 +63,20 @@ def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process
 
 @contextmanager
 def serving(said: Path, *arguments: str) -> Iterator[psutil.Process]:
-    """`emberforge serve` with these arguments, once it answers. `said` gets what the command prints."""
+    """`emberforge serve` with these arguments, once it answers. `said` gets what the command prints; an error prints its end."""
     with said.open("wb") as output:
         command = [str(Path(sys.executable).with_name("emberforge")), "serve", *arguments]
         process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
             deadline = monotonic() + 180
             while b"curl " not in said.read_bytes():
-                assert process.poll() is None, said.read_text()
-                assert monotonic() < deadline, said.read_text()
+                assert process.poll() is None, "the server has ended"
+                assert monotonic() < deadline, "the server does not answer"
                 sleep(0.3)
             yield process
+        except BaseException:  # Ctrl+C, too: a run may end by a time limit
+            print(said.read_text()[-4000:], file=sys.stderr, flush=True)
+            raise
         finally:
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -149,7 +152,7 @@ class StubEngine:
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", torch.device("cpu")
         self.passes_in_flight, self.num_stages, self.max_graph_tokens, self.max_batch_seqs = 1, 1, 0, None
-        self.speculation_rows = 0
+        self.speculation_rows = self.cohort_size = 0
         self.pages = None
         self.used_bytes = 0
         self._vector = torch.rand(1, self.config.embedding_size).numpy()

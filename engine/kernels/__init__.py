@@ -3,6 +3,7 @@
 Each operation chooses between the two by the tensor's device and dtype, so that a model is written once.
 """
 
+from engine.draws import choices_of
 from engine.kernels.activation import geglu, gelu, swiglu
 from engine.kernels.attention import attention
 from engine.kernels.attention_decode import attention_decode
@@ -16,7 +17,7 @@ from engine.kernels.paged_attention import paged_attention
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.kernels.rope import norm_rope, rope, rope_store
-from engine.kernels.sample import choices_of, sample
+from engine.kernels.sample import sample
 
 Weight = MaybeQuantized | Packed  # of a layer
 

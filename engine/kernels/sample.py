@@ -3,45 +3,21 @@
 `engine/heads/sampler.py` is the specification of the options. It adds masks, biases and penalties to the logits before.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from engine.draws import Row
+from engine.draws import NUM_CHOICES
 from engine.errors import BackendError
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, num_sms, runs_on
 
-NUM_CHOICES = 8  # whole numbers that describe a row's options
 GROUP = 256  # tokens whose sums the first kernel writes (csrc/sample.cu)
 MOST_CANDIDATES = 4096
 _MOST_TOKENS = 1 << 23  # the masses of so many tokens fit into 64 bits
 _SUM_THREADS, _DRAW_THREADS = 256, 512
 UNROLL = 4  # groups that a warp loads at once, where there are enough rows to fill the device
-
-
-def choices_of(rows: Sequence[Row], slots: ArrayLike) -> NDArray[np.int32]:
-    """The options of `rows` as `sample` reads them, [B, 8]: temperature, top_p and min_p as the bits of fp32, top_k, the row's
-    random number * 2^64 as two words, the low one first, the slot, 0.
-
-    Args:
-        slots: of each row the entry of `last` that gets its token; negative for none.
-    """
-    options = [row.options for row in rows]
-    choices = np.zeros((len(rows), NUM_CHOICES), np.int32)
-    floats = choices[:, :3].view(np.float32)  # a column at a time: numpy takes twice as long for a list of tuples
-    floats[:, 0] = [each.temperature for each in options]
-    floats[:, 1] = [each.top_p for each in options]
-    floats[:, 2] = [each.min_p for each in options]
-    choices[:, 3] = [min(each.top_k, 2**31 - 1) for each in options]
-    numbers = np.array([row.uniform for row in rows]) * 2.0**64
-    choices[:, 4:6] = numbers.astype("<u8").view("<i4").reshape(-1, 2)
-    choices[:, 6] = slots
-    return choices
 
 
 def sample(logits: Tensor, choices: Tensor, last: Tensor | None = None, out: Tensor | None = None) -> Tensor:

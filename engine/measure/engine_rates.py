@@ -1,6 +1,6 @@
 """Tokens/s of an engine, through the loop that a replica of the server has: texts to embed, prompts, streams that decode."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
 from statistics import median
 from time import perf_counter
@@ -71,6 +71,9 @@ class Clock:
     def token(self, _: object) -> None:
         self.num_tokens += 1
 
+    def tokens(self, keys: Sized, _: object) -> None:
+        self.num_tokens += len(keys)
+
     def ended(self) -> None:
         self.times.append(perf_counter())
         self.counts.append(self.num_tokens)
@@ -99,7 +102,7 @@ class Streaming:
         clock, streams = Clock(), list[Stream]()
         for prompt, each in zip(given, options, strict=True):
             stream = self.engine.new_stream(prompt, each)
-            stream.on_token, stream.on_pass = clock.token, clock.ended
+            stream.on_token, stream.on_tokens, stream.on_pass = clock.token, clock.tokens, clock.ended
             streams.append(stream)
         self.loop.submit(streams)
         for stream in streams:

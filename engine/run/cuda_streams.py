@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine import kernels
-from engine.draws import Row
+from engine.draws import SLOT, Row
 from engine.heads.sampler import Sampling, adjust
 from engine.heads.scores import score_prompts
 from engine.kernels.attention_decode import DecodeWorkspace, most_items
@@ -27,9 +27,10 @@ from engine.run.flight import NO_VECTORS, Output
 from engine.run.graphs import GraphPool, Graphs
 from engine.run.kv_cache import KVCache
 from engine.run.network import Network
-from engine.run.streams import MOST_GRAPH_ROWS, SLOT, Laid, StreamPacker, StreamShape, rows_of
+from engine.run.streams import MOST_GRAPH_ROWS, Laid, StreamPacker, StreamShape, rows_of
+from engine.schedule.cohort import CohortPass
 from engine.schedule.piece import Piece
-from engine.schedule.stream import Token
+from engine.schedule.stream import Token, token_of
 
 Key = tuple[StreamShape, tuple[()]]
 
@@ -73,7 +74,8 @@ class StreamFlight:
     """A pass that was launched; `wait` may be called once."""
 
     sampled: Tensor  # [rows, 4], in pinned memory
-    picks: NDArray[np.int32]  # the rows that choose a token
+    num_together: int  # the first rows, of the streams of a cohort
+    picks: NDArray[np.int32]  # the other rows that choose a token
     chosen: list[Row]
     extra: Extra | None
     scores: Sequence[Sequence[Token] | None]
@@ -97,12 +99,13 @@ class StreamFlight:
         with cuda_errors("a forward pass", *self.devices):
             self.staging.end.synchronize()
             device_s = self.staging.start.elapsed_time(self.staging.end) / 1e3
-            tokens = tokens_of(self.sampled.numpy()[self.picks], self.chosen)
+            sampled = self.sampled.numpy()
+            together, tokens = sampled[: self.num_together].copy(), tokens_of(sampled[self.picks], self.chosen)
             if self.extra is not None:
                 self.extra.add_to(tokens, self.chosen)
         vectors = NO_VECTORS if self.vectors is None else self.vectors.numpy().copy()
         self.idle.append(self.staging)
-        return Output(vectors, device_s=device_s, tokens=tokens, scores=self.scores)
+        return Output(vectors, device_s=device_s, tokens=tokens, together=together, scores=self.scores)
 
 
 class StreamRunner:
@@ -133,10 +136,11 @@ class StreamRunner:
         options: Sequence[EmbedOptions] | None = None,
         outputs: tuple[OutputName, ...] = (),
         pieces: Sequence[Piece] = (),
+        together: CohortPass | None = None,
     ) -> StreamFlight:
-        """Queue one pass over the pieces. Raises: OutOfMemory, BackendError, DeviceLost."""
+        """Queue one pass over the streams of a cohort and the pieces. Raises: OutOfMemory, BackendError, DeviceLost."""
         assert not sequences, "a model that generates gets pieces alone"
-        laid = Laid(pieces)
+        laid = Laid(pieces, together)
         is_scored = any(piece.scored is not None for piece in pieces)
         graphed = laid.num_tokens <= self.max_graph_tokens and len(laid.pages) <= MOST_PAGES and not is_scored
         shape = self.packer.shape(laid, graphed)
@@ -146,7 +150,7 @@ class StreamRunner:
         if graph is None:
             shape = self.packer.shape(laid, graphs=False)
         scores: list[list[Token] | None] = []
-        what = f"a pass of {len(pieces)} streams, {laid.num_tokens} tokens"
+        what = f"a pass of {len(laid)} streams, {laid.num_tokens} tokens"
         with torch.inference_mode(), cuda_errors(what, *self._devices), self._stream:
             staging = self._idle.pop() if self._idle else Staging()
             filled = staging.take(shape.size + len(laid.pages), torch.int32)
@@ -160,8 +164,8 @@ class StreamRunner:
                 hidden, sampled = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
             else:
                 buffer = filled.to(self._device, non_blocking=True)
-                hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else (), before)
-            picks = rows_of(shape, laid, laid.chooses)
+                hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else (), before, laid.num_together)
+            picks = rows_of(shape, laid, laid.chooses)[laid.num_together :]
             extra = self._extra(hidden, shape, filled, picks, laid.chosen)
             self._chosen(laid)
             vectors = self._vectors(hidden, rows_of(shape, laid, laid.pools), laid.pooled, staging) if laid.pooled else None
@@ -169,7 +173,9 @@ class StreamRunner:
             staging.end.record(self._stream)
         if graphed and graph is None:
             self.graphs.want(key)
-        return StreamFlight(host, picks, laid.chosen, extra, scores, vectors, self._devices, staging, self._idle)
+        return StreamFlight(
+            host, laid.num_together, picks, laid.chosen, extra, scores, vectors, self._devices, staging, self._idle
+        )
 
     # A pipeline's last stage overrides these three (`engine/run/cuda_pipeline.py`).
 
@@ -191,9 +197,18 @@ class StreamRunner:
         return DecodeWorkspace.create(items, tiling.group * tiling.n_kv_heads, tiling.head_dim, self._device)
 
     def _compute(
-        self, shape: StreamShape, buffer: Tensor, scored: Sequence[Piece] = (), before: Tensor | None = None
+        self,
+        shape: StreamShape,
+        buffer: Tensor,
+        scored: Sequence[Piece] = (),
+        before: Tensor | None = None,
+        num_together: int = 0,
     ) -> tuple[Tensor, Tensor, list[list[Token] | None]]:
-        """The hidden states [rows, C], the chosen tokens [rows, 4], and the scores of prompts."""
+        """The hidden states [rows, C], the chosen tokens [rows, 4], and the scores of prompts.
+
+        Args:
+            scored: all pieces of the pass, if one of them is scored. They come behind the `num_together` tokens of a cohort.
+        """
         workspace = self._workspace
         if shape.num_items > len(workspace.counters):
             workspace = self._new_workspace(shape.num_items)
@@ -202,7 +217,7 @@ class StreamRunner:
         scores: list[list[Token] | None] = []
         if scored:
             whole = self._model.forward(batch)
-            scores = score_prompts(whole, scored, self._head)
+            scores = score_prompts(whole[num_together:], scored, self._head)
             hidden = whole.index_select(0, batch.pooled_rows)
         else:
             hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
@@ -294,7 +309,7 @@ def tokens_of(sampled: NDArray[np.int32], rows: Sequence[Row]) -> list[Token | N
     """The chosen tokens; None where the logits are not finite. [n, 4] as `kernels.sample` gives it."""
     ids, finite = sampled[:, 0].tolist(), sampled[:, 1]
     if finite.all() and all(row.options.logprobs is None for row in rows):
-        return [Token(each) for each in ids]
+        return [token_of(each) for each in ids]
     logprobs = sampled[:, 2].copy().view(np.float32).tolist()
     return [
         None if not fine else Token(token) if row.options.logprobs is None else Token(token, logprob, ())

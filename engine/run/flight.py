@@ -11,6 +11,8 @@ from engine.model.config import OutputName
 from engine.schedule.stream import Token
 
 Vectors = NDArray[np.float32]
+NO_VECTORS: Vectors = np.empty((0, 1), dtype=np.float32)
+NOTHING_CHOSEN: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
 
 class Ragged(Protocol):
@@ -30,6 +32,8 @@ class Output:
     device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured
     # The next token of each stream that got one, in the order of the pass; None where the logits are not finite.
     tokens: Sequence[Token | None] = ()
+    # [n, 4]: what was chosen for the streams of a cohort, as `kernels.sample` gives it.
+    together: NDArray[np.int32] = field(default_factory=lambda: NOTHING_CHOSEN)
     # The scored tokens of each piece that asks for them, in the order of the pass; None where the logits are not finite.
     scores: Sequence[Sequence[Token] | None] = ()
 
@@ -37,9 +41,6 @@ class Output:
     def finite(self) -> NDArray[np.bool_]:
         """[B]: False where a vector's values are not finite."""
         return np.isfinite(self.vectors[:, 0])
-
-
-NO_VECTORS: Vectors = np.empty((0, 1), dtype=np.float32)
 
 
 class Flight(Protocol):

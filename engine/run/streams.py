@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.draws import SLOT, Row, choices_of
 from engine.kernels.attention_decode import DecodeWorkspace, decode_items, most_items
-from engine.kernels.sample import choices_of
 from engine.kernels.tiles import Shape, Tiling, most_paged_tiles, paged_tiles
 from engine.model.base import Model
+from engine.options import EmbedOptions
 from engine.run.batch import PackedBatch, Paged
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.pack import GRAPH_TOKENS, BatchPacker
+from engine.schedule.cohort import CohortPass
 from engine.schedule.piece import Piece
 
 Ints = NDArray[np.int32]
@@ -31,7 +33,6 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 
 _DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
 MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]  # the engine puts no more streams into a pass
 _BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
-SLOT = 6  # the column of a row's slot in `choices`
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,33 +117,48 @@ class Laid:
     """The pieces of a pass in the order of their rows: numbers on the host."""
 
     __slots__ = (
-        "chooses", "chosen", "lengths", "num_decodes", "page_offsets", "pages",
-        "pooled", "pools", "proposed", "starts", "token_ids",
+        "chooses", "chosen", "lengths", "num_decodes", "num_tokens", "page_offsets", "pages",
+        "pooled", "pools", "proposed", "starts", "together", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], together: CohortPass | None = None) -> None:
+        """The streams of a cohort come first."""
         # By columns: a step of 256 streams has as many pieces, and this lies between two steps.
-        self.token_ids, starts, pages, rows, _, pooled, self.proposed = zip(*pieces, strict=True)
+        token_ids, starts, pages, rows, _, pooled, proposed = zip(*pieces, strict=True) if pieces else ((),) * 7
         count = len(pieces)
-        self.chosen = [row for row in rows if row is not None]
+        self.together = together
+        self.chosen: list[Row] = [row for row in rows if row is not None]
         self.chooses = np.fromiter((row is not None for row in rows), np.bool_, count)
-        self.pooled = [options for options in pooled if options is not None]
+        self.pooled: list[EmbedOptions] = [options for options in pooled if options is not None]
         self.pools = np.fromiter((options is not None for options in pooled), np.bool_, count)
-        self.lengths = np.fromiter(map(len, self.token_ids), np.int64, count)
+        self.proposed = np.array(proposed, np.bool_)
+        self.lengths = np.fromiter(map(len, token_ids), np.int64, count)
         self.starts = np.array(starts, np.int64)
-        several = np.flatnonzero(self.lengths > 1)
-        self.num_decodes = int(several[0]) if len(several) else count
+        self.token_ids: Ints = np.concatenate(token_ids) if count else np.empty(0, np.int32)
         num_pages = np.fromiter(map(len, pages), np.int64, count)
-        ends = np.cumsum(num_pages)
-        self.page_offsets = ends - num_pages
-        self.pages = np.fromiter(chain.from_iterable(pages), np.int32, int(ends[-1]))
+        self.pages: Ints = np.fromiter(chain.from_iterable(pages), np.int32, int(num_pages.sum()))
+        if together is not None:
+            ones = np.ones(len(together), np.int64)
+            self.chooses = np.concatenate((ones == 1, self.chooses))
+            self.pools = np.concatenate((ones == 0, self.pools))
+            self.proposed = np.concatenate((ones == 0, self.proposed))
+            self.lengths = np.concatenate((ones, self.lengths))
+            self.starts = np.concatenate((together.starts, self.starts))
+            self.token_ids = np.concatenate((together.token_ids, self.token_ids))
+            self.pages = np.concatenate((together.pages, self.pages))
+            num_pages = np.concatenate((together.num_pages, num_pages))
+        several = np.flatnonzero(self.lengths[len(self.lengths) - count :] > 1)
+        self.num_decodes = len(self.lengths) - count + (int(several[0]) if len(several) else count)
+        self.num_tokens = len(self.token_ids)
+        self.page_offsets = np.cumsum(num_pages) - num_pages
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+    def num_together(self) -> int:
+        """The streams of a cohort."""
+        return 0 if self.together is None else len(self.together)
 
     @property
     def last_pages(self) -> Ints:
@@ -154,7 +170,7 @@ class Laid:
     @property
     def foreseen_pages(self) -> Ints:
         """The pages that name foreseen tokens (`last_token`)."""
-        ids = np.fromiter((each[0] for each in self.token_ids[: self.num_decodes]), np.int32, self.num_decodes)
+        ids = self.token_ids[: self.num_decodes]
         pages: Ints = -1 - ids[ids < 0]
         return pages
 
@@ -228,42 +244,50 @@ class StreamPacker:
         buffer[shape.size :] = laid.pages
         count, decodes = len(laid), laid.num_decodes
         part["slots"][:] = -1
-        self._fill_tokens(part, slice(0, decodes), laid, slice(0, decodes))
-        num_chunk_tokens = laid.num_tokens - decodes
-        self._fill_tokens(part, slice(shape.num_decodes, shape.num_decodes + num_chunk_tokens), laid, slice(decodes, count))
         rows = part["pooled_rows"]
         rows[:decodes] = np.arange(decodes)
-        rows[shape.num_decodes : shape.num_decodes + count - decodes] = shape.num_decodes - 1 + np.cumsum(laid.lengths[decodes:])
         if decodes:
+            positions = laid.starts[:decodes]
+            self._fill_tokens(part, 0, laid.token_ids[:decodes], positions, laid.page_offsets[:decodes], laid.pages)
             seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
             for index, window in enumerate(shape.windows):
                 items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window)
                 part[f"items{index}"][: len(items)] = items
         if count > decodes:
             lengths, starts, offsets = laid.lengths[decodes:], laid.starts[decodes:], laid.page_offsets[decodes:]
+            ends = np.cumsum(lengths)
+            rows[shape.num_decodes : shape.num_decodes + count - decodes] = shape.num_decodes - 1 + ends
+            positions = np.arange(int(ends[-1])) + np.repeat(starts + lengths - ends, lengths)
+            token_ids, of_tokens = laid.token_ids[decodes:], np.repeat(offsets, lengths)
+            self._fill_tokens(part, shape.num_decodes, token_ids, positions, of_tokens, laid.pages)
             depth = shape.tile_shape.block_m // self.tiling.group
             tiles = paged_tiles(lengths, starts, offsets, shape.num_decodes, depth)
             part["tiles"][: len(tiles)] = tiles
         self._fill_choices(part["choices"], shape, laid)
 
-    def _fill_tokens(self, part: dict[str, Ints], rows: slice, laid: Laid, pieces: slice) -> None:
-        lengths = laid.lengths[pieces]
-        if not len(lengths):
-            return
-        np.concatenate(laid.token_ids[pieces], out=part["token_ids"][rows])
-        firsts = np.cumsum(lengths) - lengths
-        positions = np.arange(int(lengths.sum())) + np.repeat(laid.starts[pieces] - firsts, lengths)
-        pages = laid.pages[np.repeat(laid.page_offsets[pieces], lengths) + positions // PAGE_SIZE].astype(np.int64)
+    @staticmethod
+    def _fill_tokens(
+        part: dict[str, Ints],
+        first: int,
+        token_ids: Ints,
+        positions: NDArray[np.int64],
+        page_offsets: NDArray[np.int64],
+        pages: Ints,
+    ) -> None:
+        """Writes tokens from row `first` on. `page_offsets`: [n], where the pages of each token's stream begin in `pages`."""
+        rows = slice(first, first + len(token_ids))
+        part["token_ids"][rows] = token_ids
         part["positions"][rows] = positions
-        part["slots"][rows] = pages * PAGE_SIZE + positions % PAGE_SIZE
+        part["slots"][rows] = pages[page_offsets + positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def _fill_choices(self, choices: Ints, shape: StreamShape, laid: Laid) -> None:
         """How the rows choose their tokens. The row of a piece that chooses none stays a greedy one, and goes nowhere."""
         choices[:, SLOT] = -1
-        rows = rows_of(shape, laid, laid.chooses)
-        if not len(rows):
-            return
-        choices[rows] = choices_of(laid.chosen, laid.last_pages)
+        if laid.together is not None:
+            choices[: laid.num_together] = laid.together.choices
+        if laid.chosen:
+            rows = rows_of(shape, laid, laid.chooses)[laid.num_together :]
+            choices[rows] = choices_of(laid.chosen, laid.last_pages[laid.num_together :])
 
 
 def rows_of(shape: StreamShape, laid: Laid, wanted: NDArray[np.bool_]) -> Ints:

@@ -91,11 +91,12 @@ class Queue:
         ahead = queue.tokens_ahead(request)
         return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
 
-    def schedule(self, now: float, slices: list[Slice] | None = None) -> list[Slice]:
+    def schedule(self, now: float, slices: list[Slice] | None = None, num_seqs: int = 0) -> list[Slice]:
         """Take the slices of the next pass; none where nothing waits. Requests that are late hear DeadlinePassed.
 
         Args:
             slices: what the pass has already; the result begins with them.
+            num_seqs: the sequences of these slices.
         """
         if now >= self._first_deadline:
             self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
@@ -104,7 +105,7 @@ class Queue:
             order.reverse()
         slices = [] if slices is None else slices
         taken = sum(part.stop - part.start for part in slices)
-        room = self.max_batch_tokens - taken, self._max_batch_seqs - len(slices)
+        room = self.max_batch_tokens - taken, self._max_batch_seqs - num_seqs
         for queue in order:
             room = queue.schedule(slices, room, now)
         return slices

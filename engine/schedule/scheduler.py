@@ -39,6 +39,7 @@ class Scheduler:
         pages: Pages | None = None,
         num_stages: int = 1,
         speculation_rows: int = 0,
+        cohort_size: int = 0,
     ) -> None:
         """
         Args:
@@ -46,10 +47,10 @@ class Scheduler:
             pages: of the cache of a model that generates.
             num_stages: devices that compute a pass one after the other. Without more passes in flight than stages, no stream runs
                 ahead in a pipeline.
-            speculation_rows: as in `Runner`.
+            speculation_rows, cohort_size: as in `Runner`.
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
-        self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows)
+        self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows, cohort_size, lock)
         self.rates = Rates(max_batch_tokens)
         # When the device should have finished the passes under way, by `perf_counter`; of several stages the first one.
         self.free_at = 0.0
@@ -166,7 +167,8 @@ class Scheduler:
         slices: list[Slice] = []
         if self.streams is not None:
             slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
-        slices = self.queue.schedule(now, slices)
+        # A stream that decodes is a token of a pass, also in a cohort, and nothing else has been scheduled so far.
+        slices = self.queue.schedule(now, slices, sum(part.stop - part.start for part in slices))
         if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
             slices = self._schedule_streams(self.streams)
         if self.streams is not None and self._runs_ahead:
@@ -197,6 +199,13 @@ class Scheduler:
         assert self.streams is not None, "a runner with pages computes streams"
         for stream in streams:
             if self.streams.advance(stream):
+                self.queue.add_first(stream)
+
+    def arrived(self, streams: Iterable[Stream]) -> None:
+        """As `advance`, of streams that have counted the token: they have left a cohort."""
+        assert self.streams is not None, "a runner with pages computes streams"
+        for stream in streams:
+            if self.streams.arrived(stream):
                 self.queue.add_first(stream)
 
     def started(self, num_tokens: int, now: float) -> None:

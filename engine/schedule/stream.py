@@ -17,16 +17,19 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
-from typing import Literal, NamedTuple
+from threading import RLock
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.errors import InvalidInput, NotFinite
 from engine.options import SamplingOptions, TokenIds, check_sampling
+from engine.schedule.cohort import Cohort, CohortPass, Listener
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, Scored, last_token_ids
 from engine.schedule.proposer import Proposer
@@ -53,6 +56,12 @@ class Token(NamedTuple):
     logprobs_of: tuple[float, ...] = ()  # of the ids in `SamplingOptions.logprobs_of`, in their order
 
 
+@lru_cache(1 << 16)
+def token_of(token_id: int) -> Token:
+    """A token that nothing else is known of. One object serves all streams."""
+    return Token(token_id)
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The result of a stream. `tokens` are without the one that ended it, which is `end`; None where the length ended it.
@@ -73,28 +82,36 @@ class Answer:
 class Stream(Waiting):
     """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end.
 
-    `on_pass` is called in that thread after each pass that gave the stream a token: once for all streams that share it.
+    Where a cohort gets the tokens of a pass, `on_tokens` is called instead of `on_token`: once for all streams that share it,
+    with the `key` and the token's id of each. `on_pass` is called in that thread after each pass that gave the stream a token:
+    once for all streams that share it.
     """
 
     prompt: TokenIds
     options: SamplingOptions
     seed: int  # of the draws
     on_token: Callable[[Token], None] | None = None
+    on_tokens: Listener | None = None
+    key: int = -1
     on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # of a grammar
     speculates: bool = False  # whether a pass may verify several tokens
     # Progress, kept by the scheduler.
-    answer: list[Token] = field(default_factory=list)
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
-    num_computed: int = 0  # tokens whose keys and values the cache has, or gets from a pass under way
-    num_chosen: int = 0  # tokens of the answer that passes have chosen, those under way included
-    num_foreseen: int = 0  # of them, those of passes under way
     proposer: Proposer | None = None  # once it was needed
     proposed: dict[int, int] = field(default_factory=dict)  # tokens that a pass under way verifies, by position
     num_kept: int = 0  # pages that later sequences can find
     num_cached_tokens: int = 0
     counts: TokenCounts | None = None  # for penalties
+    cohort: Cohort | None = None  # that has the stream
+    slot: int = 0  # of the stream in the cohort's columns
+    joined_at: int = 0  # passes of the cohort that were scheduled before
+    # The properties without an underscore, but for what passes of the cohort have changed.
+    _answer: list[Token] = field(default_factory=list)
+    _num_computed: int = 0
+    _num_chosen: int = 0
+    _num_foreseen: int = 0
 
     def __post_init__(self) -> None:
         self.counts = TokenCounts.wanted_by(self.options, self.prompt)
@@ -123,6 +140,73 @@ class Stream(Waiting):
         self.num_chosen = len(token_ids)
         for token_id in token_ids:
             self.accept(Token(token_id))
+
+    @property
+    def answer(self) -> list[Token]:
+        """The tokens that were delivered."""
+        if self.cohort is not None:
+            self.cohort.flush(self)
+        return self._answer
+
+    def add_to_answer(self, token_ids: Sequence[int]) -> None:
+        """The cohort's tokens, of which nothing but the id is known."""
+        self._answer += map(token_of, token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values the cache has, or gets from a pass under way."""
+        return self._num_computed + self._num_scheduled
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        self._num_computed = value - self._num_scheduled
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens of the answer that passes have chosen, those under way included."""
+        return self._num_chosen + self._num_scheduled
+
+    @num_chosen.setter
+    def num_chosen(self, value: int) -> None:
+        self._num_chosen = value - self._num_scheduled
+
+    @property
+    def num_foreseen(self) -> int:
+        """Of the chosen tokens, those of passes under way."""
+        return self._num_foreseen + self._num_under_way
+
+    @num_foreseen.setter
+    def num_foreseen(self, value: int) -> None:
+        self._num_foreseen = value - self._num_under_way
+
+    @property
+    def _num_scheduled(self) -> int:
+        """Passes of the cohort that have a token of the stream."""
+        return 0 if self.cohort is None else self.cohort.num_scheduled - self.joined_at
+
+    @property
+    def _num_under_way(self) -> int:
+        """Of them, those that are not delivered."""
+        return 0 if self.cohort is None else self.cohort.num_scheduled - max(self.cohort.num_delivered, self.joined_at)
+
+    def join(self, cohort: Cohort, slot: int) -> None:
+        """The stream is in a cohort now, whose passes it counts."""
+        assert self.cohort is None, "a stream is in one cohort at most"
+        self.cohort, self.slot, self.joined_at = cohort, slot, cohort.num_scheduled
+
+    def leave(self) -> None:
+        """The stream is in no cohort any more."""
+        self._num_foreseen, num_scheduled = self.num_foreseen, self._num_scheduled
+        self._num_computed += num_scheduled
+        self._num_chosen += num_scheduled
+        self.cohort = None
+
+    @property
+    def just_goes_on(self) -> bool:
+        """Whether nothing but the number in the answer changes for the choice of each further token."""
+        options = self.options
+        is_plain = options.logprobs is None and not (options.logprobs_of or options.logit_bias or options.allowed)
+        return self.can_run_ahead and is_plain and (not options.stop_ids or self.num_chosen >= options.min_tokens)
 
     @property
     def length(self) -> int:
@@ -232,12 +316,13 @@ class Stream(Waiting):
     def next_slice(self, room: int, alone: bool) -> Slice | None:
         if room <= 0:
             return None
-        start, length = self.num_computed, len(self.prompt) + self.num_chosen
-        self.num_computed = min(start + room, length)
-        if self.num_computed == length and self.options.max_tokens:
-            self.num_chosen += 1
-            self.num_foreseen += 1
-        return Slice(self, 0, start, self.num_computed)
+        assert self.cohort is None, "a cohort takes one slice for all of its streams"
+        start, length = self._num_computed, len(self.prompt) + self._num_chosen
+        self._num_computed = stop = min(start + room, length)
+        if stop == length and self.options.max_tokens:
+            self._num_chosen += 1
+            self._num_foreseen += 1
+        return Slice(self, 0, start, stop)
 
     def propose(self, most: int) -> list[Slice]:
         """Slices of up to `most` proposed tokens behind the slice that was just taken. They fit into the stream's pages."""
@@ -334,6 +419,14 @@ class Stream(Waiting):
         elif len(self.answer) >= self.options.max_tokens:
             self._end("length")
 
+    def tell(self, token_id: int) -> None:
+        """Tell the caller a token of the cohort. A caller whose code raises fails."""
+        try:
+            if self.on_token is not None:
+                self.on_token(token_of(token_id))
+        except Exception as error:
+            self.fail(error)
+
     def _end(self, reason: FinishReason, token: Token | None = None) -> None:
         begun_at = self.first_scheduled_at
         queue_s = 0.0 if begun_at is None else begun_at - self.submitted_at  # None: `go_on_after` completed the answer
@@ -363,9 +456,16 @@ class Stream(Waiting):
 class Streams:
     """The streams whose prompts are computed. Hold the scheduler's lock to call anything here."""
 
-    def __init__(self, pages: Pages, num_stages: int = 1, speculation_rows: int = 0) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        num_stages: int = 1,
+        speculation_rows: int = 0,
+        cohort_size: int = 0,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
         """`num_stages`: as in `Scheduler`. The streams then form as many groups, of which each stage computes another.
-        `speculation_rows`: as in `Runner`.
+        `speculation_rows`, `cohort_size`: as in `Runner`. `lock`: the scheduler's.
         """
         self.pages, self._num_stages, self._speculation_rows = pages, num_stages, speculation_rows
         self._most_proposed = 0  # tokens of each stream, in the pass that was scheduled last
@@ -375,9 +475,11 @@ class Streams:
         # a token cannot begin before the pass that chooses it has ended.
         self._behind: deque[dict[Stream, None]] = deque()
         self._leaving: dict[Stream, None] = {}  # will give their pages up when the passes under way have ended
+        self.cohort = Cohort(pages, cohort_size, lock or RLock())  # of those that are ready for every pass
+        self._take_turns = False  # there are more than a pass takes
 
     def __len__(self) -> int:
-        return len(self._ready) + sum(map(len, self._behind))
+        return len(self._ready) + sum(map(len, self._behind)) + len(self.cohort)
 
     def schedule(self, most: int, prompts_wait: bool = False) -> tuple[list[Slice], list[Stream]]:
         """A slice of one token for each stream, and the streams that gave up their pages for it, to be queued again.
@@ -391,12 +493,23 @@ class Streams:
         """
         slices: list[Slice] = []
         preempted: list[Stream] = []
+        self._take_turns = self.pages.num_streams > most
+        if self._take_turns:
+            self._dissolve()
         while self._behind and (len(self._behind) >= self._num_stages or not (self._ready or prompts_wait)):
             self._ready |= self._behind.popleft()
         if self._num_stages > 1:
             most = min(most, -(-self.pages.num_streams // self._num_stages))
-        share = min(self._speculation_rows, most) // max(1, len(self._ready)) - 1
+        share = min(self._speculation_rows, most) // max(1, len(self._ready) + len(self.cohort)) - 1
         self._most_proposed = share if share >= _LEAST_PROPOSED else 0
+        if self._most_proposed and any(stream.speculates for stream in self.cohort.streams):
+            self._dissolve()
+        if len(self.cohort):
+            together, without_page = self.cohort.schedule()
+            self._ready |= dict.fromkeys(without_page)
+            if together is not None:
+                slices.append(Slice(together, 0, 0, len(together)))
+                most -= len(together) - 1
         for stream in tuple(self._ready):
             if len(slices) >= most:
                 break
@@ -418,12 +531,20 @@ class Streams:
             stream = part.request
             if not isinstance(stream, Stream) or stream in self._leaving or (self._most_proposed and stream.is_predicted):
                 continue
-            if stream.num_foreseen and stream.can_run_ahead and stream.wants_more:
+            if not (stream.num_foreseen and stream.can_run_ahead and stream.wants_more):
+                continue
+            if self._may_join(stream):
+                self.cohort.add(stream)
+            else:
                 ahead[stream] = None
         if self._num_stages == 1:
             self._ready |= ahead
         elif ahead:
             self._behind.append(ahead)
+
+    def _may_join(self, stream: Stream) -> bool:
+        speculates = self._most_proposed and stream.speculates
+        return len(self.cohort) < self.cohort.most and not self._take_turns and not speculates and stream.just_goes_on
 
     def _take_page(self, stream: Stream, slices: Sequence[Slice], preempted: list[Stream]) -> bool:
         """A page for the stream's next token, if need be of another stream (`_to_preempt`). False: there is none now.
@@ -448,7 +569,8 @@ class Streams:
 
     def _to_preempt(self, slices: Sequence[Slice]) -> Stream:
         """The last stream of the owner whose streams hold the most pages."""
-        streams: list[Stream] = list(dict.fromkeys([*(part.request for part in slices), *chain(*self._behind), *self._ready]))
+        scheduled = [part.request for part in slices if not isinstance(part.request, CohortPass)]
+        streams: list[Stream] = list(dict.fromkeys([*self.cohort.streams, *scheduled, *chain(*self._behind), *self._ready]))
         held = Counter[str]()
         for stream in streams:
             held[stream.owner] += len(stream.pages)
@@ -461,7 +583,11 @@ class Streams:
         Returns: whether the stream has given up its pages, and is to be queued again.
         """
         stream.num_foreseen -= 1
-        if stream.future.done() or stream.num_foreseen:
+        return self.arrived(stream)
+
+    def arrived(self, stream: Stream) -> bool:
+        """As `advance`, of a stream that has counted the token."""
+        if stream.future.done() or stream.num_foreseen or stream.cohort is not None:
             return False
         stream.settle()
         if stream in self._leaving:
@@ -479,12 +605,26 @@ class Streams:
         self._leaving.pop(stream, None)
 
     def _unready(self, stream: Stream) -> None:
+        if stream.cohort is not None:
+            self.cohort.remove(stream)
         for streams in (self._ready, *self._behind):
             streams.pop(stream, None)
 
+    def _dissolve(self) -> None:
+        """The streams of the cohort go on by themselves."""
+        self._ready |= dict.fromkeys(self.cohort.dissolve())
+
+    def abandoned(self, together: CohortPass) -> list[Slice]:
+        """The pass is not to be launched as it is. Returns: its slices, one for each stream."""
+        self.cohort.forget(together)
+        self._dissolve()
+        return [
+            Slice(stream, 0, start, start + 1) for stream, start in zip(together.streams, together.starts.tolist(), strict=True)
+        ]
+
     def drain(self) -> list[Stream]:
         """Take out all streams, to tell the callers that nobody will continue them."""
-        streams = [*chain(*self._behind), *self._ready, *self._leaving]
+        streams = [*self.cohort.dissolve(), *chain(*self._behind), *self._ready, *self._leaving]
         self._ready.clear()
         self._behind.clear()
         self._leaving.clear()

@@ -208,6 +208,7 @@ class Generation:
         self._service.num_streams -= len(self._answers)
         for answer in self._answers:
             answer.stream.future.cancel()  # does nothing to a stream that has ended
+            self._delivery.forget(answer.stream.key)
         metrics.generated_tokens.inc(self.usage.completion_tokens)
         if self._record is not None:
             self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
@@ -234,7 +235,9 @@ class Generation:
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
-                stream.on_token = partial(self._delivery.add, partial(self._inbox.put, len(answers)))
+                take = partial(self._inbox.put, len(answers))
+                stream.on_token, stream.on_tokens = partial(self._delivery.add, take), self._delivery.add_each
+                stream.key = self._delivery.key(take)
                 stream.on_pass = self._delivery.wake
                 stream.future.add_done_callback(partial(self._inbox.ended, len(answers)))
                 writer = self._model.prompts.detokenizer(

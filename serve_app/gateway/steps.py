@@ -68,6 +68,11 @@ class Unsent:
         self.numbers.append(number)
         self.token_ids.append(token.id)
 
+    def add_plain(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """As `add` of each, for tokens without log-probabilities."""
+        self.numbers += numbers.tolist()
+        self.token_ids += token_ids.tolist()
+
     def packed(self) -> Steps:
         numbers, token_ids = np.array(self.numbers, dtype=np.int32), np.array(self.token_ids, dtype=np.int32)
         return Steps(numbers, token_ids, self.logprobs, self.cached, self.scores, self.ends)

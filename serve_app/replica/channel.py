@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.errors import BackendError, EmberError, EngineStopped
 from engine.request_tag import RequestTag
 from engine.schedule.stream import Answer, Stream, Token
@@ -28,6 +31,7 @@ class Channels:
     def __init__(self, model: GeneratingModel) -> None:
         self._model = model
         self._channels: dict[str, Channel] = {}
+        self._delivery: Delivery | None = None  # of all channels, so that a pass wakes the event loop once
 
     @property
     def tokens_left(self) -> int:
@@ -63,7 +67,9 @@ class Channels:
         """Finds or makes the channel: the first call makes it, whether it begins streams or asks for messages."""
         channel = self._channels.get(channel_id)
         if channel is None:
-            channel = self._channels[channel_id] = Channel(self._model)
+            if self._delivery is None:
+                self._delivery = Delivery(asyncio.get_running_loop())
+            channel = self._channels[channel_id] = Channel(self._model, self._delivery)
             asyncio.get_running_loop().call_later(UNREAD_S, self._close_unread, channel_id, channel)
         return channel
 
@@ -76,10 +82,9 @@ class Channels:
 class Channel:
     """The streams of one gateway. Tokens that come while a message is sent go into the next message."""
 
-    def __init__(self, model: GeneratingModel) -> None:
+    def __init__(self, model: GeneratingModel, delivery: Delivery) -> None:
         self.is_read = False
-        self._model, self._loop = model, asyncio.get_running_loop()
-        self._delivery = Delivery(self._loop)
+        self._model, self._loop, self._delivery = model, asyncio.get_running_loop(), delivery
         self._streams: dict[int, Stream] = {}
         self._fresh: set[int] = set()  # the streams without a token yet
         self._unsent, self._ready = Unsent(), asyncio.Event()
@@ -105,7 +110,7 @@ class Channel:
                 continue
             stream.priority, stream.owner, stream.deadline = new.priority, new.owner, perf_counter() + new.deadline_s
             stream.tags = new.tags
-            stream.on_token = partial(self._got, new.number)
+            stream.on_token, stream.on_tokens, stream.key = partial(self._got, new.number), self._got_all, new.number
             stream.on_pass = self._delivery.wake
             stream.future.add_done_callback(partial(self._ended, new.number))
             self._streams[new.number] = stream
@@ -146,6 +151,10 @@ class Channel:
         """Adds a token. The engine's threads call this."""
         self._delivery.add(self._keep, (number, token))
 
+    def _got_all(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """Adds a token of each of these streams, which had tokens before. The engine's threads call this."""
+        self._delivery.add(self._keep_all, (numbers, token_ids))
+
     def _ended(self, number: int, future: "Future[Answer]") -> None:
         """Adds the end of a stream. Any thread may call this."""
         if not future.cancelled():
@@ -161,6 +170,17 @@ class Channel:
             self._ready.set()
         self._tell_prompt(number, stream)
         self._unsent.add(number, token)
+        self._close_if_unread()
+
+    def _keep_all(self, event: tuple[NDArray[np.int64], NDArray[np.int32]]) -> None:
+        """As `_keep`. Tokens of streams whose callers have left are sent, too: the gateway drops them."""
+        if self._is_closed:
+            return
+        self._ready.set()
+        self._unsent.add_plain(*event)
+        self._close_if_unread()
+
+    def _close_if_unread(self) -> None:
         is_late = self._sent_at is not None and self._loop.time() > self._sent_at + UNREAD_S
         if is_late or len(self._unsent.numbers) > MOST_UNSENT:
             log.error("a gateway does not read its messages: %d streams are cancelled", len(self._streams))

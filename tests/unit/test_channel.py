@@ -289,7 +289,7 @@ def test_an_answer_whose_end_alone_is_lost_gets_its_end() -> None:
     async def scenario() -> None:
         link = Link()
         stream = Stream.begin([1], SamplingOptions(max_tokens=2), VOCABULARY, CONTEXT)
-        stream.answer = [Token(5, -0.5), Token(6, -0.25)]
+        stream.answer.extend([Token(5, -0.5), Token(6, -0.25)])
         await link.channel.compute(stream, lambda _: None)
         assert (stream.future.result(0).tokens, stream.future.result(0).finish_reason) == (tuple(stream.answer), "length")
         assert link.model.streams == []  # nothing is computed

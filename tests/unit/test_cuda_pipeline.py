@@ -58,7 +58,7 @@ class Staged(Streaming):
         self.pages = Pages(num_pages, PAGE_SIZE)
         self.runner = CudaPipeline(models[:-1], engine.network, packers, caches)
         self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
-        self.max_graph_tokens = self.speculation_rows = 0
+        self.max_graph_tokens = self.speculation_rows = self.cohort_size = 0
         self.reports: list[BatchReport] = []
 
 

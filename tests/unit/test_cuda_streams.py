@@ -79,7 +79,7 @@ class Streaming:
         self.pages = Pages(num_pages, PAGE_SIZE)
         self.runner = StreamRunner(engine.network, packer, cache, CPU)
         self.passes_in_flight, self.num_stages, self.max_graph_tokens = self.runner.passes_in_flight, 1, 0
-        self.speculation_rows = self.runner.speculation_rows
+        self.speculation_rows, self.cohort_size = self.runner.speculation_rows, 8
         self.reports: list[BatchReport] = []
 
     def with_graphs(self, most_tokens: int) -> "Streaming":

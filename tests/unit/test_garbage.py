@@ -152,6 +152,7 @@ class Engine:
     """A stub that computes nothing. The word "broken" (13) breaks its pass, the word "slow" (14) holds the pass for a moment."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    cohort_size = 0
 
     def launch(self, sequences: Sequence[TokenIds], *_: object) -> Finished:
         firsts = {int(ids[0]) for ids in sequences}

@@ -36,6 +36,7 @@ class Device:
     """Its logits are random numbers that follow from all tokens of a stream."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens = 1, 1, 8, 0
+    cohort_size = 0
 
     def __init__(self, num_pages: int = 1000, page_size: int = 4) -> None:
         self.pages = Pages(num_pages, page_size)

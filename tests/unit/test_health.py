@@ -23,6 +23,7 @@ class Engine:
     """Computes at once, until `held`; fails while `error` is set."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    cohort_size = 0
 
     def __init__(self) -> None:
         self.free = threading.Event()

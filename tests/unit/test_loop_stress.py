@@ -52,6 +52,7 @@ class Device:
     pages: None = None
     num_stages: int = 1
     speculation_rows: int = 0
+    cohort_size: int = 0
 
     @property
     def max_graph_tokens(self) -> int:

@@ -75,6 +75,7 @@ class Device:
     """Computes 819,200 tokens/s in sequences of 102, two passes in flight. Every clock but the device's own may be late."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 2, 1, 0, 0, None
+    cohort_size = 0
 
     def __init__(self) -> None:
         self.free_at, self.late = 0.0, threading.Event()

@@ -48,6 +48,7 @@ class Vectors:
     """An engine that gives ones, two sequences a pass. A sequence with id 13 breaks its pass."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    cohort_size = 0
 
     def launch(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: Any = ()) -> Finished:
         if any(13 in ids for ids in sequences):

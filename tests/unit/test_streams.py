@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_generators import preemptions
 
+from engine.draws import Row
 from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidInput, NotFinite, OutOfMemory
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, Priority, SamplingOptions
 from engine.passes import Launched, Passes
 from engine.run.flight import Finished, Output
 from engine.schedule import stream as module
+from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request, Slice
@@ -52,20 +54,50 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def pieces_of(together: CohortPass, page_size: int = PAGE_SIZE) -> list[Piece]:
+    """The same pass, stream by stream."""
+    pages = np.split(together.pages, np.cumsum(together.num_pages)[:-1])
+    numbers = np.ascontiguousarray(together.choices[:, 4:6]).view(np.uint64)[:, 0] * 2.0**-64
+    assert (together.choices[:, 6] == [each[at // page_size] for each, at in zip(pages, together.starts, strict=True)]).all()
+    return [
+        Piece(together.token_ids[row : row + 1], int(together.starts[row]), tuple(pages[row].tolist()), Row(each.options, number))
+        for row, (each, number) in enumerate(zip(together.streams, numbers.tolist(), strict=True))
+    ]
+
+
 class Device:
     """Computes in `launch`. The cache holds token ids where a real one holds keys and values."""
 
     max_graph_tokens = 0
 
-    def __init__(self, num_pages: int, most_tokens: float = inf, passes_in_flight: int = 1, num_stages: int = 1) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        most_tokens: float = inf,
+        passes_in_flight: int = 1,
+        num_stages: int = 1,
+        cohort_size: int | None = None,
+    ) -> None:
         self.pages, self.passes_in_flight, self.num_stages = Pages(num_pages, PAGE_SIZE), passes_in_flight, num_stages
         self.speculation_rows = 64 if num_stages == 1 else 0
+        most = 64 if passes_in_flight > 1 and num_stages == 1 else 0
+        self.cohort_size = most if cohort_size is None else min(most, cohort_size)
         self.last: dict[int, int] = {}  # by the id that names the token
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
         self.most_tokens = most_tokens  # of a pass; more are out of memory
         self.passes: list[list[int]] = []  # the tokens of each piece
 
-    def launch(self, sequences: Sequence[Any], options: object, outputs: object, pieces: Sequence[Piece] = ()) -> Finished:
+    def launch(
+        self,
+        sequences: Sequence[Any],
+        options: object,
+        outputs: object,
+        pieces: Sequence[Piece] = (),
+        together: CohortPass | None = None,
+    ) -> Finished:
+        count = 0 if together is None else len(together)
+        if together is not None:
+            pieces = [*pieces_of(together), *pieces]
         lengths = [len(piece.token_ids) for piece in pieces]
         if sum(lengths) > self.most_tokens and len(lengths) > 1:
             raise OutOfMemory("too much")
@@ -73,7 +105,9 @@ class Device:
         seen = [self._compute(piece) for piece in pieces]
         vectors = [vector_of(ids) for ids, piece in zip(seen, pieces, strict=True) if piece.pooled is not None]
         tokens = [self._choose(ids, piece) for ids, piece in zip(seen, pieces, strict=True) if piece.row is not None]
-        return Finished(Output(np.array(vectors, dtype=np.float32).reshape(-1, 1), tokens=tokens))
+        chosen = [(0, 0, 0, 0) if token is None else (token.id, 1, 0, 0) for token in tokens[:count]]
+        rows = np.array(chosen, np.int32).reshape(-1, 4)
+        return Finished(Output(np.array(vectors, dtype=np.float32).reshape(-1, 1), tokens=tokens[count:], together=rows))
 
     def _compute(self, piece: Piece) -> list[int]:
         places = [piece.pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(piece.start + len(piece.token_ids))]
@@ -129,6 +163,7 @@ priorities = st.sampled_from(["interactive", "batch"])
     st.integers(4, 40),
     st.integers(1, 3),
     st.integers(1, 3),
+    st.sampled_from([0, 2, 64]),
 )
 def test_every_answer_is_what_its_prompt_gives(
     asked: list[tuple[list[int], int, Priority, bool, str]],
@@ -138,9 +173,10 @@ def test_every_answer_is_what_its_prompt_gives(
     most_tokens: int,
     passes_in_flight: int,
     num_stages: int,
+    cohort_size: int,
 ) -> None:
     """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
-    device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages)
+    device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages, cohort_size)
     streams = [stream(prompt, most, priority, ahead=ahead, owner=owner) for prompt, most, priority, ahead, owner in asked]
     requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
     passes = Passes(device, budget)
@@ -460,7 +496,7 @@ def test_whoever_waits_for_a_stream_hears_the_end() -> None:
     assert device.pages.num_free == 20
 
     class Embeds(Device):
-        pages, passes_in_flight, num_stages, speculation_rows = None, 1, 1, 0  # type: ignore[assignment]
+        pages, passes_in_flight, num_stages, speculation_rows, cohort_size = None, 1, 1, 0, 0  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 

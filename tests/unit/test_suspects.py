@@ -255,10 +255,10 @@ def stream() -> Stream:
 
 def test_a_stream_proves_itself_by_its_answer_or_by_getting_on() -> None:
     fresh, continued = stream(), stream()
-    continued.answer += [Token(1)] * 3
+    continued.answer.extend([Token(1)] * 3)
     proofs = innocence(fresh), innocence(continued)
     for each in (fresh, continued):
-        each.answer += [Token(1)] * 4
+        each.answer.extend([Token(1)] * 4)
     assert [each() for each in proofs] == [False, True]
     fresh.future.set_result("the answer")  # type: ignore[arg-type]
     assert proofs[0]()

@@ -51,6 +51,7 @@ class Gate:
     """A stand-in for the engine that waits until it is let through; no two vectors are alike, not even of one text."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    cohort_size = 0
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()

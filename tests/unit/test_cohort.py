@@ -1,0 +1,206 @@
+"""Cohorts: passes by columns give what passes by pieces give, and each caller hears its tokens once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_streams import Device, answer_of, ids, pieces_of, stream
+
+from engine.draws import Row, choices_of, mixed_seed, uniform, words_of
+from engine.errors import NotFinite
+from engine.kernels.tiles import Tiling
+from engine.options import SamplingOptions
+from engine.passes import Passes
+from engine.run.kv_cache import PAGE_SIZE
+from engine.run.streams import Laid, StreamPacker
+from engine.schedule.cohort import CohortPass
+from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece
+from engine.schedule.stream import Stream, Streams, Token
+
+
+class Recorder(Device):
+    """Keeps how many streams of a cohort each pass had."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.together: list[int] = []
+
+    def launch(self, *args: Any) -> Any:
+        together = args[4] if len(args) > 4 else None
+        self.together.append(0 if together is None else len(together))
+        return super().launch(*args)
+
+
+def run(device: Device, streams: Sequence[Stream], budget: int = 512) -> Passes:
+    passes = Passes(device, budget)
+    for _ in passes.steps(streams):
+        device.pages.check_integrity()
+    assert device.pages.num_free == device.pages.num_pages
+    return passes
+
+
+@given(st.lists(st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 2**40)), min_size=1, max_size=9))
+def test_the_random_numbers_of_many_streams_are_those_of_each(streams: list[tuple[int, int]]) -> None:
+    seeds = np.array([mixed_seed(seed) for seed, _ in streams], np.uint64)
+    words = words_of(seeds, np.array([position for _, position in streams]))
+    numbers = [uniform(seed, position) for seed, position in streams]
+    assert (words == choices_of([Row(SamplingOptions(1), each) for each in numbers], [-1] * len(numbers))[:, 4:6]).all()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.booleans(), st.integers(0, 9)), min_size=1, max_size=12),
+    st.sampled_from([(None,), (100, None)]),
+    st.integers(0, 2),
+)
+def test_a_batch_by_columns_is_the_batch_by_pieces(
+    asked: list[tuple[int, bool, int]], windows: tuple[int | None, ...], num_others: int
+) -> None:
+    """Beside them a decoding piece and a chunk of a prompt. After a number of passes, in which pages fill."""
+    streams = Streams(Pages(200, PAGE_SIZE), cohort_size=64)
+    for length, sampled, seed in asked:
+        options = SamplingOptions(300, 0.7 if sampled else 0.0, 20, 0.9, stop_ids=(1, 2, 3))
+        each = Stream(np.arange(length, dtype=np.int32), options, seed, pool=streams.pages)
+        each.prepare(may_take_pages=True)
+        prompt = each.next_slice(512, alone=False)
+        assert prompt is not None
+        streams.run_ahead([prompt])
+    for _ in range(asked[0][2] * 17 + 1):
+        slices, _ = streams.schedule(512)
+    together = slices[0].request
+    assert isinstance(together, CohortPass)
+    assert len(together) == len(asked)
+    others = [
+        Piece(np.array([7], np.int32), 130, (190, 191), Row(SamplingOptions(9))),
+        Piece(np.arange(140, dtype=np.int32), 0, (192, 193), None),
+    ][:num_others]
+    packer = StreamPacker.for_windows(Tiling(64, 2, 2, (9, 0), 132, causal=True), windows)
+    by_piece = [each._replace(pages=tuple(each.pages)) for each in pieces_of(together, PAGE_SIZE)]
+    laid, expected = Laid(others, together), Laid([*by_piece, *others])
+    for graphs in (True, False):
+        shape = packer.shape(laid, graphs)
+        assert shape == packer.shape(expected, graphs)
+        buffers = np.full((2, shape.size + len(expected.pages)), 5, np.int32)
+        packer.fill(buffers[0], shape, laid)
+        packer.fill(buffers[1], shape, expected)
+        assert (buffers[0] == buffers[1]).all()
+
+
+def test_streams_that_just_go_on_form_a_cohort() -> None:
+    """The others go on by themselves: those with a penalty, log-probabilities or a bias."""
+    device = Recorder(60, passes_in_flight=2)
+    plain = [stream([3, each], 12) for each in range(5)]
+    others = [
+        stream([4], 12, ahead=False),
+        *(
+            Stream(np.array([5], np.int32), SamplingOptions(12, stop_ids=(0,), **wish), 0)
+            for wish in ({"logprobs": 1}, {"logit_bias": ((3, 1.0),)}, {"logprobs_of": (2,)}, {"allowed": (1, 2)})
+        ),
+    ]
+    run(device, [*plain, *others])
+    for each in (*plain, *others):
+        assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), 12)
+    assert max(device.together) == 5
+
+
+def test_a_stream_joins_when_its_stop_ids_count() -> None:
+    device = Recorder(60, passes_in_flight=2)
+    late = Stream(np.array([3], np.int32), SamplingOptions(12, min_tokens=6, stop_ids=(77,)), 0)
+    run(device, [late])
+    assert next(index for index, count in enumerate(device.together) if count) == 6
+
+
+def test_more_streams_than_a_pass_takes_have_their_turns() -> None:
+    device = Recorder(60, passes_in_flight=2)
+    streams = [stream([3, each], 12) for each in range(9)]
+    run(device, streams, budget=4)
+    for each in streams:
+        assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), 12)
+    assert all(sum(lengths) <= 4 for lengths in device.passes)
+
+
+def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
+    """A first token comes from a prompt's pass, by `on_token`, and the last one of an answer by `on_token`, too."""
+    device = Device(60, passes_in_flight=2)
+    heard: list[tuple[list[int], list[int]]] = []
+
+    def listen(keys: Any, token_ids: Any) -> None:
+        heard.append((keys.tolist(), token_ids.tolist()))
+
+    alone: dict[int, list[int]] = {}
+    streams = [stream([3, each], 6) for each in (1, 2, 3)]
+    for key, each in enumerate(streams):
+        each.key, alone[key] = key, []
+        each.on_token = lambda token, key=key: alone[key].append(token.id)  # type: ignore[misc]
+        if key < 2:
+            each.on_tokens = listen
+    run(device, streams)
+    answers = [answer_of([3, each], 6) for each in (1, 2, 3)]
+    assert [ids(each.future.result(0)) for each in streams] == answers
+    assert alone[2] == answers[2]
+    for key in (0, 1):
+        together = [tokens[keys.index(key)] for keys, tokens in heard if key in keys]
+        assert [alone[key][0], *together, *alone[key][1:]] == answers[key]
+        assert len(together) >= 3
+    assert any(keys == [0, 1] for keys, _ in heard)
+
+
+def test_a_listener_that_raises_fails_its_own_streams() -> None:
+    device = Device(60, passes_in_flight=2)
+
+    def listen(keys: Any, token_ids: Any) -> None:
+        raise ValueError("the caller's own fault")
+
+    def hear(token: Token) -> None:
+        heard.append(token)
+        if len(heard) == 3:
+            raise ValueError("the other caller's fault")
+
+    heard: list[Token] = []
+    one, other, good = (stream([3, each], 8) for each in (1, 2, 3))
+    one.on_token, one.on_tokens, other.on_token = heard.copy().append, listen, hear
+    run(device, [one, other, good])
+    with pytest.raises(ValueError, match="caller's own fault"):
+        one.future.result(0)
+    with pytest.raises(ValueError, match="other caller's fault"):
+        other.future.result(0)
+    assert ids(good.future.result(0)) == answer_of([3, 3], 8)
+
+
+def test_a_token_that_is_not_finite_ends_its_stream_alone() -> None:
+    class Breaks(Device):
+        def _choose(self, seen: list[int], piece: Piece) -> Token:
+            token = super()._choose(seen, piece)
+            return None if len(seen) == 6 and seen[0] == 4 else token  # type: ignore[return-value]
+
+    bad, good = stream([4, 1], 12), stream([3, 1], 12)
+    run(Breaks(60, passes_in_flight=2), [bad, good])
+    with pytest.raises(NotFinite):
+        bad.future.result(0)
+    assert ids(good.future.result(0)) == answer_of([3, 1], 12)
+
+
+def test_a_pass_that_fails_ends_its_cohort_and_no_later_one() -> None:
+    class Fails(Device):
+        def _compute(self, piece: Piece) -> list[int]:
+            seen = super()._compute(piece)
+            if len(seen) == 6 and seen[0] == 4:
+                raise RuntimeError("broken")
+            return seen
+
+    device = Fails(60, passes_in_flight=2)
+    passes = Passes(device, 512)
+    streams = [stream([4, 1], 12), stream([5, 1], 12)]
+    passes.run(streams)
+    for each in streams:
+        with pytest.raises(Exception, match="broken"):
+            each.future.result(0)
+    later = [stream([6, 1], 12), stream([7, 1], 12)]
+    passes.run(later)
+    for each in later:
+        assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), 12)
+    assert device.pages.num_free == 60
