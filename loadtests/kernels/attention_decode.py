@@ -67,7 +67,7 @@ class Step:
         """The same step, over caches in 8 bits: twice as many, as each is half as large."""
         caches = [
             Cache8(codes, scales.transpose(1, 2).contiguous())
-            for cache in self.caches * 2
+            for cache in [*self.caches, *self.caches]
             if isinstance(cache, Tensor)
             for codes, scales in (rounded(cache),)
         ]
@@ -160,7 +160,7 @@ def all_shapes() -> Iterator[dict[str, Any]]:
 def main() -> None:
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
-    tables = {
+    tables: dict[str, Sequence[dict[str, Any]]] = {
         "A layer's attention of a decode step": list(all_steps(bandwidth)),
         "Keys and values in 8 bits, Qwen3 4B and 8B": list(beside_16_bits(bandwidth)),
         "Shapes, Qwen3 0.6B": list(all_shapes()),
