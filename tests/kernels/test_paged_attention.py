@@ -127,22 +127,28 @@ def in_8_bits(case: Case) -> Case:
     return replace(case, cache=cache, codes=codes)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "head_dim", "group"), [each for each in VARIANTS if each[0] != "wgmma"])
-def test_chunks_over_pages_in_8_bits(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
-    shape = shape_of(head_dim, kind, in_8_bits=True)
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "group"),
+    [
+        *(("large", 128, group) for group in (1, 4, 16)),
+        *(("large", head_dim, group) for head_dim, group in ((32, 1), (64, 7), (96, 3), (256, 3))),
+        *(("small", head_dim, group) for head_dim, group in ((32, 4), (64, 8), (96, 2), (128, 7), (256, 5))),
+    ],
+)
+def test_chunks_over_pages_in_8_bits(kind: str, head_dim: int, group: int) -> None:
     for window in WINDOWS:
-        in_8_bits(case_of(head_dim, group, dtype, window)).check(shape)
+        in_8_bits(case_of(head_dim, group, window=window)).check(shape_of(head_dim, kind, in_8_bits=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "head_dim", "group"), [("large", 128, 4), ("small", 64, 8)])
-def test_lengths_and_starts_in_8_bits(kind: str, head_dim: int, group: int) -> None:
+def test_lengths_and_starts_in_8_bits(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
     shape = shape_of(head_dim, kind, in_8_bits=True)
     depth, step = shape.block_m // group, shape.block_n
     starts = (0, 1, step - 1, step, step + 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - depth)
     chunks = [(length, start) for length in (1, depth - 1, depth, depth + 1, 2 * depth + 1) for start in starts]
     for window in (None, depth, PAGE):
-        in_8_bits(case_of(head_dim, group, torch.bfloat16, window, chunks)).check(shape)
+        in_8_bits(case_of(head_dim, group, dtype, window, chunks)).check(shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
