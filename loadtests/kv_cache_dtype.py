@@ -24,7 +24,7 @@ CACHE_TOKENS = 160_000
 NAMES: Sequence[KvCacheDtype] = ("auto", "fp8")
 DECODES = ((1, 128), (1, 32_768), (16, 8192))  # streams, and tokens of each prompt
 STEPS, WARM_STEPS = 40, 10
-PREFILLS = (512, 8192)
+PREFILLS = (512, 8000)  # other lengths than those of DECODES, whose prompts are in the cache
 
 
 def rates(name: KvCacheDtype) -> Iterator[tuple[str, float, float]]:

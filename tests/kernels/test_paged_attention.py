@@ -136,7 +136,7 @@ def in_8_bits(case: Case) -> Case:
     ],
 )
 def test_chunks_over_pages_in_8_bits(kind: str, head_dim: int, group: int) -> None:
-    for window in WINDOWS:
+    for window in (None, 0, 127, 200):
         in_8_bits(case_of(head_dim, group, window=window)).check(shape_of(head_dim, kind, in_8_bits=True))
 
 

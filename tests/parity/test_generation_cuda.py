@@ -203,7 +203,8 @@ def test_log_probabilities_with_keys_and_values_in_8_bits(
     """Our error against fp32 is at most 1.3 times the sum of two errors: that of the reference with 8 bits in fp32, and that of
     transformers in bf16."""
     engine, wide = engine_of(kind, kv_cache_dtype="fp8"), engine_of(kind, "float32", kv_cache_dtype="fp8")
-    drawn, scored = SamplingOptions(max_tokens=64, prompt_logprobs=0), SamplingOptions(max_tokens=1, prompt_logprobs=0)
+    drawn = SamplingOptions(max_tokens=64, logprobs=1, prompt_logprobs=0)
+    scored = replace(drawn, max_tokens=1)
     given = prompts(LENGTHS)
     answers = run(engine, given, [replace(drawn, seed=seed) for seed in range(len(given))], budget)
     whole = [prompt + ids(answer.tokens) for prompt, answer in zip(given, answers, strict=True)]
