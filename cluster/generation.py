@@ -12,7 +12,7 @@ from cluster.models_file import ModelEntry
 from cluster.nodes import Node
 from cluster.throughput import Rate, measured_here, pipeline_tokens_per_s, speed_of, tokens_per_s
 from engine.devices import compute_dtype, is_8_bits
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, with_kv_cache_dtype
 from engine.model.decoder import DecoderConfig
 from engine.model.footprint import body_parameters, bytes_saved
 from engine.run.kv_cache import bytes_per_token, whole_pages
@@ -46,6 +46,10 @@ def settled(entry: ModelEntry, config: ModelConfig) -> ModelEntry:
                 raise ClusterError(
                     f"model {entry.name} has {key}: {getattr(entry, key)}, but does not generate text; leave {key} out"
                 )
+        if entry.kv_cache_dtype != "auto":
+            raise ClusterError(
+                f"model {entry.name} has kv_cache_dtype: {entry.kv_cache_dtype}, but does not generate text; leave it out"
+            )
         return entry
     longest, cache = config.max_input_length, entry.cache_tokens
     if entry.max_input_tokens is not None:
@@ -98,7 +102,8 @@ def _calibrated(
     if not rows:
         return None
     nearest = min(rows, key=lambda row: abs(math.log(row.streams / streams)))
-    return nearest.tokens_per_s / computed(config, dtype, node, nearest.streams, nearest.length)
+    measured = with_kv_cache_dtype(config, "auto")  # the measurement's cache is in 16 bits
+    return nearest.tokens_per_s / computed(measured, dtype, node, nearest.streams, nearest.length)
 
 
 def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:

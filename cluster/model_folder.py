@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.model_spec import ModelSpec
+from cluster.model_spec import ModelOptions, ModelSpec
 from engine.errors import ModelError
 from engine.hub import resolve_model
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, with_kv_cache_dtype
 from engine.model.folder import load_model_config
 from engine.model.weight_files import open_weights
 from engine.model_id import is_path, split_revision
@@ -31,7 +31,7 @@ def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfi
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )
-    config = shortened(config, spec.max_input_tokens)
+    config = with_options(config, spec)
     if weights:
         Tokenizer.load(folder, config)
         for file in open_weights(folder):
@@ -61,6 +61,7 @@ def pinned(spec: ModelSpec) -> ModelSpec:
     return spec.model_copy(update={"model": model, "revision": found or spec.revision})
 
 
-def shortened(config: ModelConfig, max_input_tokens: int | None) -> ModelConfig:
-    """The configuration with an input limit of at most `max_input_tokens`."""
-    return replace(config, max_input_length=min(config.max_input_length, max_input_tokens or config.max_input_length))
+def with_options(config: ModelConfig, options: ModelOptions) -> ModelConfig:
+    """The configuration with the options that change it: an input limit of at most `max_input_tokens`, and `kv_cache_dtype`."""
+    shortest = min(config.max_input_length, options.max_input_tokens or config.max_input_length)
+    return with_kv_cache_dtype(replace(config, max_input_length=shortest), options.kv_cache_dtype)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from engine.model.config import Backend, DtypeName, Pooling
+from engine.model.config import Backend, DtypeName, KvCacheDtype, Pooling
 
 IDLE_PROMPTS = (
     "{model} has prompts ({names}) that a text gets only if its request asks for one with prompt_name or input_type; "
@@ -66,6 +66,10 @@ class ModelOptions(BaseModel):
         None,
         ge=1,
         description="Size of the KV cache in tokens, for a generation model [default: by the free memory]",
+    )
+    kv_cache_dtype: KvCacheDtype = Field(
+        "auto",
+        description="auto or fp8; fp8 (also fp8_e4m3) keeps keys and values in 8 bits, for twice the tokens in the KV cache",
     )
     speculate: bool = Field(
         True,

@@ -22,7 +22,7 @@ from cluster.generation import (
     settled,
 )
 from cluster.measurement import Measurement
-from cluster.model_folder import read_model, shortened
+from cluster.model_folder import read_model, with_options
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Node
@@ -150,7 +150,7 @@ def shape_of(entry: ModelEntry) -> ModelConfig:
     config = known_model(split_revision(entry.model)[0]) if ours else None  # revisions differ in values, not in the shape
     if config is None or (config.generation is not None and entry.pooling is not None):  # a pooling may end generation
         _, config = read_model(entry)
-    return shortened(config, entry.max_input_tokens)
+    return with_options(config, entry)
 
 
 class Plan:
@@ -196,7 +196,7 @@ class Plan:
         return self._footprint(self.entries[name].model_copy(update=changes), self.classes[node_class])
 
     def _footprint(self, entry: ModelEntry, node: Node) -> Footprint:
-        config = shortened(self.shapes[entry.name], entry.max_input_tokens)
+        config = with_options(self.shapes[entry.name], entry)
         dtype, kind = dtype_on(entry, node, config), memory_kind(node)
         return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
@@ -259,7 +259,7 @@ class Plan:
 
     def _cut(self, entry: ModelEntry, node: Node, number: int) -> Pipeline:
         """The pipeline of an entry over `number` cards of the node. Raises: ModelError if it does not fit."""
-        config = shortened(self.shapes[entry.name], entry.max_input_tokens)
+        config = with_options(self.shapes[entry.name], entry)
         alone = tuple(node.with_card(index if node.is_mixed else 0) for index in range(number))
         cards = Cards(config, dtype_on(entry, node, config), alone, entry.max_batch_tokens)
         tokens = whole_pages(entry.cache_tokens or 1)
@@ -655,7 +655,7 @@ class Plan:
             return []
         if not self._would_fit(name, {"dtype": "int4"}):
             return []
-        config = shortened(config, entry.max_input_tokens)
+        config = with_options(config, entry)
         needs = footprint(config, INT4, "gpu", entry.max_batch_tokens, cache_tokens=entry.cache_tokens).total
         return [f"a published 4-bit checkpoint (GPTQ, AWQ, compressed-tensors) of {entry.model}: it takes {_gib_up(needs)}"]
 
@@ -672,11 +672,13 @@ class Plan:
         """Changes, by kind, with which a replica takes less memory."""
         entry, longest = self.entries[name], self.shapes[name].max_input_length
         if entry.context is not None and entry.streams is not None:
+            in_8_bits: list[dict[str, Any]] = [{"kv_cache_dtype": "fp8"}] if entry.kv_cache_dtype == "auto" else []
             if (cache := self.written[name].cache_tokens) is not None:
                 least = self.written[name].context or PAGE_SIZE
-                return [[{"cache_tokens": tokens} for tokens in range(cache - PAGE_SIZE, least - 1, -PAGE_SIZE)]]
+                return [in_8_bits, [{"cache_tokens": tokens} for tokens in range(cache - PAGE_SIZE, least - 1, -PAGE_SIZE)]]
             contexts = range(whole_pages(entry.context) - PAGE_SIZE, 0, -PAGE_SIZE)
             return [
+                in_8_bits,
                 [{"context": tokens} for tokens in contexts],
                 [{"streams": count} for count in range(entry.streams - 1, 0, -1)],
             ]
@@ -704,7 +706,7 @@ class Plan:
 
     def _another_node(self, name: str) -> str:
         entry = self.given[name]
-        config = shortened(self.shapes[name], entry.max_input_tokens)
+        config = with_options(self.shapes[name], entry)
         count = self.placement.missing.get(name, 0)
         # A model without any replica can have bfloat16 on the new nodes. Otherwise the new nodes must support the present dtype.
         free = entry.dtype == "auto" and count == entry.min_replicas

@@ -20,7 +20,7 @@ from engine.kernels.tiles import LEAST_TILED, tiling
 from engine.load import Loaded, choose, choose_all, read_config
 from engine.load import load as load_parts
 from engine.model.base import Model
-from engine.model.config import Backend, ModelConfig, OutputName, Pooling
+from engine.model.config import Backend, KvCacheDtype, ModelConfig, OutputName, Pooling, with_kv_cache_dtype
 from engine.model.footprint import MOST_STREAMS
 from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
@@ -94,6 +94,8 @@ class Engine:
         self.dtype, self.device, self.speculate = dtype, device, speculate
         self.max_batch_tokens = default_batch_tokens(device)
         cache = caches[0] if caches else None
+        if cache is not None and cache.in_8_bits and self.packer.tiling is not None:
+            self.packer = replace(self.packer, tiling=replace(self.packer.tiling, capability=LEAST_TILED))  # as its kernels need
         self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
         if parts.earlier and caches:
             self.runner = self._pipeline(parts.earlier, caches)
@@ -117,6 +119,8 @@ class Engine:
             tiles = tiling(heads, self.config.head_dim, compute_dtype(self.dtype), cache.device, self.config.causal)
             if tiles is None:
                 return Pipeline(earlier, self.network, self.packer, caches)
+            if cache.in_8_bits:
+                tiles = replace(tiles, capability=LEAST_TILED)
             packers.append(StreamPacker.for_windows(tiles, windows))
         return CudaPipeline(earlier, self.network, packers, caches)
 
@@ -142,6 +146,7 @@ class Engine:
         max_batch_tokens: int | None = None,
         max_input_tokens: int | None = None,
         cache_tokens: int | None = None,
+        kv_cache_dtype: KvCacheDtype = "auto",
         speculate: bool = True,
         sleeps: bool = False,
         num_threads: int | None = None,
@@ -165,6 +170,8 @@ class Engine:
             max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
             max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
             cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
+            kv_cache_dtype: "fp8" keeps keys and values in 8 bits, for twice the tokens (docs/decisions/054); "auto" keeps them in
+                the dtype that the model computes in.
             speculate: verify several tokens of an answer in one pass, where the text before foretells them (docs/decisions/049).
             sleeps: the engine can sleep, if it is on GPUs with memory of their own: see `sleep`.
             num_threads: CPU threads of one operation; None leaves torch's own choice.
@@ -179,6 +186,7 @@ class Engine:
         folder, config = read_config(
             str(model), pooling, default_prompt_name, default_prompt, max_input_tokens, backend, trust_remote_code, on_download
         )
+        config = with_kv_cache_dtype(config, kv_cache_dtype)
         if len(devices) > 1:
             chosen, where = choose_all(config, dtype, devices)
         else:

@@ -65,10 +65,12 @@ def launch_attention(
     right: int,
     bias: Tensor | None,
     queue: Tensor | None,
+    scales: Tensor | None = None,
 ) -> None:
     """Writes `attention` or `paged_attention` to `out`, with the kernel that `shape` belongs to.
 
     A token sees `left` tokens before itself and `right` tokens after. `bounds` is None if, and only if, there are `pages`.
+    `scales` are those of k and v in 8 bits, which lie in pages.
     """
     heads, head_dim = q.shape[1:]
     scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
@@ -80,7 +82,7 @@ def launch_attention(
     paged = pages is not None
     prefix = tiles.shape[1] == 4 and not paged
     group, e4m3 = heads // k.shape[1], out.itemsize == 1
-    kernel = _kernel(head_dim, group, shape, bias is not None, prefix, paged, q.dtype, q.device, e4m3)
+    kernel = _kernel(head_dim, group, shape, bias is not None, prefix, paged, q.dtype, q.device, e4m3, scales is not None)
     for some in (tiles,) if len(tiles) <= _MOST_TILES else torch.split(tiles, _MOST_TILES):
         kernel(
             (k.shape[1], len(some)),
@@ -99,6 +101,7 @@ def launch_attention(
             bias,
             0 if bias is None else bias.shape[1] // 2,
             pages,
+            scales,
         )
 
 
@@ -113,8 +116,9 @@ def _kernel(
     dtype: torch.dtype,
     device: torch.device,
     e4m3: bool,
+    in_8_bits: bool,
 ) -> Kernel:
-    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3, paged)
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3, paged, in_8_bits)
     return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
 
 
@@ -127,7 +131,9 @@ def attention_defines(
     prefix: bool = False,
     e4m3: bool = False,
     paged: bool = False,
+    in_8_bits: bool = False,
 ) -> dict[str, int]:
+    """`in_8_bits`: keys and values, which lie in pages."""
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
@@ -139,6 +145,7 @@ def attention_defines(
         "BIAS": int(bias),
         "PREFIX": int(prefix),
         "PAGED": int(paged),
+        "KV8": int(in_8_bits),
         "E4M3": int(e4m3),
         "HALF": half(dtype),
     }

@@ -1,7 +1,7 @@
 """Attention of decode steps: one token for each sequence, over the paged cache."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.kernels.cache8 import Cache8
 from engine.kernels.launch import Kernel, half, runs_on
 
 PAGE = 128  # tokens
@@ -25,14 +26,16 @@ class DecodeShape:
     warps: int  # each takes every warps-th group of 16 keys
     stages: int  # groups of a warp that are in shared memory or on their way there
     rows: int = 16  # query heads: 8 or 16
+    in_8_bits: bool = False  # keys and values
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
     def shared_bytes(self, head_dim: int) -> int:
-        pitch = head_dim if head_dim % 64 == 0 else head_dim + 8
-        return self.warps * self.stages * 2 * 16 * pitch * 2 + _EXTRA_BYTES
+        row = head_dim * (1 if self.in_8_bits else 2)
+        pitch = row if row % 128 == 0 else row + 16
+        return self.warps * self.stages * (2 * 16 * pitch + 128 * self.in_8_bits) + _EXTRA_BYTES
 
     def blocks(self, n_heads: int, n_kv_heads: int) -> int:
         """Returns the blocks of one item."""
@@ -46,6 +49,10 @@ DECODE_SHAPES = {
     96: DecodeShape(4, 3),
     128: DecodeShape(4, 3),
     256: DecodeShape(2, 3, 8),  # 16 rows need more registers than there are
+}
+# With twice the groups, as many bytes are on their way.
+DECODE_SHAPES_8 = {
+    head_dim: replace(shape, stages=2 * shape.stages - 1, in_8_bits=True) for head_dim, shape in DECODE_SHAPES.items()
 }
 
 
@@ -68,7 +75,7 @@ class DecodeWorkspace:
 
 def attention_decode(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | Cache8,
     items: Tensor,
     pages: Tensor,
     workspace: DecodeWorkspace,
@@ -80,7 +87,8 @@ def attention_decode(
 
     Args:
         q: [B, H, D], D one of DECODE_SHAPES. The heads of a token are contiguous. The stride of tokens is any multiple of 8.
-        cache: [2, S, K, D], the keys and the values of one layer, H a multiple of K. Page p is the slots [128 p, 128 p + 128).
+        cache: [2, S, K, D], the keys and the values of one layer, of q's dtype or in 8 bits. H is a multiple of K, and S of 128.
+            Page p is the slots [128 p, 128 p + 128).
         items: [n, 8] int32 on the device, as `decode_items` gives them; zeros are padding. n is at most 65,535.
         pages: [m] int32 on the device, the pages of all sequences. No kernel writes items or pages just before this launch:
             they are read while the kernel before still runs. Copies from the host may come just before.
@@ -100,12 +108,14 @@ def attention_decode(
     if not len(items):
         return out
     n_kv_heads = cache.shape[2]
-    shape = shape or DECODE_SHAPES[head_dim]
+    values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
+    shape = shape or (DECODE_SHAPES if scales is None else DECODE_SHAPES_8)[head_dim]
     kernel = _kernel(head_dim, n_heads // n_kv_heads, shape, q.dtype, out.itemsize == 1, q.device)
     kernel(
         (shape.blocks(n_heads, n_kv_heads), len(items)),
         q,
-        cache,
+        values,
+        scales,
         items,
         pages,
         workspace.partial,
@@ -113,7 +123,7 @@ def attention_decode(
         workspace.counters,
         out,
         q.stride(0),
-        cache[0].numel(),
+        values[0].numel(),
         n_kv_heads,
         np.float32(math.log2(math.e) / math.sqrt(head_dim)),
     )
@@ -209,5 +219,6 @@ def attention_decode_defines(
         "MOST_PARTS": MOST_PARTS,
         "EXTRA_BYTES": _EXTRA_BYTES,
         "E4M3": int(e4m3),
+        "KV8": int(shape.in_8_bits),
         "HALF": half(dtype),
     }

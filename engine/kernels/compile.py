@@ -112,7 +112,7 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=["-v"] if report else None,
     )
-    text = "".join(_read(name) for name in ("common.cuh", "async.cuh", "codes.cuh", f"{source}.cu"))
+    text = "".join(_read(name) for name in ("common.cuh", "async.cuh", "codes.cuh", "cache8.cuh", f"{source}.cu"))
     try:
         return Program(text, "c++", options)
     except Exception as error:  # there is no library: cuda.core passes on its loader's error

@@ -5,15 +5,16 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.attention import NO_LIMIT, launch_attention
+from engine.kernels.cache8 import Cache8
 from engine.kernels.launch import runs_on
-from engine.kernels.tiles import Shape
+from engine.kernels.tiles import HopperShape, Shape
 
 PAGE = 128  # tokens of a page, as both kernels know it
 
 
 def paged_attention(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | Cache8,
     tiles: Tensor,
     pages: Tensor,
     shape: Shape,
@@ -29,8 +30,9 @@ def paged_attention(
 
     Args:
         q: [T, H, D], 16 bits. The heads of a token are contiguous. The stride of tokens is any multiple of 8.
-        cache: [2, S, K, D] contiguous, of q's dtype, H a multiple of K: the keys and the values of one layer. S is a multiple of
-            `PAGE`. Page p is the rows [p * PAGE, (p + 1) * PAGE).
+        cache: [2, S, K, D] contiguous, of q's dtype or in 8 bits, H a multiple of K: the keys and the values of one layer. S is a
+            multiple of `PAGE`. Page p is the rows [p * PAGE, (p + 1) * PAGE). In 8 bits `shape` is one for `LEAST_TILED`: others
+            spill registers, or read 16 bits alone.
         tiles: [n, 4] int32 on the device at a multiple of 16 bytes, as `paged_tiles` gives them for `shape`. A tile (first, end,
             offset, d) is the rows [first, end) of q, all of one sequence; row r has position r + d. The token of position p lies
             in page `pages[offset + p // PAGE]`, in its row p % PAGE. A tile with first == end does nothing.
@@ -41,7 +43,9 @@ def paged_attention(
         out: [T, H, D] contiguous, of the result's dtype. None makes one.
     Returns: [T, H, D], contiguous: `out`. Rows of no tile are not written.
     """
-    assert cache.is_contiguous(), "the kernels compute where a page lies"
+    values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
+    assert values.is_contiguous(), "the kernels compute where a page lies"
+    assert scales is None or not isinstance(shape, HopperShape), "wgmma would read the codes as they are"
     assert cache.shape[1] % PAGE == 0, "a cache consists of whole pages"
     assert tiles.data_ptr() % 16 == 0, "the kernels read a tile's four numbers at once"
     dtype = dtype or q.dtype
@@ -51,5 +55,5 @@ def paged_attention(
     if not runs_on(q):
         return reference.paged_attention(q, cache, tiles, pages, PAGE, window, out)
     left = NO_LIMIT if window is None else window
-    launch_attention(q, cache[0], cache[1], out, tiles, shape, None, pages, left, 0, None, queue)
+    launch_attention(q, values[0], values[1], out, tiles, shape, None, pages, left, 0, None, queue, scales)
     return out

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.kernels.cache8 import Cache8
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """Rounds the normalised value to x's dtype before the product with the weight, as transformers' Qwen3RMSNorm does."""
@@ -61,7 +63,7 @@ def rope_store(
     table: Tensor,
     positions: Tensor,
     n_heads: int,
-    cache: Tensor,
+    cache: Tensor | Cache8,
     slots: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
@@ -72,15 +74,18 @@ def rope_store(
         norm_rope(qkv, norms[0], norms[1], table, positions, norms[2], n_heads)
     new = qkv[:, n_heads:].view(len(qkv), 2, *cache.shape[2:]).transpose(0, 1)  # [2, T, K, D]
     rows = slots.long()
+    parts = cache.parts(new) if isinstance(cache, Cache8) else [(cache, new)]
     if qkv.is_cuda:
         # Neither the host's eye nor a shape may depend on slots here. So a token without a slot stands in for the token with the
         # largest slot, and writes what that token writes. If no token has a slot, row 0 is written as it is.
         stands_for = torch.where(rows >= 0, torch.arange(len(rows), device=rows.device), rows.argmax())
         kept, rows = (rows >= 0).any(), rows[stands_for].clamp(min=0)
-        new = torch.where(kept, new[:, stands_for], cache[:, rows])
+        parts = [(part, torch.where(kept, what[:, stands_for], part[:, rows])) for part, what in parts]
     elif int(slots.min()) < 0:
-        new, rows = new[:, rows >= 0], rows[rows >= 0]
-    cache.index_copy_(1, rows, new)
+        parts = [(part, what[:, rows >= 0]) for part, what in parts]
+        rows = rows[rows >= 0]
+    for part, what in parts:
+        part.index_copy_(1, rows, what)
 
 
 # On a CPU, the last angles of each table: the layers of a pass all turn by the same ones, and its positions are their own tensor.
@@ -235,7 +240,7 @@ def attention(
 def cached_attention(
     q: Tensor,
     lengths: Sequence[int],
-    cache: Tensor,
+    cache: Tensor | Cache8,
     starts: Sequence[int],
     pages: Sequence[Sequence[int]],
     page_size: int,
@@ -245,7 +250,7 @@ def cached_attention(
 
     Args:
         q, lengths, window: as in `attention`.
-        cache: [2, rows, K, D], the keys and the values of one layer.
+        cache: [2, rows, K, D], the keys and the values of one layer, of q's dtype or in 8 bits.
         starts: for each stream the number of its tokens before those of the batch.
         pages: for each stream its pages; page p is the rows [p * page_size, (p + 1) * page_size) of the cache.
     Returns: [T, H, D], contiguous.
@@ -255,7 +260,7 @@ def cached_attention(
     for length, start, of_stream in zip(lengths, starts, pages, strict=True):
         rows = slice(first, first := first + length)
         oldest = 0 if window is None else max(0, start - window)  # no query sees a key before this one
-        keys, values = _from_pages(cache, of_stream, page_size, oldest, start + length)
+        keys, values = _from_pages(cache, of_stream, page_size, oldest, start + length, q.dtype)
         mixed = _one_sequence(q[rows], keys, values, True, window, None)
         if out is None:
             return mixed.contiguous()
@@ -264,11 +269,11 @@ def cached_attention(
     return out
 
 
-def attention_decode(q: Tensor, cache: Tensor, items: Tensor, pages: Tensor, out: Tensor) -> Tensor:
+def attention_decode(q: Tensor, cache: Tensor | Cache8, items: Tensor, pages: Tensor, out: Tensor) -> Tensor:
     """Attention of one token of each sequence over the pages of a cache. Every result is of all parts of a sequence at once.
 
     Args:
-        q: [B, H, D]; cache: [2, S, K, D].
+        q: [B, H, D]; cache: [2, S, K, D], of q's dtype or in 8 bits.
         items: [n, 8], as `attention_decode.decode_items` gives them; pages: [m]. A page is 128 slots.
         out: [B, H, D]. Rows of no item are not written.
     Returns: `out`.
@@ -279,14 +284,15 @@ def attention_decode(q: Tensor, cache: Tensor, items: Tensor, pages: Tensor, out
             keys = torch.arange(first, end, device=q.device)
             slots.setdefault(row, []).append(pages[page_at + keys // 128].long() * 128 + keys % 128)
     for row, parts in slots.items():
-        keys, values = cache.index_select(1, torch.cat(parts))
+        mine = torch.cat(parts)
+        keys, values = cache.rows(mine, q.dtype) if isinstance(cache, Cache8) else cache.index_select(1, mine)
         out[row] = _one_query(q[row : row + 1], keys, values)[0].to(out.dtype)
     return out
 
 
 def paged_attention(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | Cache8,
     tiles: Tensor,
     pages: Tensor,
     page_size: int,
@@ -299,16 +305,25 @@ def paged_attention(
     for first, end, offset, shift in tiles.tolist():
         if first < end:
             oldest = 0 if window is None else max(0, first + shift - window)  # no row of the tile sees a key before this one
-            keys, values = _from_pages(cache, lists[offset:], page_size, oldest, end + shift)
+            keys, values = _from_pages(cache, lists[offset:], page_size, oldest, end + shift, q.dtype)
             out[first:end] = _one_sequence(q[first:end], keys, values, True, window, None)
     return out
 
 
-def _from_pages(cache: Tensor, pages: Sequence[int], page_size: int, start: int, stop: int) -> Tensor:
-    """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view where the pages lie in a row."""
+def _from_pages(
+    cache: Tensor | Cache8, pages: Sequence[int], page_size: int, start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
+    """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view where the pages lie in a row.
+
+    `dtype` is of the values of a cache in 8 bits.
+    """
     first, last = start // page_size, -(-stop // page_size)
     needed = pages[first:last]
     offset = start - first * page_size
+    if isinstance(cache, Cache8):
+        at = torch.arange(offset, offset + stop - start, device=cache.values.device)
+        tables = torch.tensor(needed, device=at.device)
+        return cache.rows(tables[at // page_size] * page_size + at % page_size, dtype)
     if needed[-1] - needed[0] == len(needed) - 1 and all(b - a == 1 for a, b in pairwise(needed)):
         row = needed[0] * page_size + offset
         return cache[:, row : row + stop - start]

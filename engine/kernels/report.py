@@ -13,7 +13,7 @@ from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
-from engine.kernels.attention_decode import DECODE_SHAPES, attention_decode_defines
+from engine.kernels.attention_decode import DECODE_SHAPES, DECODE_SHAPES_8, attention_decode_defines
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
@@ -37,7 +37,7 @@ from engine.kernels.pool import pool_defines
 from engine.kernels.quantize import quantize_defines
 from engine.kernels.rope import rope_defines
 from engine.kernels.sample import UNROLL, sample_defines
-from engine.kernels.tiles import HEAD_DIMS, HopperShape, TileShape, hopper_shape, tile_shapes
+from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, HopperShape, TileShape, hopper_shape, tile_shapes
 
 DEFAULT_ARCHS = "80,86,89,90,100,120,121"
 # Query heads of a key head in published models, by head_dim.
@@ -130,6 +130,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, paged=True)
             if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, paged=True, e4m3=True)
+            for shape in tile_shapes(head_dim, LEAST_TILED):
+                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, in_8_bits=True)
+                yield _attention(head_dim, 1, torch.float16, shape, paged=True, in_8_bits=True)
             if (hopper := hopper_shape(head_dim, capability)) is not None:
                 for flags in ({}, {"prefix": True}, {"paged": True}):
                     yield from (_attention_hopper(head_dim, group, dtype, hopper, **flags) for group in _GROUPS[head_dim])
@@ -155,6 +158,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             label = f"head_dim 128, {heads}/8 heads{', norm' * norm}"
             yield Variant("rope", label, rope_defines(128, heads, 8, norm, dtype))
             yield Variant("rope", f"{label}, store", rope_defines(128, heads, 8, norm, dtype, store=True))
+            in_8_bits = rope_defines(128, heads, 8, norm, dtype, store=True, in_8_bits=True)
+            yield Variant("rope", f"{label}, store in 8 bits", in_8_bits)
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
@@ -243,11 +248,15 @@ def _attentions_decode(capability: tuple[int, int]) -> Iterator[Variant]:
     yield _attention_decode(256, 8, torch.float16)
     if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
         yield _attention_decode(256, 8, torch.bfloat16, e4m3=True)
+    for head_dim in DECODE_SHAPES_8:
+        yield _attention_decode(head_dim, 16, torch.bfloat16, in_8_bits=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        yield _attention_decode(128, 4, dtype, in_8_bits=True)
 
 
-def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False) -> Variant:
-    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}"
-    shape = DECODE_SHAPES[head_dim]
+def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False, in_8_bits: bool = False) -> Variant:
+    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}{', KV in 8 bits' * in_8_bits}"
+    shape = (DECODE_SHAPES_8 if in_8_bits else DECODE_SHAPES)[head_dim]
     defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3)
     return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.errors import BackendError
 from engine.kernels import reference
+from engine.kernels.cache8 import Cache8
 from engine.kernels.launch import Kernel, half, runs_on
 
 # Heads of one thread. More would need too many registers; fewer would have too few loads in flight.
@@ -33,25 +34,31 @@ def norm_rope(
     """
     if not _takes(qkv):
         return reference.norm_rope(qkv, q_weight, k_weight, table, positions, eps, n_heads)
-    _kernel(qkv, n_heads, True, False)(len(qkv), qkv, q_weight, k_weight, table, positions, None, None, 0, np.float32(eps))
+    _kernel(qkv, n_heads, True, False)(len(qkv), qkv, q_weight, k_weight, table, positions, None, None, None, 0, np.float32(eps))
 
 
 def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
     """Does what `norm_rope` does, without the norms."""
     if not _takes(qkv):
         return reference.rope(qkv, table, positions, n_heads)
-    _kernel(qkv, n_heads, False, False)(len(qkv), qkv, None, None, table, positions, None, None, 0, np.float32(0))
+    _kernel(qkv, n_heads, False, False)(len(qkv), qkv, None, None, table, positions, None, None, None, 0, np.float32(0))
 
 
 def rope_store(
-    qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int, cache: Tensor, slots: Tensor, norms: Norms | None = None
+    qkv: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    n_heads: int,
+    cache: Tensor | Cache8,
+    slots: Tensor,
+    norms: Norms | None = None,
 ) -> None:
     """Does what `rope` does, or `norm_rope` with `norms`, and copies K and V of each token to the cache of keys and values.
 
     Q is rotated in place. K of `qkv` is undefined afterwards where the token has a slot, and rotated where it has none. V stays.
 
     Args:
-        cache: [2, S, K, D], contiguous, dtype of `qkv`: keys, then values.
+        cache: [2, S, K, D], contiguous, dtype of `qkv`: keys, then values. A `Cache8` gets them rounded to 8 bits.
         slots: [T] int32, the token's row of the cache, below S; negative: the cache gets nothing of this token.
     Raises: BackendError if the cache does not fit `qkv`.
     """
@@ -65,26 +72,46 @@ def rope_store(
     if not _takes(qkv):
         return reference.rope_store(qkv, table, positions, n_heads, cache, slots, norms)
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    kernel = _kernel(qkv, n_heads, norms is not None, True)
-    kernel(len(qkv), qkv, q_weight, k_weight, table, positions, cache, slots, cache.shape[1], np.float32(eps))
+    in_8_bits = isinstance(cache, Cache8)
+    kernel = _kernel(qkv, n_heads, norms is not None, True, in_8_bits)
+    values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
+    kernel(len(qkv), qkv, q_weight, k_weight, table, positions, values, scales, slots, cache.shape[1], np.float32(eps))
 
 
 def _takes(qkv: Tensor) -> bool:
     return runs_on(qkv) and qkv.shape[2] in (32, 64, 128, 256)
 
 
-def _kernel(qkv: Tensor, n_heads: int, norm: bool, store: bool) -> Kernel:
+def _kernel(qkv: Tensor, n_heads: int, norm: bool, store: bool, in_8_bits: bool = False) -> Kernel:
     _, heads, head_dim = qkv.shape
-    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device, store)
+    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device, store, in_8_bits)
 
 
 @cache
-def _made(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, device: torch.device, store: bool) -> Kernel:
-    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype, store)
+def _made(
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    norm: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    store: bool,
+    in_8_bits: bool,
+) -> Kernel:
+    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype, store, in_8_bits)
     return Kernel("rope", "rope", defines, device, defines["THREADS"])
 
 
-def rope_defines(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, store: bool = False) -> dict[str, int]:
+def rope_defines(
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    norm: bool,
+    dtype: torch.dtype,
+    store: bool = False,
+    in_8_bits: bool = False,
+) -> dict[str, int]:
+    """`in_8_bits`: K and V are stored in 8 bits."""
     slots = -(-(heads + (1 + store) * kv_heads) // _PER_THREAD)
     threads = -(-slots * head_dim // 8 // 32) * 32
     return {
@@ -95,5 +122,6 @@ def rope_defines(head_dim: int, heads: int, kv_heads: int, norm: bool, dtype: to
         "THREADS": threads,
         "NORM": int(norm),
         "STORE": int(store),
+        "KV8": int(in_8_bits),
         "HALF": half(dtype),
     }

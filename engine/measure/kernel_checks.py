@@ -16,9 +16,10 @@ from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.draws import Row, uniform
 from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
+from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.linear4 import unpacked
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
-from engine.kernels.tiles import HEAD_DIMS, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
+from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
 from engine.model.quantized.four_bits import packed, to_four_bits
 from engine.options import SamplingOptions
 
@@ -199,6 +200,7 @@ def elementwise_cases(make: Maker) -> Iterator[Case]:
         "rope_store", f"{tokens} 32 heads x 128", kernels.rope_store, reference.rope_store,
         lambda m: _rope_store_arguments(m, 128), changed=4,
     )  # fmt: skip
+    yield Case("rope_store", f"{tokens} 32 heads x 128, in 8 bits", partial(_rope_store_in_8_bits, make, 128))
     yield case("swiglu", f"{tokens} 3072", kernels.swiglu, reference.swiglu, lambda m: (m.normal(_NUM_TOKENS, 6144),))
     yield case("geglu", f"{tokens} 1152", kernels.geglu, reference.geglu, lambda m: (m.normal(_NUM_TOKENS, 2304), True))
     yield case("gelu", f"{tokens} 3072", kernels.gelu, reference.gelu, lambda m: (m.normal(_NUM_TOKENS, 3072), m.normal(3072)))
@@ -262,9 +264,14 @@ def paged_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
         for label, shape in _shapes(head_dim, capability):
             described = f"{label} {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}"
             yield Case("paged_attention", described, partial(_paged_attention, make, head_dim, shape))
+        for label, shape in zip(("large tiles", "small tiles"), tile_shapes(head_dim, LEAST_TILED), strict=True):
+            described = f"{label} {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}, in 8 bits"
+            yield Case("paged_attention", described, partial(_paged_attention, make, head_dim, shape, in_8_bits=True))
         for num_blocks, parts in ((1, "whole sequences"), (1000, "sequences in parts")):
             described = f"{parts}, {len(_LENGTHS)} x {heads[0]}/{heads[1]} heads x {head_dim}"
             yield Case("attention_decode", described, partial(_attention_decode, make, head_dim, num_blocks))
+            in_8_bits = partial(_attention_decode, make, head_dim, num_blocks, in_8_bits=True)
+            yield Case("attention_decode", f"{described}, in 8 bits", in_8_bits)
 
 
 def _shapes(head_dim: int, capability: tuple[int, int]) -> Iterator[tuple[str, Shape]]:
@@ -291,6 +298,22 @@ def _rope_store_arguments(make: Maker, head_dim: int) -> tuple[Any, ...]:
     slots = np.random.default_rng(0).permutation(6 * PAGE)[:_NUM_TOKENS]
     slots[::7] = -1
     return qkv, *_angles(make, head_dim), 16, cache, make.numbers(slots), (q_weight, k_weight, _EPS)
+
+
+def _rope_store_in_8_bits(make: Maker, head_dim: int) -> Results:
+    """Compares the values that the codes and scales stand for."""
+
+    def stored(store: Callable[..., None]) -> Tensor:
+        make.reset()
+        *before, cache, slots, norms = _rope_store_arguments(make, head_dim)
+        in_8_bits, _ = _in_8_bits(cache)
+        store(*before, in_8_bits, slots, norms)
+        return in_8_bits.rows(slots[slots >= 0].long(), torch.float32)
+
+    make.reset()
+    qkv, table, positions, n_heads, cache, slots, norms = _copy(_rope_store_arguments(make, head_dim), wide=True)
+    reference.rope_store(qkv, table, positions, n_heads, cache, slots, norms)
+    return Results(stored(kernels.rope_store), stored(reference.rope_store), cache[:, slots[slots >= 0].long()])
 
 
 def _operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:
@@ -383,30 +406,32 @@ def _attention(make: Maker, head_dim: int, shape: Shape, causal: bool, window: i
     return Results(ours, low, exact)
 
 
-def _paged_attention(make: Maker, head_dim: int, shape: Shape) -> Results:
+def _paged_attention(make: Maker, head_dim: int, shape: Shape, in_8_bits: bool = False) -> Results:
     """Each sequence continues one of 100 tokens."""
     make.reset()
     before = 100
     n_heads, n_kv_heads = _HEADS[head_dim]
     cache, pages, offsets = _cache(make, [before + length for length in _LENGTHS], n_kv_heads, head_dim)
+    given, cache = _in_8_bits(cache) if in_8_bits else (cache, cache)
     q = make.normal(_NUM_TOKENS, n_heads, head_dim)
     depth = shape.block_m // (n_heads // n_kv_heads)
     tiles = make.numbers(paged_tiles(_LENGTHS, [before] * len(_LENGTHS), offsets, 0, depth))
-    ours = kernels.paged_attention(q, cache, tiles, pages, shape)
+    ours = kernels.paged_attention(q, given, tiles, pages, shape)
     low, exact = (
         reference.paged_attention(q.to(dtype), cache.to(dtype), tiles, pages, PAGE) for dtype in (make.dtype, torch.float32)
     )
     return Results(ours, low, exact)
 
 
-def _attention_decode(make: Maker, head_dim: int, num_blocks: int) -> Results:
+def _attention_decode(make: Maker, head_dim: int, num_blocks: int, in_8_bits: bool = False) -> Results:
     make.reset()
     n_heads, n_kv_heads = _HEADS[head_dim]
     cache, pages, offsets = _cache(make, _LENGTHS, n_kv_heads, head_dim)
+    given, cache = _in_8_bits(cache) if in_8_bits else (cache, cache)
     q = make.normal(len(_LENGTHS), n_heads, head_dim)
     items = make.numbers(decode_items(_LENGTHS, offsets, n_kv_heads, num_blocks))
     workspace = DecodeWorkspace.create(most_items(len(_LENGTHS), n_kv_heads, num_blocks), n_heads, head_dim, make.device)
-    ours = kernels.attention_decode(q, cache, items, pages, workspace)
+    ours = kernels.attention_decode(q, given, items, pages, workspace)
     low, exact = (
         reference.attention_decode(
             q.to(dtype), cache.to(dtype), items, pages, torch.empty(q.shape, dtype=dtype, device=make.device)
@@ -438,6 +463,12 @@ def _cache(make: Maker, lengths: Any, n_kv_heads: int, head_dim: int) -> tuple[T
     pages = np.random.default_rng(0).permutation(sum(counts))
     offsets = (np.cumsum(counts) - counts).tolist()
     return make.normal(2, sum(counts) * PAGE, n_kv_heads, head_dim), make.numbers(pages), offsets
+
+
+def _in_8_bits(cache: Tensor) -> tuple[Cache8, Tensor]:
+    """A cache rounded to 8 bits, and the values that it holds then."""
+    codes, scales = rounded(cache)
+    return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
 
 
 def _wide(x: Quantized) -> Tensor:

@@ -1,6 +1,6 @@
 """`ModelConfig`: the engine's description of one model. Families derive from it; `engine/model/keys.py` reads its fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.errors import InvalidInput
@@ -12,6 +12,8 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
+# Of keys and values, by vLLM's names: the dtype that the model computes in, or e4m3 numbers with a power of two for each head.
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 # The implementation of the network: ours, or transformers' for architectures that we do not have.
 Backend = Literal["emberforge", "transformers"]
@@ -84,6 +86,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     embeds: bool = False  # the operator has named a pooling: the model gives vectors, too
+    cache_in_8_bits: bool = False  # the operator wants keys and values in float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,3 +223,10 @@ def named_prompt(prompts: dict[str, str], name: str) -> str:
             f"Available prompts: [{names}]"
         )
     return prompts[name]
+
+
+def with_kv_cache_dtype(config: ModelConfig, name: KvCacheDtype) -> ModelConfig:
+    """The configuration with keys and values in this dtype. A model that does not generate has none, and stays as it is."""
+    if config.generation is None:
+        return config
+    return replace(config, generation=replace(config.generation, cache_in_8_bits=name != "auto"))

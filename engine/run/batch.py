@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.kernels.attention_decode import DecodeWorkspace
+from engine.kernels.cache8 import Cache8
 from engine.kernels.tiles import Shape
 from engine.run.prefixes import Layout
 
@@ -17,7 +18,7 @@ from engine.run.prefixes import Layout
 class Cached:
     """Where the cache has the tokens of a batch of streams, for the reference attention."""
 
-    layers: Sequence[Tensor]  # of `KVCache`
+    layers: Sequence[Tensor | Cache8]  # of `KVCache`
     slots: Tensor  # [T] int32, each token's row of the cache
     starts: Sequence[int]  # for each stream the number of its tokens before those of the batch
     pages: Sequence[Sequence[int]]  # for each stream
@@ -28,7 +29,7 @@ class Cached:
 class Paged:
     """Where the cache has the tokens of a batch of streams, for our kernels. Streams with one token come first."""
 
-    layers: Sequence[Tensor]  # of `KVCache`
+    layers: Sequence[Tensor | Cache8]  # of `KVCache`
     slots: Tensor  # [T] int32, each token's row of the cache; -1 for padding
     pages: Tensor  # int32, the pages of all streams, one stream after the other
     num_decodes: int  # the rows of streams with one token, padding included

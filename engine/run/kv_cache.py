@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.kernels.cache8 import Cache8
 from engine.model.config import ModelConfig
 from engine.run import reserve
 from engine.run.sleep import Sleeper
@@ -20,7 +21,10 @@ KERNEL_BYTES = 512 << 20
 
 
 class KVCache:
-    """[2, num_pages * PAGE_SIZE, n_kv_heads, head_dim] for each layer: the keys, and the values, of each token."""
+    """[2, num_pages * PAGE_SIZE, n_kv_heads, head_dim] for each layer: the keys, and the values, of each token.
+
+    They are in 8 bits if the configuration says so.
+    """
 
     def __init__(
         self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device, sleeper: Sleeper | None = None
@@ -29,7 +33,11 @@ class KVCache:
         self.device, self.num_pages = device, whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
         empty = torch.empty if sleeper is None else sleeper.empty
-        self.layers: list[Tensor] = [empty(shape, dtype=dtype, device=device) for _ in config.layers]
+        self.in_8_bits = _in_8_bits(config)
+        self.layers: list[Tensor | Cache8] = [
+            Cache8.empty(shape, device, empty) if self.in_8_bits else empty(shape, dtype=dtype, device=device)
+            for _ in config.layers
+        ]
 
 
 def whole_pages(num_tokens: int) -> int:
@@ -38,7 +46,13 @@ def whole_pages(num_tokens: int) -> int:
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    return 2 * len(config.layers) * config.n_kv_heads * config.head_dim * dtype.itemsize
+    """`dtype` is the one that the model computes in. In 8 bits, a head has a byte for its scale besides."""
+    of_head = config.head_dim + 1 if _in_8_bits(config) else config.head_dim * dtype.itemsize
+    return 2 * len(config.layers) * config.n_kv_heads * of_head
+
+
+def _in_8_bits(config: ModelConfig) -> bool:
+    return config.generation is not None and config.generation.cache_in_8_bits
 
 
 def most_default_tokens(config: ModelConfig) -> int:
@@ -53,7 +67,7 @@ def default_tokens(config: ModelConfig, dtype: torch.dtype, device: torch.device
     written. A GPU's cache is allocated at once, and may take all that passes leave of the free memory.
 
     Args:
-        dtype: of the cache.
+        dtype: the one that the model computes in.
         pass_bytes: bytes of GPU memory that passes will take: `Footprint.of_passes`.
     Raises: ModelError with the numbers, where a GPU has no memory for a single page.
     """

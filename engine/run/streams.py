@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.draws import SLOT, Row, choices_of
 from engine.kernels.attention_decode import DecodeWorkspace, decode_items, most_items
+from engine.kernels.cache8 import Cache8
 from engine.kernels.tiles import Shape, Tiling, most_paged_tiles, paged_tiles
 from engine.model.base import Model
 from engine.options import EmbedOptions
@@ -75,7 +76,7 @@ class StreamShape:
         return -(-sum(map(math.prod, self.parts().values())) // 4) * 4
 
     def view(
-        self, buffer: Tensor, layers: Sequence[Tensor], workspace: DecodeWorkspace, last: Tensor
+        self, buffer: Tensor, layers: Sequence[Tensor | Cache8], workspace: DecodeWorkspace, last: Tensor
     ) -> tuple[PackedBatch, Tensor]:
         """The batch in a filled buffer, and how its rows choose their tokens."""
         part: Any = {name: buffer[where].view(shape) for name, (where, shape) in _places(self).items()}

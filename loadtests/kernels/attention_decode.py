@@ -3,8 +3,8 @@
 python -m loadtests.kernels.attention_decode
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import attention_decode
-from engine.kernels.attention_decode import PAGE, DecodeShape, DecodeWorkspace, decode_items
+from engine.kernels.attention_decode import DECODE_SHAPES_8, PAGE, DecodeShape, DecodeWorkspace, decode_items
+from engine.kernels.cache8 import Cache8, rounded
 from engine.kernels.launch import num_sms
 from engine.measure.timing import CALLS, copy_bandwidth, seconds_of
 from loadtests.report import write
@@ -27,6 +28,8 @@ TOLERANCE = 0.02  # of the largest value
 # Of a block, for D 128; each with the blocks for each SM that decode_items is to make.
 SHAPES = [DecodeShape(4, 2), DecodeShape(4, 3), DecodeShape(2, 3), DecodeShape(2, 4), DecodeShape(2, 6), DecodeShape(1, 6)]
 CUTS = (1, 2, 3, 4, 6)
+LONG = ((1, 4096), (8, 4096), (64, 4096), (1, 32768), (16, 32768))  # for the comparison of 16 bits and 8
+STAGES_8 = (3, 4, 5, 6, 8)
 TUNED = ((1, 800), (1, 4096), (8, 800), (64, 800), (256, 800))
 
 
@@ -35,14 +38,17 @@ class Step:
     """Sequences of one length, their pages in random order, in several caches."""
 
     q: Tensor  # [B, H, D]
-    caches: list[Tensor]  # [2, S, K, D] each
+    caches: Sequence[Tensor | Cache8]  # [2, S, K, D] each
     pages: Tensor
     context: int
 
     @property
     def kv_bytes(self) -> int:
         """The bytes that each call reads."""
-        return len(self.q) * self.context * self.caches[0][:, 0].nbytes
+        cache = self.caches[0]
+        if isinstance(cache, Cache8):
+            return len(self.q) * self.context * (cache.values[:, 0].nbytes + cache.scales[:, :, 0].nbytes)
+        return len(self.q) * self.context * cache[:, 0].nbytes
 
     def cut(self, blocks_per_sm: int) -> tuple[Tensor, DecodeWorkspace]:
         """Returns the items and their workspace."""
@@ -56,6 +62,16 @@ class Step:
         items, workspace = self.cut(blocks_per_sm)
         count = len(self.caches)
         return seconds_of(lambda i: attention_decode(self.q, self.caches[i % count], items, self.pages, workspace, shape=shape))
+
+    def in_8_bits(self) -> "Step":
+        """The same step, over caches in 8 bits: twice as many, as each is half as large."""
+        caches = [
+            Cache8(codes, scales.transpose(1, 2).contiguous())
+            for cache in [*self.caches, *self.caches]
+            if isinstance(cache, Tensor)
+            for codes, scales in (rounded(cache),)
+        ]
+        return replace(self, caches=caches)
 
     def gathered(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and the values in the order of their tokens: [B, K, L, D] each, contiguous."""
@@ -76,7 +92,7 @@ def step(heads: tuple[int, int, int], batch: int, context: int) -> Step:
 
 def beside_sdpa(name: str, made: Step, bandwidth: float) -> dict[str, Any]:
     q, count = made.q.unsqueeze(2), len(made.caches)  # [B, H, 1, D]
-    contiguous = [made.gathered(cache) for cache in made.caches]
+    contiguous = [made.gathered(cache) for cache in made.caches if isinstance(cache, Tensor)]
 
     def sdpa(i: int) -> Tensor:
         return F.scaled_dot_product_attention(q, *contiguous[i % count], enable_gqa=True)
@@ -108,6 +124,29 @@ def all_steps(bandwidth: float) -> Iterator[dict[str, Any]]:
                 yield beside_sdpa(name, step(heads, batch, context), bandwidth)
 
 
+def beside_16_bits(bandwidth: float) -> Iterator[dict[str, Any]]:
+    for batch, context in LONG:
+        wide = step(HEADS["Qwen3 4B and 8B"], batch, context)
+        wide_us = 1e6 * wide.seconds()
+        made = wide.in_8_bits()
+        seconds, floor = made.seconds(), made.kv_bytes / bandwidth
+        base = DECODE_SHAPES_8[128]
+        stages = {f"{n} stages, us": 1e6 * made.seconds(shape=replace(base, stages=n)) for n in STAGES_8}
+        row = {
+            "sequences": batch,
+            "context": context,
+            "16 bits us": wide_us,
+            "8 bits us": 1e6 * seconds,
+            "16 bits / 8 bits": wide_us / 1e6 / seconds,
+            "GB/s": made.kv_bytes / seconds / 1e9,
+            "floor us": 1e6 * floor,
+            "floor / 8 bits": floor / seconds,
+            **stages,
+        }
+        print(row, flush=True)
+        yield row
+
+
 def all_shapes() -> Iterator[dict[str, Any]]:
     """Microseconds by the shape of a block, and by blocks for each SM."""
     for batch, context in TUNED:
@@ -121,12 +160,17 @@ def all_shapes() -> Iterator[dict[str, Any]]:
 def main() -> None:
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
-    tables = {"A layer's attention of a decode step": list(all_steps(bandwidth)), "Shapes, Qwen3 0.6B": list(all_shapes())}
+    tables: dict[str, Sequence[dict[str, Any]]] = {
+        "A layer's attention of a decode step": list(all_steps(bandwidth)),
+        "Keys and values in 8 bits, Qwen3 4B and 8B": list(beside_16_bits(bandwidth)),
+        "Shapes, Qwen3 0.6B": list(all_shapes()),
+    }
     notes = [
         "bf16, one token a sequence; ours reads pages of 128 tokens in random order",
         "SDPA: torch's choice of backend, over contiguous keys and values [B, K, L, D], which are gathered beforehand",
         f"floor: the bytes of keys and values at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
         "20 calls to a CUDA graph, over caches that take turns",
+        "the floor of 8 bits has a byte for each value, and one for each head of a token",
         f"decode_items is to make {BLOCKS_PER_SM} blocks for each SM, in the second table as many as the column says",
     ]
     write("kernels_attention_decode", "python -m loadtests.kernels.attention_decode", tables, notes)

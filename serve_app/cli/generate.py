@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 from rich.markup import escape
 from rich.progress import Progress
 from typer import Option
 
 from engine.errors import InvalidInput
+from engine.model.config import KvCacheDtype
 from engine.model_id import EMBEDDED_GENERATOR
 from serve_app.cli.check import check as check_model
 from serve_app.cli.console import console, say
@@ -61,6 +62,9 @@ class Options:
     ] = None
     dtype: Annotated[
         str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: bfloat16 if the device supports it")
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        str, Option(help="auto or fp8; fp8 keeps keys and values in 8 bits, for twice the tokens in the KV cache")
     ] = "auto"
     threads: Annotated[int | None, _option("--threads", "-t", text="CPU threads", default="one for each core")] = None
     verbose: Annotated[bool, Option("--verbose", "-v", help="Print times and tokens/s")] = False
@@ -174,6 +178,8 @@ class Writer:
         for flag, value in {"-n": options.n_predict, "--ctx-size": options.ctx_size, "--threads": options.threads}.items():
             if value is not None and value < 1:
                 raise InvalidInput(f"{flag} is {value}, expected 1 or more")
+        if options.kv_cache_dtype not in get_args(KvCacheDtype):
+            raise InvalidInput(f"--kv-cache-dtype is {options.kv_cache_dtype!r}, expected {', '.join(get_args(KvCacheDtype))}")
         start, dtype = perf_counter(), cast(Any, options.dtype)
         devices = chosen_devices([] if options.devices is None else [name.strip() for name in options.devices.split(",")])
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -185,6 +191,7 @@ class Writer:
                 devices=devices,
                 dtype=dtype,
                 max_input_tokens=options.ctx_size,
+                kv_cache_dtype=cast(Any, options.kv_cache_dtype),
                 num_threads=options.threads,
                 on_progress=lambda share: progress.update(task, completed=share),
             )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.devices import LEAST_CAPABILITY, is_8_bits
-from engine.kernels.tiles import Shape, attention_tiles, hopper_shape, tile_shapes
+from engine.kernels.cache8 import Cache8, rounded, widened
+from engine.kernels.tiles import LEAST_TILED, Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
 
@@ -65,9 +66,18 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def shape_of(head_dim: int, kind: str = "best") -> Shape:
-    """On this device: "large" and "small" on mma.sync, "wgmma", or the best of them for a batch that fills the chip."""
-    capability = torch.cuda.get_device_capability(DEVICE)
+def cache8_of(cache: Tensor) -> tuple[Cache8, Tensor]:
+    """A cache [2, S, K, D] rounded to 8 bits, and the values that it holds then, in the cache's dtype."""
+    codes, scales = rounded(cache)
+    return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
+
+
+def shape_of(head_dim: int, kind: str = "best", in_8_bits: bool = False) -> Shape:
+    """On this device: "large" and "small" on mma.sync, "wgmma", or the best of them for a batch that fills the chip.
+
+    `in_8_bits`: the shape for keys and values in 8 bits.
+    """
+    capability = LEAST_TILED if in_8_bits else torch.cuda.get_device_capability(DEVICE)
     large, small = tile_shapes(head_dim, capability)
     wgmma = hopper_shape(head_dim, capability)
     if kind == "wgmma" and wgmma is None:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EIGHT_BITS, poisoned
+from helpers import DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned
 from torch import Tensor
 
 from engine import kernels
 from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeShape, DecodeWorkspace, decode_items, most_items
+from engine.kernels.cache8 import Cache8
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +37,7 @@ class Step:
     lengths: Sequence[int]
     offsets: Sequence[int]
     window: int | None
+    codes: Cache8 | None = None  # those of `cache`, where that is in 8 bits
 
     def items(self, num_blocks: int) -> Tensor:
         """Padding lies among the items and after them."""
@@ -77,11 +79,19 @@ def step(
     return Step(wide.to(DEVICE)[:, :n_heads], cache.to(DEVICE), pages.to(DEVICE), lengths, offsets, window)
 
 
+def in_8_bits(made: Step) -> Step:
+    """The same step with a cache in 8 bits, whose tokens and heads have other sizes each."""
+    sizes = torch.exp2(torch.randint(-9, 2, made.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
+    codes, cache = cache8_of(made.cache * sizes.to(made.cache.dtype))
+    return replace(made, cache=cache, codes=codes)
+
+
 def ours(
     made: Step, items: Tensor, workspace: DecodeWorkspace, dtype: torch.dtype | None = None, shape: DecodeShape | None = None
 ) -> Tensor:
     with poisoned():
-        out = kernels.attention_decode(made.q, made.cache, items, made.pages, workspace, dtype, shape=shape)
+        cache = made.codes or made.cache
+        out = kernels.attention_decode(made.q, cache, items, made.pages, workspace, dtype, shape=shape)
     assert not workspace.counters.any()
     return out
 
@@ -108,6 +118,25 @@ def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None) -> lis
 @pytest.mark.parametrize(("head_dim", "group"), HEADS)
 def test_one_part_and_many(head_dim: int, group: int) -> None:
     assert check(step(head_dim, group), 1, 16, 1000) == [1, 3, 8]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"), [(128, 1), (128, 4), (128, 7), (128, 16), (128, 24), (32, 16), (64, 7), (96, 8), (256, 3), (256, 8)]
+)
+def test_keys_and_values_in_8_bits(head_dim: int, group: int) -> None:
+    assert check(in_8_bits(step(head_dim, group)), 1, 16, 1000) == [1, 3, 8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 15, 16, 100, 128, 700])
+def test_windows_of_a_cache_in_8_bits(window: int, dtype: torch.dtype) -> None:
+    check(in_8_bits(step(64, 7, window=window, dtype=dtype)), 1, 1000)
+    check(in_8_bits(step(128, 4, (5000, 1, 3000), window=window, dtype=dtype, n_kv_heads=8)), 1, 100)
+
+
+def test_every_length_around_a_group_of_keys_in_8_bits() -> None:
+    for first in range(1, 200, 20):
+        check(in_8_bits(step(128, 2, range(first, first + 20))), 1)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 16), (128, 2)])
@@ -167,6 +196,21 @@ def test_rows_of_no_item_are_not_written() -> None:
         torch.cuda.synchronize()
         assert (kernels.attention_decode(made.q, made.cache, nothing, made.pages, workspace, out=buffer) == 7).all()
     assert not workspace.counters.any()
+
+
+def test_what_is_not_finite_in_8_bits_reaches_the_rows_that_see_it_alone() -> None:
+    made = in_8_bits(step(128, 2, (5, 300, 700)))
+    assert made.codes is not None
+    items, workspace = made.items(1000), made.workspace(1000)
+    before = ours(made, items, workspace)
+    slot = int(made.pages[made.offsets[1] + 1]) * PAGE + 3
+    for kind in (0, 1):
+        kept = made.codes.scales[kind, :, slot].clone(), made.codes.values[kind, slot].clone()
+        made.codes.scales[kind, :, slot], made.codes.values.view(torch.uint8)[kind, slot] = 255, 0
+        out = ours(made, items, workspace)
+        made.codes.scales[kind, :, slot], made.codes.values[kind, slot] = kept
+        assert torch.equal(out[[0, 2]], before[[0, 2]])
+        assert not out[1].isfinite().any()
 
 
 def test_what_is_not_finite_reaches_the_rows_that_see_it_alone() -> None:

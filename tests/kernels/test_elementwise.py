@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from engine import kernels
 from engine.kernels import reference
+from engine.kernels.cache8 import Cache8, rounded, widened
 
 pytestmark = pytest.mark.gpu
 
@@ -150,6 +151,49 @@ def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, in
     assert torch.equal(ours[:, rotated:].view(torch.int16), qkv[:, rotated:].view(torch.int16))
     before[0, rows], before[1, rows] = cache[0, rows], qkv[has_slot, rotated:]
     assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
+
+
+@in_16_bits
+@pytest.mark.parametrize("heads", [(7, 1), (40, 8)])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """V as the reference rounds it, bit by bit, whatever its size. K as the other kernel gives it, within a step of e4m3."""
+    n_heads, n_kv_heads = heads
+    num_tokens, rotated, size = sum(RAGGED), sum(heads), 6 * 128
+    qkv = normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype)
+    sizes = torch.exp2(torch.randint(-20, 12, (num_tokens, n_kv_heads), device=DEVICE)).unsqueeze(-1)
+    qkv[:, rotated:] *= sizes.to(dtype)
+    qkv[:, rotated:, ::3] *= 2**-7  # subnormal numbers of e4m3
+    qkv[3, rotated:, 1], qkv[4, rotated:, 0], qkv[5, rotated:] = torch.nan, -torch.inf, 0
+    weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
+    table, positions = reference.rope_table(head_dim, 1e6, max(RAGGED), DEVICE), positions_of(RAGGED)
+    slots = torch.randperm(size, device=DEVICE)[:num_tokens].int()
+    slots[::3] = -1
+    cache, wide = (
+        Cache8.empty((2, size, n_kv_heads, head_dim), DEVICE),
+        torch.zeros(2, size, n_kv_heads, head_dim, dtype=dtype, device=DEVICE),
+    )
+    cache.values.view(torch.uint8).fill_(7)
+    cache.scales.fill_(9)
+    norms = (*weights, EPS) if norm else None
+    copy = qkv.clone()
+    kernels.rope_store(copy, table, positions, n_heads, wide, slots, norms)
+    ours = qkv.clone()
+    kernels.rope_store(ours, table, positions, n_heads, cache, slots, norms)
+    assert_rotated(ours[:, :n_heads], copy[:, :n_heads])
+    assert_rotated(ours[::3, n_heads:rotated], copy[::3, n_heads:rotated])
+    assert torch.equal(ours[:, rotated:].view(torch.int16), qkv[:, rotated:].view(torch.int16))
+    rows = slots[slots >= 0].long()
+    codes, scales = rounded(wide[:, rows])
+    assert torch.equal(cache.values.view(torch.uint8)[1, rows], codes[1].view(torch.uint8))
+    assert torch.equal(cache.scales[1][:, rows].T, scales[1])
+    keys = widened(cache.values[0, rows], cache.scales[0][:, rows].T, torch.float32)
+    most = wide[0, rows].float().abs().amax(-1, keepdim=True)
+    assert ((keys - wide[0, rows].float()).abs() <= 0.07 * wide[0, rows].float().abs() + 2**-9 * most).all()
+    others = torch.ones(size, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
+    assert (cache.values.view(torch.uint8)[:, others] == 7).all()
+    assert (cache.scales[:, :, others] == 9).all()
 
 
 def assert_rotated(ours: Tensor, expected: Tensor) -> None:

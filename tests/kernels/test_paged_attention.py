@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EIGHT_BITS, poisoned, random_qkv, shape_of, tile_depth
+from helpers import DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned, random_qkv, shape_of, tile_depth
 from torch import Tensor
 
 from engine import kernels
 from engine.kernels import reference
+from engine.kernels.cache8 import Cache8
 from engine.kernels.paged_attention import PAGE
 from engine.kernels.tiles import Shape, most_paged_tiles, paged_tiles
 
@@ -61,6 +62,7 @@ class Case:
     chunks: Chunks
     offsets: Sequence[int]  # of each chunk's page list
     window: int | None
+    codes: Cache8 | None = None  # those of `cache`, where that is in 8 bits
 
     def tiles(self, depth: int) -> Tensor:
         lengths, starts = zip(*self.chunks, strict=True)
@@ -70,7 +72,7 @@ class Case:
         """Into an output full of NaN."""
         tiles = self.tiles(tile_depth((self.q.shape[1], self.cache.shape[2]), self.q.shape[2], shape)) if tiles is None else tiles
         with poisoned():
-            return kernels.paged_attention(self.q, self.cache, tiles, self.pages, shape, self.window, dtype)
+            return kernels.paged_attention(self.q, self.codes or self.cache, tiles, self.pages, shape, self.window, dtype)
 
     def expected(self, dtype: torch.dtype) -> Tensor:
         whole = self.tiles(1 << 20)
@@ -116,6 +118,37 @@ def test_chunks_over_shuffled_pages(kind: str, head_dim: int, group: int) -> Non
     shape = shape_of(head_dim, kind)
     for window in WINDOWS:
         case_of(head_dim, group, window=window).check(shape)
+
+
+def in_8_bits(case: Case) -> Case:
+    """The same case with a cache in 8 bits, whose tokens and heads have other sizes each."""
+    sizes = torch.exp2(torch.randint(-9, 2, case.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
+    codes, cache = cache8_of(case.cache * sizes.to(case.cache.dtype))
+    return replace(case, cache=cache, codes=codes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "group"),
+    [
+        *(("large", 128, group) for group in (1, 4, 16)),
+        *(("large", head_dim, group) for head_dim, group in ((32, 1), (64, 7), (96, 3), (256, 3))),
+        *(("small", head_dim, group) for head_dim, group in ((32, 4), (64, 8), (96, 2), (128, 7), (256, 5))),
+    ],
+)
+def test_chunks_over_pages_in_8_bits(kind: str, head_dim: int, group: int) -> None:
+    for window in (None, 0, 127, 200):
+        in_8_bits(case_of(head_dim, group, window=window)).check(shape_of(head_dim, kind, in_8_bits=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "head_dim", "group"), [("large", 128, 4), ("small", 64, 8)])
+def test_lengths_and_starts_in_8_bits(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
+    shape = shape_of(head_dim, kind, in_8_bits=True)
+    depth, step = shape.block_m // group, shape.block_n
+    starts = (0, 1, step - 1, step, step + 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - depth)
+    chunks = [(length, start) for length in (1, depth - 1, depth, depth + 1, 2 * depth + 1) for start in starts]
+    for window in (None, depth, PAGE):
+        in_8_bits(case_of(head_dim, group, dtype, window, chunks)).check(shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

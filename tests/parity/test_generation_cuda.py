@@ -195,6 +195,34 @@ def test_log_probabilities_are_as_exact_as_those_of_transformers_in_bf16(
         assert tails[0] <= 1.5 * tails[1], f"{name}: {tails}"
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3 wide", "llama of seven", "mistral", "gemma3"])
+@pytest.mark.parametrize("budget", [8192, 100])
+def test_log_probabilities_with_keys_and_values_in_8_bits(
+    folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str, budget: int
+) -> None:
+    """Our error against fp32 is at most 1.3 times the sum of two errors: that of the reference with 8 bits in fp32, and that of
+    transformers in bf16."""
+    engine, wide = engine_of(kind, kv_cache_dtype="fp8"), engine_of(kind, "float32", kv_cache_dtype="fp8")
+    drawn = SamplingOptions(max_tokens=64, logprobs=1, prompt_logprobs=0)
+    scored = replace(drawn, max_tokens=1)
+    given = prompts(LENGTHS)
+    answers = run(engine, given, [replace(drawn, seed=seed) for seed in range(len(given))], budget)
+    whole = [prompt + ids(answer.tokens) for prompt, answer in zip(given, answers, strict=True)]
+    also = run(wide, whole, [scored] * len(whole))
+    errors = []
+    for text, prompt, answer, other in zip(whole, given, answers, also, strict=True):
+        teacher = Teacher.reads(folder_of(kind), text)
+        assert answer.prompt_tokens is not None
+        assert other.prompt_tokens is not None
+        ours, low = teacher.errors([*answer.prompt_tokens[1:], *answer.tokens], 1)
+        rounded, _ = teacher.errors(other.prompt_tokens[1:], 1)
+        prefill, decode = slice(0, len(prompt) - 1), slice(len(prompt), None)
+        errors += [[each[part].sum() for each in (ours, low, rounded)] for part in (prefill, decode)]
+    for name, each in (("prompts", errors[::2]), ("answers", errors[1::2])):
+        ours, low, rounded = (float(torch.stack(parts).sum()) for parts in zip(*each, strict=True))
+        assert 0.3 * rounded <= ours <= 1.3 * (rounded + low), f"{name}: {ours:.2e} {rounded:.2e} {low:.2e}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_answers_in_bf16_are_the_likeliest_in_every_company(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str

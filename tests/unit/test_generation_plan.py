@@ -16,6 +16,7 @@ from stub_hub import stub_hub
 from cluster import plan_report
 from cluster.cache_shares import finds_room, more_pages
 from cluster.catalogue import CATALOGUE
+from cluster.files import ClusterError
 from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import GIB, Card, Node
@@ -176,6 +177,34 @@ def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:
     (unplaced,) = plan.unplaced
     assert "a replica needs 13.4 GiB, but small:0 has only 11.6 GiB for models" in unplaced.why
     assert "context: 20352" in unplaced.ways_out
+    assert "kv_cache_dtype: fp8" in unplaced.ways_out
+
+
+def test_an_8b_with_32k_of_context_fits_12_gb_with_keys_and_values_in_8_bits(hub: None) -> None:
+    """Its cache takes 2.3 GiB. The memory that is left holds 8,000 tokens more."""
+    asked = {"model": "Qwen/Qwen3-8B", "dtype": "int4", "context": 32_768, "streams": 1, "kv_cache_dtype": "fp8"}
+    plan = planned((SMALL,), asked)
+    assert plan.unplaced == ()
+    (pool,) = plan.pools
+    assert pool.cache_tokens == 40_448
+    assert plan.cache_bytes(pool) == 40_448 * 2 * 36 * 8 * 129
+    (use,) = plan_report.card_uses(plan)
+    assert use.used_bytes <= use.capacity
+    pool_app, _ = serve_config(plan)["applications"]
+    assert pool_app["args"]["spec"]["kv_cache_dtype"] == "fp8"
+
+
+def test_keys_and_values_in_8_bits_decode_faster_behind_long_contexts() -> None:
+    one = {"model": "Qwen/Qwen3-8B", "context": 32_768, "streams": 4}
+    rates = [planned((L40S,), one | {"kv_cache_dtype": name}).generation_rates("m0") for name in ("auto", "fp8")]
+    ((wide,), (narrow,)) = (each.values() for each in rates)
+    assert 1.1 < narrow.decode / wide.decode < 2
+    assert narrow.prefill == wide.prefill
+
+
+def test_a_model_that_does_not_generate_has_no_kv_cache_dtype() -> None:
+    with pytest.raises(ClusterError, match="model m0 has kv_cache_dtype: fp8, but does not generate text; leave it out"):
+        planned((L40S,), {"model": "all-MiniLM-L6-v2", "kv_cache_dtype": "fp8"})
 
 
 def qwen3_8b_q4_k_m(path: Path) -> Path:

@@ -19,6 +19,7 @@ from engine.kernels import report
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
 from engine.kernels.attention_decode import DecodeWorkspace, decode_items
+from engine.kernels.cache8 import Cache8
 from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import IN_8_BITS, FewRowsShape, few_rows, few_rows_shape
@@ -28,7 +29,7 @@ from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
 from engine.kernels.quantize import quantize, quantize_defines
 from engine.kernels.signature import entries, signature
-from engine.kernels.tiles import Tiling, hopper_shape, tile_shapes
+from engine.kernels.tiles import LEAST_TILED, HopperShape, Tiling, hopper_shape, tile_shapes
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SOURCES = sorted(path.stem for path in _SOURCES.glob("*.cu"))
@@ -66,12 +67,16 @@ def test_a_signature_holds_what_the_macros_make_of_the_source() -> None:
         "x as a tensor of float16, contiguous", "bias as a tensor of float16, contiguous", "num_rows as a whole number",
     ]  # fmt: skip
     shape = tile_shapes(64, (9, 0))[0]
-    q, k, v, out, *_, bias, reach, pages = told("attention", "attention", attention_defines(64, 1, BF16, shape, e4m3=True))
+    q, k, v, out, *_, bias, reach, pages, scales = told(
+        "attention", "attention", attention_defines(64, 1, BF16, shape, e4m3=True)
+    )
     assert q == "q as a tensor of bfloat16, of contiguous rows"
     assert (k[2:], v[2:]) == (q[2:], q[2:])
     assert out == "out as a tensor of float8_e4m3fn, of contiguous rows"
     assert (bias, reach) == ("bias as a tensor of float32, contiguous", "reach as a whole number")
-    assert pages == "pages as a tensor of int32, contiguous"
+    assert (pages, scales) == ("pages as a tensor of int32, contiguous", "scales as a tensor of uint8, contiguous")
+    in_8_bits = attention_defines(64, 1, BF16, shape, paged=True, in_8_bits=True)
+    assert told("attention", "attention", in_8_bits)[1] == "k as a tensor of float8_e4m3fn, of contiguous rows"
     values = told("quantize", "quantize", quantize_defines(64, BF16, torch.int8))[3]
     assert values == "values as a tensor of int8, contiguous"
 
@@ -188,6 +193,8 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     cache = torch.zeros(2, 128, 2, 128, dtype=BF16)
     kernels.rope_store(qkv, table, ids, 4, cache, ids)
     kernels.rope_store(qkv, table, ids, 4, cache, ids, (weight, weight, 1e-6))
+    in_8_bits = Cache8.empty((2, 256, 2, 128), q.device)
+    kernels.rope_store(qkv, table, ids, 4, in_8_bits, ids)
     kernels.rms_norm(wide, weight, 1e-6, wide.clone())
     kernels.layer_norm(wide, weight, weight, 1e-6, weight, wide.clone())
     kernels.swiglu(wide)
@@ -206,10 +213,12 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     items = torch.from_numpy(decode_items([128, 1, 7], [0, 0, 0], 2, 264))
     for dtype in (None, E4M3):
         kernels.attention_decode(q, cache, items, ids, workspace, dtype)
+        kernels.attention_decode(q, in_8_bits, items, ids, workspace, dtype)
     cache, pages = torch.ones(2, 256, 2, 128, dtype=BF16), torch.zeros(2, dtype=torch.int32)
     for dtype in (None, E4M3):
         for shape in (tile_shapes(128, (9, 0))[0], wgmma):
             kernels.paged_attention(q, cache, tiles.repeat(1, 2), pages, shape, window=5, dtype=dtype)
+        kernels.paged_attention(q, in_8_bits, tiles.repeat(1, 2), pages, tile_shapes(128, LEAST_TILED)[0], dtype=dtype)
     for kind in (E4M3, torch.int8):
         quantize(wide, kind, norm=weight, pending=wide.clone())
         quantize(wide, kind, gated=True)
@@ -271,7 +280,14 @@ def test_paged_attention_tells_its_kernel_where_things_lie(fake_kernels: set[tup
     addresses = [each.data_ptr() for each in (q, cache[0], cache[1], out, tiles)]
     assert (grid, values[:6]) == ((2, 1), [*addresses, 0])
     assert values[6:11] == [8 * 128, 2 * 128, 4 * 128, 7, 0]  # strides, then the tokens seen before and after
-    assert values[-1] == pages.data_ptr()
+    assert values[-2:] == [pages.data_ptr(), 0]
+    in_8_bits = Cache8.empty((2, 256, 2, 128), q.device)
+    kernels.paged_attention(q, in_8_bits, tiles, pages, tile_shapes(128, LEAST_TILED)[0], 7, out=out)
+    _, (_, values) = FakeKernel.launches
+    assert values[1:3] == [in_8_bits.values[0].data_ptr(), in_8_bits.values[1].data_ptr()]
+    assert values[-2:] == [pages.data_ptr(), in_8_bits.scales.data_ptr()]
+    with pytest.raises(AssertionError, match="wgmma"):
+        kernels.paged_attention(q, in_8_bits, tiles, pages, HopperShape(128, 128, 2), 7, out=out)
 
 
 @pytest.mark.parametrize("kind", ["pages", "tiles", "dtype", "shape"])

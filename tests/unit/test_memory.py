@@ -25,7 +25,8 @@ from engine.devices import DTYPES
 from engine.heads.classifier import Head
 from engine.heads.splade import Splade
 from engine.kernels import MaybeQuantized, Quantized
-from engine.model.config import DenseConfig, GenerationConfig, ModelConfig
+from engine.kernels.cache8 import Cache8
+from engine.model.config import DenseConfig, GenerationConfig, ModelConfig, with_kv_cache_dtype
 from engine.model.families import MODELS, family_of
 from engine.model.folder import load_model_config
 from engine.model.footprint import (
@@ -288,11 +289,30 @@ def test_a_cache_is_counted_in_whole_pages(kind: MemoryKind) -> None:
     assert more.total - none.total == more.reserved - none.reserved == 2 * a_page
     with torch.device("meta"):
         cache = KVCache(config, 129, torch.bfloat16, torch.device("meta"))
-    assert sum(layer.nbytes for layer in cache.layers) == more.cache
+    assert sum(layer.nbytes for layer in cache.layers if isinstance(layer, torch.Tensor)) == more.cache
     assert footprint(config, torch.int8, kind, cache_tokens=1).cache == a_page  # keys and values stay in bf16
     most = footprint(config, torch.bfloat16, kind)
     assert most == footprint(config, torch.bfloat16, kind, cache_tokens=16 * config.max_input_length)
     assert footprint(CATALOGUE["Qwen/Qwen3-Embedding-0.6B"], torch.bfloat16, kind, cache_tokens=128).cache == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_in_8_bits_has_a_byte_for_each_value_and_each_head(kind: MemoryKind) -> None:
+    config = with_kv_cache_dtype(qwen3("0.6B"), "fp8")
+    a_page = PAGE_SIZE * 2 * 28 * 8 * (128 + 1)
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        none, more = (footprint(config, dtype, kind, cache_tokens=tokens) for tokens in (0, 129))
+        assert (none.cache, more.cache) == (0, 2 * a_page)
+        assert more.total - none.total == 2 * a_page
+    cache = KVCache(config, 129, torch.bfloat16, torch.device("meta"))
+    assert cache.in_8_bits
+    assert sum(each.values.nbytes + each.scales.nbytes for each in cache.layers if isinstance(each, Cache8)) == 2 * a_page
+    assert footprint(config, torch.bfloat16, kind, cache_tokens=0) == footprint(
+        qwen3("0.6B"), torch.bfloat16, kind, cache_tokens=0
+    )
+    assert with_kv_cache_dtype(config, "auto") == qwen3("0.6B")
+    embeds = CATALOGUE["Qwen/Qwen3-Embedding-0.6B"]
+    assert with_kv_cache_dtype(embeds, "fp8") == embeds
 
 
 def test_prompts_are_cut_so_a_longer_context_takes_no_more() -> None:

@@ -23,6 +23,9 @@
 // With PAGED, keys are counted by their positions. Blocks begin at multiples of BLOCK_N, which divides PAGE, so no block crosses
 // a page. A tile reads no page beyond those of the positions that its tokens see. Rows behind its last token become zeros.
 //
+// KV8 (with PAGED): k and v are e4m3 and have scales u8 [2, K, S] (cache8.cuh). cp.async brings the codes of a block to a place of
+// their own. Each thread then widens the codes that it has fetched, to the tile that keys and values share.
+//
 // FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V
 // fragment read from shared memory feeds M_TILES products; K of the next block is fetched under softmax and P V, V under
 // Q K^T. Two blocks share an SM and fill each other's gaps.
@@ -53,7 +56,7 @@ __device__ __forceinline__ u32 advance(u32 at, int steps) {
     return SWIZZLED ? (at ^ (steps % 4 * 32)) + steps / 4 * 128 : at + steps * 32;
 }
 
-__device__ __forceinline__ void copy_async(u32 shared, const u16* global, bool valid) {
+__device__ __forceinline__ void copy_async(u32 shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0));
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
@@ -66,20 +69,61 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
 }
 
 // A thread copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if a row's chunks are no power of two.
-constexpr u32 ROW_LANES = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
+constexpr u32 lanes_of(int chunks) { return chunks <= 2 ? 2 : chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32; }
+constexpr u32 ROW_LANES = lanes_of(CHUNKS);
 constexpr int ROW_STEP = THREADS / ROW_LANES;
+// The same for K and V, where a chunk may have 16 codes.
+constexpr int KEY_CHUNKS = D * sizeof(KV) / 16;
+constexpr u32 KEY_LANES = lanes_of(KEY_CHUNKS);
+constexpr int KEY_STEP = THREADS / KEY_LANES;
 
 // Loads BLOCK_N rows of K or V. `x` is this thread's chunk of its first row. `rows` rows exist from there on; others become zeros.
-__device__ __forceinline__ void load_keys(u32 shared, const u16* x, int stride, int rows) {
-    const u32 r = threadIdx.x / ROW_LANES, c = threadIdx.x % ROW_LANES;
-    if (ROW_LANES != CHUNKS && c >= CHUNKS) return;
+// Codes are not swizzled: only the thread that fetches them reads them.
+__device__ __forceinline__ void load_keys(u32 shared, const KV* x, int stride, int rows) {
+    const u32 r = threadIdx.x / KEY_LANES, c = threadIdx.x % KEY_LANES;
+    if (KEY_LANES != KEY_CHUNKS && c >= KEY_CHUNKS) return;
 #pragma unroll
-    for (int i = 0; i < BLOCK_N; i += ROW_STEP) {
-        if (BLOCK_N % ROW_STEP != 0 && i + r >= BLOCK_N) break;
+    for (int i = 0; i < BLOCK_N; i += KEY_STEP) {
+        if (BLOCK_N % KEY_STEP != 0 && i + r >= BLOCK_N) break;
         const bool valid = i < rows;
-        copy_async(shared + place(i + r, c), x + (valid ? i * stride : 0), valid);
+        copy_async(shared + (KV8 ? ((i + r) * KEY_CHUNKS + c) * 16 : place(i + r, c)), x + (valid ? i * stride : 0), valid);
     }
 }
+
+#if KV8
+static_assert(PAGED && BLOCK_N % KEY_STEP == 0, "a thread widens whole rows");
+constexpr int KEY_ROWS = BLOCK_N / KEY_STEP;  // of a thread
+constexpr u32 RAW = BLOCK_N * D;              // bytes of a block of codes
+
+// The scales of this thread's rows of a block, for `load_keys` with the same `rows`.
+__device__ __forceinline__ void load_scales(u32 (&scale)[KEY_ROWS], const u8* x, int rows) {
+#pragma unroll
+    for (int i = 0; i < KEY_ROWS; ++i) scale[i] = i * KEY_STEP < rows ? x[i * KEY_STEP] : 0;
+}
+
+// Writes the values of the codes that this thread has fetched to `raw` into the tile.
+__device__ __forceinline__ void widen(u32 tile, u32 raw, const u32 (&scale)[KEY_ROWS]) {
+    const u32 r = threadIdx.x / KEY_LANES, c = threadIdx.x % KEY_LANES;
+    if (KEY_LANES != KEY_CHUNKS && c >= KEY_CHUNKS) return;
+#pragma unroll
+    for (int i = 0; i < KEY_ROWS; ++i) {
+        const int row = i * KEY_STEP + r;
+        const u32 both = scale16(scale[i]) * 0x10001;
+        u32 codes[4], x[8];
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3])
+                     : "r"(raw + (row * KEY_CHUNKS + c) * 16)
+                     : "memory");
+#pragma unroll
+        for (int e = 0; e < 8; ++e) x[e] = widened(__byte_perm(codes[e / 2], 0, e % 2 ? 0x3424 : 0x1404), both);
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(tile + place(row, 2 * c + h)), "r"(x[4 * h]),
+                         "r"(x[4 * h + 1]), "r"(x[4 * h + 2]), "r"(x[4 * h + 3])
+                         : "memory");
+    }
+}
+#endif
 
 #if PREFIX || PAGED
 typedef int4 Tile;
@@ -88,17 +132,25 @@ typedef int2 Tile;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ v, Out* __restrict__ out,
+attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restrict__ v, Out* __restrict__ out,
           const Tile* __restrict__ tiles, const int2* __restrict__ bounds, i64 q_stride, i64 kv_stride, i64 out_stride,
           i64 left_, i64 right_, float scale_log2, const float* __restrict__ bias, i64 reach_,
-          const int* __restrict__ pages) {
+          const int* __restrict__ pages, const u8* __restrict__ scales) {
     overlap();
     extern __shared__ __align__(128) unsigned char shared[];
     const Tile tile = tiles[blockIdx.y];
     if (tile.x == tile.y) return;
     const int kv_head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 q_tile = static_cast<u32>(__cvta_generic_to_shared(shared));
-    const u32 k_tile = q_tile + BLOCK_M * PITCH * 2, v_tile = k_tile + BLOCK_N * PITCH * 2;
+    const u32 k_tile = q_tile + BLOCK_M * PITCH * 2, v_tile = k_tile + (KV8 ? 0 : BLOCK_N * PITCH * 2);
+#if KV8
+    const u32 k_raw = k_tile + BLOCK_N * PITCH * 2, v_raw = k_raw + RAW;
+    u32 k_scales[KEY_ROWS], v_scales[KEY_ROWS];
+    const i64 of_values = (v - k) / D;                           // from a key's scale to its value's
+    scales += kv_head * (of_values / gridDim.x) + threadIdx.x / KEY_LANES;  // now of this thread's first row
+#else
+    const u32 k_raw = k_tile, v_raw = v_tile;
+#endif
     const int stride = static_cast<int>(kv_stride), left = static_cast<int>(left_), right = static_cast<int>(right_);
 
     // Keys any row of the tile sees, and those every row sees; both ends grow with the token.
@@ -137,19 +189,25 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     auto stop = [&](int key) { return in_prefix(key) ? begin - (-prefix & (BLOCK_N - 1)) : end; };
 
     // This thread's chunk of the next block of keys; the values lie at the same distance everywhere.
-    auto chunk_of = [&](int row) { return k + (row + first_row) * kv_stride + kv_head * D + chunk * 8; };
+    const int key_row = threadIdx.x / KEY_LANES;
+    auto chunk_of = [&](int row) {
+        return k + (row + key_row) * kv_stride + kv_head * D + threadIdx.x % KEY_LANES * (16 / sizeof(KV));
+    };
 #if PAGED
     pages += tile.z;
     auto row_of = [&](int key) { return pages[key / PAGE] * PAGE + key % PAGE; };  // of the first key of a block
-    const u16* next = chunk_of(row_of(first));
+    const KV* next = chunk_of(row_of(first));
 #elif PREFIX
-    const u16* next = chunk_of(prefix > 0 ? tile.z : begin);
+    const KV* next = chunk_of(prefix > 0 ? tile.z : begin);
 #else
-    const u16* next = chunk_of(begin);
+    const KV* next = chunk_of(begin);
 #endif
     const i64 to_values = v - k;
-    load_keys(k_tile, next, stride, stop(first) - first - first_row);
+    load_keys(k_raw, next, stride, stop(first) - first - key_row);
     copy_commit();
+#if KV8
+    load_scales(k_scales, scales + row_of(first), stop(first) - first - key_row);
+#endif
 
     float o[M_TILES][D_TILES][4] = {};
     float row_max[M_TILES][2], row_sum[M_TILES][2];
@@ -166,8 +224,13 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
     for (int key = first; key < end; key += BLOCK_N) {
         copy_wait();
         __syncthreads();  // K is there, and nobody reads the previous V any more
-        load_keys(v_tile, next + to_values, stride, stop(key) - key - first_row);
+        load_keys(v_raw, next + to_values, stride, stop(key) - key - key_row);
         copy_commit();
+#if KV8
+        load_scales(v_scales, scales + of_values + row_of(key), stop(key) - key - key_row);
+        widen(k_tile, k_raw, k_scales);
+        __syncthreads();
+#endif
 
         float s[M_TILES][N_TILES][4] = {};
 #pragma unroll
@@ -196,8 +259,13 @@ attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __res
         next += BLOCK_N * stride;
         if (PREFIX && key + BLOCK_N == begin) next = chunk_of(begin);
 #endif
-        if (key + BLOCK_N < end) load_keys(k_tile, next, stride, stop(key + BLOCK_N) - key - BLOCK_N - first_row);
+        if (key + BLOCK_N < end) load_keys(k_raw, next, stride, stop(key + BLOCK_N) - key - BLOCK_N - key_row);
         copy_commit();
+#if KV8
+        if (key + BLOCK_N < end) load_scales(k_scales, scales + row_of(key + BLOCK_N), stop(key + BLOCK_N) - key - BLOCK_N - key_row);
+        widen(v_tile, v_raw, v_scales);
+        __syncthreads();
+#endif
 
 #if BIAS
         const int reach = static_cast<int>(reach_);

@@ -3,6 +3,7 @@
 //   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
 //   sequence's first part, 0. first == end is padding: the block does nothing. A row of no item is not written.
+//   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh).
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
 //   with several parts. The counters are 0 before and after.
@@ -17,6 +18,10 @@
 // S^T leaves the first product as rows of keys, and the second product takes P^T as columns of keys: movmatrix transposes it.
 // The running maximum is raised only when a score outgrows it by 2^8, as in attention.cu.
 //
+// With KV8, a lane widens the codes that it needs after ldmatrix, which moves two neighbouring codes as one 16-bit value. The first
+// product sums over the columns of K, so their order does not matter: Q is loaded in the order in which K's columns arrive. In the
+// second product a transposed pair is two columns of V: the even columns are the upper eight rows of O^T, the odd ones the lower.
+//
 // Keys outside [first, end) are not read: cp.async fills their rows with zeros, as 0 * NaN would be NaN in P V.
 //
 // Several parts: each block leaves its result in the workspace and counts itself. The last block of a sequence and key head adds
@@ -24,15 +29,16 @@
 //
 // Items and pages come from the host. They are read while the kernel before still runs, so no kernel may write them just before.
 //
-// Floor: the bytes of the keys and values.
+// Floor: the bytes of the keys and values, and of their scales.
 #define D HEAD_DIM
 
 constexpr int WARPS = NUM_WARPS, THREADS = 32 * WARPS;
 constexpr int KEYS = 16, PAGE = 128;  // keys of a group, slots of a page
-constexpr int CHUNKS = D / 8;         // 16-byte chunks of a row
-constexpr bool SWIZZLED = D % 64 == 0;
-constexpr int PITCH = SWIZZLED ? D : D + 8;
-constexpr u32 TILE = KEYS * PITCH * 2, STAGE = 2 * TILE, RING = STAGES * STAGE;  // bytes; a ring for each warp
+constexpr int ROW = D * sizeof(KV), CHUNKS = ROW / 16;  // bytes of a row, and its 16-byte chunks
+constexpr bool SWIZZLED = ROW % 128 == 0;
+constexpr int PITCH = SWIZZLED ? ROW : ROW + 16;  // bytes
+constexpr u32 TILE = KEYS * PITCH;
+constexpr u32 STAGE = 2 * TILE + KV8 * 128, RING = STAGES * STAGE;  // with room for the scales of 16 keys and 16 values; a ring for each warp
 constexpr int MOST_ROWS = GROUP < BLOCK_ROWS ? GROUP : BLOCK_ROWS;               // query heads of a block
 constexpr int HEAD_TILES = (GROUP + BLOCK_ROWS - 1) / BLOCK_ROWS;                // blocks that share a key head
 constexpr int Q_TILES = (MOST_ROWS + 7) / 8;
@@ -49,7 +55,7 @@ static_assert(sizeof(Shared) <= EXTRA_BYTES, "the launcher allocates it");
 static_assert(8 * Q_TILES * SUMS_PITCH * 4 <= RING, "a warp's results fit into its ring");
 static_assert(MOST_PARTS * MOST_ROWS * 4 <= WARPS * RING, "the parts' factors fit into the rings");
 
-__device__ __forceinline__ void copy_async(u32 shared, const u16* global, bool valid) {
+__device__ __forceinline__ void copy_async(u32 shared, const KV* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -82,7 +88,7 @@ __device__ __forceinline__ float2 load_shared_by_blocks(const float2* x) {
 
 // The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together lie in eight different 16-byte bank
 // groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
-__device__ __forceinline__ u32 place(int r, int c) { return (r * PITCH + 8 * (SWIZZLED ? c ^ (r & 7) : c)) * 2; }
+__device__ __forceinline__ u32 place(int r, int c) { return r * PITCH + 16 * (SWIZZLED ? c ^ (r & 7) : c); }
 
 // `at` two chunks further, `steps` times.
 __device__ __forceinline__ u32 advance(u32 at, int steps) {
@@ -95,7 +101,7 @@ constexpr int ROW_STEP = 32 / ROW_LANES;
 
 // Fetches the rows of K and of V of one group. `x` is this lane's chunk of its first row of K, and row i of the group is valid if
 // begin <= i < end.
-__device__ __forceinline__ void fetch_keys(u32 stage, const u16* x, i64 stride, i64 to_values, int begin, int end) {
+__device__ __forceinline__ void fetch_keys(u32 stage, const KV* x, i64 stride, i64 to_values, int begin, int end) {
     const int lane = threadIdx.x % 32, r = lane / ROW_LANES, c = lane % ROW_LANES;
     if (ROW_LANES != CHUNKS && c >= CHUNKS) return;
 #pragma unroll
@@ -104,6 +110,27 @@ __device__ __forceinline__ void fetch_keys(u32 stage, const u16* x, i64 stride, 
         for (int i = 0; i < KEYS; i += ROW_STEP)
             copy_async(stage + part * TILE + place(i + r, c), x + i * stride + part * to_values, i + r >= begin && i + r < end);
 }
+
+#if KV8
+// The scales of a group as a lane needs them: of the keys of rows lane / 4 and eight further, each in both halves, and of values
+// 2 * (lane % 4) and the next, and eight further. Those of keys that are not valid are 0: what memory holds may be that of NaN.
+struct GroupScales {
+    u32 keys[2], values[2];
+    __device__ __forceinline__ GroupScales(u32 at, int lane, int begin, int end) {
+        auto scale = [&](int i, u32 from) {
+            u32 byte;
+            asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(from + i) : "memory");
+            return i >= begin && i < end ? scale16(byte) : 0;
+        };
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int value = lane % 4 * 2 + 8 * h;
+            keys[h] = scale(lane / 4 + 8 * h, at) * 0x10001;
+            values[h] = scale(value, at + 16) | scale(value + 1, at + 16) << 16;
+        }
+    }
+};
+#endif
 
 __device__ __forceinline__ void store4(Out* out, const float4& x, float scale) {
     const float a = x.x * scale, b = x.y * scale, c = x.z * scale, d = x.w * scale;
@@ -156,7 +183,7 @@ __device__ __forceinline__ void combine(const float* partial, const float2* weig
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, const int* __restrict__ pages, float* partial,
+attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __restrict__ items, const int* __restrict__ pages, float* partial,
                  float2* weights, int* counters, Out* out, i64 q_stride, i64 to_values, i64 n_kv_heads, float scale_log2) {
     let_next_begin();
     extern __shared__ __align__(128) unsigned char shared[];
@@ -179,10 +206,17 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
     const int head = kv_head * GROUP + tile * BLOCK_ROWS, rows = min(BLOCK_ROWS, GROUP - tile * BLOCK_ROWS);
     const i64 n_heads = n_kv_heads * GROUP, stride = n_kv_heads * D;
     const u32 ring = static_cast<u32>(__cvta_generic_to_shared(shared)) + warp * RING;
-    const u16* lane_chunk = cache + lane / ROW_LANES * stride + kv_head * D + lane % ROW_LANES * 8;
+    const KV* lane_chunk = cache + lane / ROW_LANES * stride + kv_head * D + lane % ROW_LANES * (16 / sizeof(KV));
+#if KV8
+    // Lane 0 fetches the scales of a group's keys, lane 1 those of its values.
+    const u8* lane_scales = scales + (kv_head + lane % 2 * n_kv_heads) * (to_values / stride);
+#endif
     auto fetch = [&](u32 stage, int group, int from) {
         const i64 slot = static_cast<i64>(from) * PAGE + group % (PAGE / KEYS) * KEYS;
         fetch_keys(stage, lane_chunk + slot * stride, stride, to_values, first - group * KEYS, end - group * KEYS);
+#if KV8
+        if (lane < 2) copy_async(stage + 2 * TILE + lane * 16, lane_scales + slot, true);
+#endif
     };
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
@@ -196,11 +230,16 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
 #pragma unroll
     for (int m = 0; m < Q_TILES; ++m) {
         const int r = m * 8 + lane / 4;
-        const u16* mine = q + row * q_stride + (head + (r < rows ? r : 0)) * D + column;
+        const u16* mine = q + row * q_stride + (head + (r < rows ? r : 0)) * D + (KV8 ? 2 : 1) * column;
 #pragma unroll
-        for (int d = 0; d < D / 16; ++d)
+        for (int d = 0; d < D / 16; ++d) {
+            u32 pairs[2];  // of columns that follow one another
 #pragma unroll
-            for (int h = 0; h < 2; ++h) queries[m][d][h] = r < rows ? *reinterpret_cast<const u32*>(mine + d * 16 + h * 8) : 0;
+            for (int h = 0; h < 2; ++h)
+                pairs[h] = r < rows ? *reinterpret_cast<const u32*>(mine + d * 16 + h * (KV8 ? 2 : 8)) : 0;
+            queries[m][d][0] = KV8 ? __byte_perm(pairs[0], pairs[1], 0x5410) : pairs[0];  // the even ones of four columns
+            queries[m][d][1] = KV8 ? __byte_perm(pairs[0], pairs[1], 0x7632) : pairs[1];
+        }
     }
 
     float o[Q_TILES][D / 16][4] = {};
@@ -221,6 +260,22 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
         next_page = page_of(ahead + WARPS);
 
         float s[Q_TILES][2][4] = {};  // two sums, so that the chain of dependent products is half as long
+#if KV8
+        const GroupScales scale(stage + 2 * TILE, lane, first - group * KEYS, end - group * KEYS);
+#pragma unroll
+        for (int d = 0; d < D / 16; d += 2) {
+            u32 codes[4];
+            ldmatrix(codes, advance(stage + k_at, d / 2));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 upper = codes[2 * i], lower = codes[2 * i + 1];  // rows lane / 4 and eight further
+                const u32 a[4] = {widened(upper << 8, scale.keys[0]), widened(lower << 8, scale.keys[1]),
+                                  widened(upper, scale.keys[0]), widened(lower, scale.keys[1])};
+#pragma unroll
+                for (int m = 0; m < Q_TILES; ++m) mma(s[m][i], a, queries[m][d + i][0], queries[m][d + i][1]);
+            }
+        }
+#else
 #pragma unroll
         for (int d = 0; d < D / 16; ++d) {
             u32 a[4];
@@ -228,6 +283,7 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
 #pragma unroll
             for (int m = 0; m < Q_TILES; ++m) mma(s[m][d % 2], a, queries[m][d][0], queries[m][d][1]);
         }
+#endif
         bool raise = false;
         float largest[Q_TILES][2];
 #pragma unroll
@@ -270,6 +326,21 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
                 row_sum[m][0] += low(pair), row_sum[m][1] += high(pair);  // as rounded: so the weights still sum to one
                 p[m][half] = transposed(pair);
             }
+#if KV8
+#pragma unroll
+        for (int d = 0; d < D / 16; d += 2) {
+            u32 codes[4];
+            ldmatrix_transposed(codes, advance(stage + v_at, d / 2));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 upper = codes[i], lower = codes[i + 2];  // keys 2 * (lane % 4) and the next, and eight further
+                const u32 a[4] = {widened(upper << 8, scale.values[0]), widened(upper, scale.values[0]),
+                                  widened(lower << 8, scale.values[1]), widened(lower, scale.values[1])};
+#pragma unroll
+                for (int m = 0; m < Q_TILES; ++m) mma(o[m][d + i], a, p[m][0], p[m][1]);
+            }
+        }
+#else
 #pragma unroll
         for (int d = 0; d < D / 16; ++d) {
             u32 a[4];
@@ -277,6 +348,7 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
 #pragma unroll
             for (int m = 0; m < Q_TILES; ++m) mma(o[m][d], a, p[m][0], p[m][1]);
         }
+#endif
         free_stage = stage;
         stage = stage + STAGE == ring + RING ? ring : stage + STAGE;
     }
@@ -295,9 +367,9 @@ attention_decode(const u16* q, const u16* cache, const int* __restrict__ items, 
             for (int step = 4; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffffu, total, step);
             const int r = m * 8 + column + h;
             if (lane < 4) rest.weights[warp][r] = make_float2(row_max[m][h], total);
-            float* mine = sums + (warp * 8 * Q_TILES + r) * SUMS_PITCH + lane / 4;
+            float* mine = sums + (warp * 8 * Q_TILES + r) * SUMS_PITCH + lane / 4 * (KV8 ? 2 : 1);
 #pragma unroll
-            for (int d = 0; d < D / 16; ++d) mine[d * 16] = o[m][d][h], mine[d * 16 + 8] = o[m][d][2 + h];
+            for (int d = 0; d < D / 16; ++d) mine[d * 16] = o[m][d][h], mine[d * 16 + (KV8 ? 1 : 8)] = o[m][d][2 + h];
         }
     __syncthreads();
     out += row * n_heads * D;

@@ -7,15 +7,16 @@
 // STORE: the cache gets K (normed, rotated) and V of each token whose slot is not negative. K is then not written back to qkv.
 //   cache [2, S, K, D]: keys, then values; cache_rows is S.  slots int [T]: each token's row of the cache, below 0 for none.
 //   V is copied bit by bit, by the threads that rotate: its loads are in flight with those of Q and K.
-// Floor: 4 * T * (H + K) * D bytes; with STORE 4 * T * K * D more.
+//   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh). What is rounded to 8 bits was rounded to 16 bits before.
+// Floor: 4 * T * (H + K) * D bytes; with STORE 4 * T * K * D more, with KV8 3 * T * K * D.
 constexpr int LANES = HEAD_DIM / 8;
 constexpr int ROTATED = HEADS + KV_HEADS, ALL_HEADS = ROTATED + STORE * KV_HEADS;
 constexpr int SLOTS = (ALL_HEADS + PER_THREAD - 1) / PER_THREAD;  // slot h % SLOTS computes head h
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restrict__ k_weight,
-     const float2* __restrict__ table, const int* __restrict__ positions, u16* __restrict__ cache, const int* __restrict__ slots,
-     i64 cache_rows, float eps) {
+     const float2* __restrict__ table, const int* __restrict__ positions, KV* __restrict__ cache, u8* __restrict__ scales,
+     const int* __restrict__ slots, i64 cache_rows, float eps) {
     overlap();
     const int token = blockIdx.x, slot = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u16* rows = qkv + static_cast<i64>(token) * (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -60,12 +61,25 @@ rope(u16* __restrict__ qkv, const u16* __restrict__ q_weight, const u16* __restr
         u16* to = rows + head * HEAD_DIM;
 #if STORE
         if (head >= ROTATED) result = loaded[i];
-        if (head >= HEADS && cache_row >= 0) {
-            const bool is_v = head >= ROTATED;
-            const i64 row = cache_row + (is_v ? cache_rows : 0);
-            to = cache + (row * KV_HEADS + head - (is_v ? ROTATED : HEADS)) * HEAD_DIM;
+        const bool is_v = head >= ROTATED;
+        const i64 row = cache_row + (is_v ? cache_rows : 0);
+        const int kv_head = head - (is_v ? ROTATED : HEADS);
+        const bool is_stored = head >= HEADS && cache_row >= 0;
+#if KV8
+        float values[8];
+        unpack(result, values);
+        const u32 byte = scale_of_head<LANES>(values);  // shuffles: all lanes take part
+        if (is_stored) {
+            if (slot < SLOTS && head < ALL_HEADS) {
+                reinterpret_cast<uint2*>(cache + (row * KV_HEADS + kv_head) * HEAD_DIM)[lane] = codes8(values, byte);
+                if (lane == 0) scales[(is_v * KV_HEADS + kv_head) * cache_rows + cache_row] = byte;
+            }
+            to = nullptr;
         }
+#else
+        if (is_stored) to = cache + (row * KV_HEADS + kv_head) * HEAD_DIM;
 #endif
-        if (slot < SLOTS && head < ALL_HEADS) store8(to, lane, result);
+#endif
+        if (slot < SLOTS && head < ALL_HEADS && (!KV8 || to != nullptr)) store8(to, lane, result);
     }
 }

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine import kernels
 from engine.kernels import MaybeQuantized, Quantized, reference
+from engine.kernels.cache8 import Cache8
 from engine.model.layers.e4m3_values import E4M3
 from engine.run.batch import Cached, PackedBatch, Paged
 from engine.run.kv_cache import PAGE_SIZE
@@ -14,7 +15,13 @@ class CachedAttention:
     """Causal attention of one layer."""
 
     def __init__(
-        self, batch: PackedBatch, cached: Cached | Paged, layer: Tensor, heads: tuple[int, int], window: int | None, in_e4m3: bool
+        self,
+        batch: PackedBatch,
+        cached: Cached | Paged,
+        layer: Tensor | Cache8,
+        heads: tuple[int, int],
+        window: int | None,
+        in_e4m3: bool,
     ) -> None:
         """
         Args:
