@@ -48,12 +48,16 @@ class Box:
 
 
 IN_16_BITS, IN_8_BITS = Box(64, STRIP * WIDTH, WIDTH), Box(128, STRIP * WIDTH, WIDTH)
+ONLY_W_IN_8_BITS = Box(128, STRIP * WIDTH, 2 * WIDTH)
+WIDENED = {torch.float8_e4m3fn: 5, torch.int8: 6}  # the macro OPERANDS for x in bf16 and W in 8 bits
 
 
-def box_of(weight: Tensor | Packed) -> Box:
+def box_of(weight: Tensor | Packed, x: torch.dtype) -> Box:
     if isinstance(weight, Packed):
         return box_of_codes(weight.group, weight.has_zeros)
-    return IN_8_BITS if weight.element_size() == 1 else IN_16_BITS
+    if weight.element_size() == 2:
+        return IN_16_BITS
+    return IN_8_BITS if x.itemsize == 1 else ONLY_W_IN_8_BITS
 
 
 def box_of_codes(group: int, has_zeros: bool) -> Box:
@@ -108,11 +112,11 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    small = isinstance(weight, Tensor) and x.element_size() == 2 and weight.numel() <= SMALL
+    small = isinstance(weight, Tensor) and weight.element_size() == 2 and weight.numel() <= SMALL
     most = MOST_ROWS if small else ALWAYS_ROWS
     if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
-    return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight))
+    return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight, x.dtype))
 
 
 def few_rows(
@@ -130,15 +134,16 @@ def few_rows(
 
     Args:
         x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]. Both are bf16, or without a norm e4m3
-            or int8. A weight in 4 bits takes x in bf16.
+            or int8. A weight in 4 or 8 bits takes x in bf16 too. Then an int8 weight is rotated, as `quantize_weight` rotates it,
+            and x is not.
         shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
-        followed_by, residual, row_scale, column_scale: as in `gemm_hopper`.
+        followed_by, residual, row_scale, column_scale: as in `gemm_hopper`. x in bf16 has no `row_scale`.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
     rows = padded(m)
-    kernel = _kernel(k, rows, shape, norm is not None, followed_by, _operands(weight), box_of(weight), x.device)
+    kernel = _kernel(k, rows, shape, norm is not None, followed_by, _operands(weight, x.dtype), box_of(weight, x.dtype), x.device)
     grid = shape.split * min(n // shape.block_n, shape.clusters(num_sms(x.device)))
     x_map, w_map = tensor_map(x, (rows,)), _weight_map(weight, shape.block_n)
     kernel(grid, x_map, w_map, norm, y, row_scale, column_scale, m, n, y.stride(0), np.float32(eps))
@@ -160,13 +165,11 @@ def _kernel(
     return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm, box))
 
 
-def _operands(weight: Tensor | Packed) -> tuple[tuple[str, int], ...]:
+def _operands(weight: Tensor | Packed, x: torch.dtype) -> tuple[tuple[str, int], ...]:
     """The macros of the operands' dtypes."""
-    return (
-        codes_operands(weight.group, weight.has_zeros, weight.has_mins)
-        if isinstance(weight, Packed)
-        else (("OPERANDS", OPERANDS[weight.dtype]),)
-    )
+    if isinstance(weight, Packed):
+        return codes_operands(weight.group, weight.has_zeros, weight.has_mins)
+    return (("OPERANDS", OPERANDS[x] if x == weight.dtype else WIDENED[weight.dtype]),)
 
 
 def codes_operands(group: int, has_zeros: bool, has_mins: bool = False) -> tuple[tuple[str, int], ...]:

@@ -3,7 +3,8 @@
 On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`. Both fuse the operation that follows. All
 other products are cuBLAS's. docs/decisions/023.
 
-Every function here takes x in 16 bits, [M, K], and quantises it. It takes x in 8 bits as it is.
+Every function here takes x in 16 bits, [M, K], and quantises it, except where `few_rows` takes x in bf16 (docs/decisions/055). It
+takes x in 8 bits as it is.
 """
 
 import torch
@@ -21,6 +22,7 @@ from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 _FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
 _INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
 _LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
+MOST_ROWS_IN_16_BITS = 32  # up to so many rows x stays in bf16: the norm needs no kernel of its own, and x is not rounded
 
 
 def linear8(
@@ -32,6 +34,8 @@ def linear8(
         norm: [K], the weight of an RMSNorm that x goes through first.
         pending: [M, K], added to x in place before the norm. `linear8_add` gives it.
     """
+    if pending is None and (few := _few_in_16_bits(x, weight, "nothing", norm=norm, eps=eps)) is not None:
+        return few
     x8 = quantize(x, weight.values.dtype, norm, eps, pending=pending)
     ours = _ours(x8, weight)
     return _product(x8, weight) if ours is None else ours
@@ -39,23 +43,44 @@ def linear8(
 
 def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tensor | None:
     """residual += x W^T, in place, where the product can add. Returns: None, or x W^T [M, N] that is still to be added."""
+    if _few_in_16_bits(x, weight, "residual", residual) is not None:
+        return None
     x8 = quantize(x, weight.values.dtype)
     return _product(x8, weight) if _ours(x8, weight, "residual", residual) is None else None
 
 
 def linear8_swiglu(
     x: MaybeQuantized, gate_up: Quantized, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
-) -> Quantized:
-    """silu(x G^T) * (x U^T), in 8 bits again. `norm` and `pending` as in `linear8`.
+) -> MaybeQuantized:
+    """silu(x G^T) * (x U^T), as the next product takes it. `norm` and `pending` as in `linear8`.
 
     Args:
         gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
-    Returns: [M, I].
+    Returns: [M, I], in 8 bits, or in bf16 where x stays in bf16.
     """
+    if pending is None and (few := _few_in_16_bits(x, gate_up, "swiglu", norm=norm, eps=eps)) is not None:
+        return few
     dtype = gate_up.values.dtype
     x8 = quantize(x, dtype, norm, eps, pending=pending)
     ours = _ours(x8, gate_up, "swiglu")
     return quantize(_product(x8, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
+
+
+def _few_in_16_bits(
+    x: MaybeQuantized,
+    weight: Quantized,
+    followed_by: FollowedBy,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor | None:
+    """The product of x in bf16 with the weight in 8 bits. None where no kernel takes it."""
+    if isinstance(x, Quantized) or len(x) > MOST_ROWS_IN_16_BITS:
+        return None
+    shape = few_rows_shape_of(x, weight.values, norm is not None)
+    if shape is None:
+        return None
+    return few_rows(x, weight.values, shape, followed_by, residual, norm, eps, column_scale=weight.scale)
 
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:

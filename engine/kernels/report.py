@@ -21,7 +21,9 @@ from engine.kernels.few_rows import (
     IN_8_BITS,
     IN_16_BITS,
     MOST_ROWS,
+    ONLY_W_IN_8_BITS,
     SMALL,
+    WIDENED,
     Box,
     box_of_codes,
     codes_operands,
@@ -168,6 +170,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield from (_few_rows(n, k, rows, norm, followed_by) for rows in ((32, MOST_ROWS) if n * k <= SMALL else (32,)))
             yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
+            for rows, operands in product((8, 32), WIDENED.values()):
+                yield _few_rows(n, k, rows, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": operands})
             for codes in ((128, False), (32, True)):
                 yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))

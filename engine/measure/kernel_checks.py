@@ -18,6 +18,7 @@ from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.linear4 import unpacked
+from engine.kernels.linear8 import MOST_ROWS_IN_16_BITS
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
 from engine.model.quantized.four_bits import packed, to_four_bits
@@ -236,6 +237,10 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
         yield Case("linear8", f"{name} {rows} x 3072 x 1024", partial(_linear8, make, dtype, rows, 1024, 3072))
         yield Case("linear8_add", f"{name} {rows} x 3072 x 1024", partial(_linear8_add, make, dtype, rows, 1024, 3072))
         yield Case("linear8_swiglu", f"{name} {rows} x 1024 x 6144", partial(_linear8_swiglu, make, dtype, rows, 3072, 1024))
+    for rows in (1, MOST_ROWS_IN_16_BITS):
+        yield Case(
+            "linear8", f"{name} {rows} x 1024 x 4096, x in bf16", partial(_linear8_of_16_bits, make, dtype, rows, 4096, 1024)
+        )
 
 
 def cases_in_4_bits(make: Maker) -> Iterator[Case]:
@@ -351,6 +356,18 @@ def _linear8(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Resu
     return Results(kernels.linear8(x, weight), exact + _allowed(exact, dtype, k), exact)
 
 
+def _linear8_of_16_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
+    """x in bf16. `low` rounds x to 8 bits, as chips do that have no product of bf16 with 8 bits."""
+    make.reset()
+    x, norm = make.normal(rows, k), make.normal(k, mean=1)
+    weight = quantize_weight(make.normal(n, k, scale=k**-0.5), dtype)
+    values = _wide(weight)
+    if block := rotation(dtype):
+        values = (values.view(n, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
+    low = reference.linear8(*reference.quantize(x, dtype, rotation(dtype), norm, _EPS), weight.values, weight.scale)
+    return Results(kernels.linear8(x, weight, norm, _EPS), low, reference.linear(x.float(), values, norm.float(), _EPS))
+
+
 def _linear8_add(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
     """As `_linear8`. Some products leave the sum to the operation that follows."""
     x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
@@ -367,7 +384,9 @@ def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) 
     if block := rotation(dtype):
         exact = (exact.view(rows, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
     allowed = float(exact.abs().max()) * (1 / 127 if dtype == torch.int8 else 1 / 32)
-    return Results(_wide(kernels.linear8_swiglu(x, weight)), exact + allowed, exact)
+    found = kernels.linear8_swiglu(x, weight)
+    assert isinstance(found, Quantized), "as x is"
+    return Results(_wide(found), exact + allowed, exact)
 
 
 def _linear4(make: Maker, ours: Callable[..., Any], plain: Callable[..., Any], operands: Callable[[Maker], Any]) -> Results:

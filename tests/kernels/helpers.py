@@ -21,12 +21,11 @@ DTYPES = [torch.bfloat16, torch.float16]
 EIGHT_BITS = [
     dtype
     for dtype, needed in LEAST_CAPABILITY.items()
-    if is_8_bits(dtype)
     if is_8_bits(dtype) and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed)
 ]
 EPS = 1e-6  # of norms
-_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not _HOPPER, reason="no Hopper GPU")]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
 RAGGED = (1, 7, 33, 128, 2, 129, 5, 300, 1, 1, 1)
 _GUARD = 130  # rows around a buffer: more than a block of keys
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from helpers import DEVICE, EIGHT_BITS, EPS, poisoned
+from helpers import DEVICE, EIGHT_BITS, EPS, HOPPER, poisoned, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
+from engine.kernels import reference
+from engine.kernels.linear8 import MOST_ROWS_IN_16_BITS
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
@@ -42,9 +44,45 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype, normed: bool) -> Non
     x, w = operands(m, n, k, dtype)
     around = (torch.rand(k, device=DEVICE).bfloat16(), EPS) if normed else ()
     weight = quantize_weight(w, dtype)
+    x8 = quantize(x, dtype, *around)
     with poisoned():
-        found = kernels.linear8(x, weight, *around)
-    assert_close(found, wide(quantize(x, dtype, *around)) @ wide(weight).t(), k, dtype)
+        found = kernels.linear8(x8, weight)
+        from_16_bits = kernels.linear8(x, weight, *around)
+    assert_close(found, wide(x8) @ wide(weight).t(), k, dtype)
+    if len(x) > MOST_ROWS_IN_16_BITS:
+        assert_close(from_16_bits, wide(x8) @ wide(weight).t(), k, dtype)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@in_8_bits
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 16, 24, 32])
+@pytest.mark.parametrize(("n", "k"), [(1024, 1024), (512, 9728), (2048, 768), (240, 512)])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
+def test_few_rows_in_16_bits(m: int, n: int, k: int, dtype: torch.dtype, normed: bool, followed_by: str) -> None:
+    """x is not quantised: the error is that of rounding to bf16 the normalised x, x after its rotation, and the result."""
+    x, w = operands(m, n, k, dtype)
+    norm = 1 + torch.randn(k, device=DEVICE).bfloat16() / 4
+    weight, residual = quantize_weight(w, dtype), torch.randn(m, n, device=DEVICE).bfloat16()
+    values = wide(weight)
+    if block := rotation(dtype):
+        values = (values.view(n, -1, block) @ hadamard(block, DEVICE).double()).flatten(1)
+    exact = (rms_norm_exact(x.double(), norm.double()) if normed else x.double()) @ values.t()
+    around = (norm, EPS) if normed else ()
+    with poisoned():
+        if followed_by == "nothing":
+            found = kernels.linear8(x, weight, *around)
+        elif followed_by == "swiglu":
+            exact = reference.swiglu(exact, interleaved=True)
+            found = kernels.linear8_swiglu(x, weight, *around)
+        elif not normed:
+            exact += residual.double()
+            assert kernels.linear8_add(x, weight, residual) is None
+            found = residual
+        else:
+            pytest.skip("no layer adds the product of a normalised x")
+    assert isinstance(found, Tensor)
+    assert (found.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
 
 
 @in_8_bits
@@ -54,7 +92,7 @@ def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, w = operands(m, n, k, dtype)
     weight, residual = quantize_weight(w, dtype), torch.randn(m, n, device=DEVICE).bfloat16()
     exact = residual.double() + wide(quantize(x, dtype)) @ wide(weight).t()
-    pending = kernels.linear8_add(x, weight, residual)
+    pending = kernels.linear8_add(quantize(x, dtype), weight, residual)
     assert_close(residual if pending is None else residual + pending, exact, k, dtype)
 
 
@@ -67,7 +105,7 @@ def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, w = operands(m, 2 * n, k, dtype)
     weight = quantize_weight(kernels.interleaved(w), dtype)
     with poisoned():
-        found = kernels.linear8_swiglu(x, weight)
+        found = kernels.linear8_swiglu(quantize(x, dtype), weight)
     gate, up = (wide(quantize(x, dtype)) @ wide(quantize_weight(w, dtype)).t()).chunk(2, dim=1)
     exact = F.silu(gate) * up
     if block := rotation(dtype):

@@ -2,8 +2,9 @@
 // reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out. W may have 4 bits.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N rows and 128 bytes a box.
 //   norm [K], y [M, N].
-//   OPERANDS: 0 bf16, 2 e4m3, 3 int8, 4 x in bf16 and W in 4 bits. e4m3 and int8 have no norm. They have row_scale float [M] and
-//   column_scale float [N]: row i of x has been divided by row_scale[i], row j of W by column_scale[j].
+//   OPERANDS: 0 bf16, 2 e4m3, 3 int8; x in bf16 and W in 4 bits (4), e4m3 (5) or int8 (6). 2 and 3 have no norm, and row_scale
+//   float [M]: row i of x has been divided by row_scale[i]. W in 8 bits has column_scale float [N]: row j of W has been divided by
+//   column_scale[j]. In 6, W is rotated (csrc/quantize.cu) by blocks of 16 columns, and x is not.
 //   W in 4 bits: w is the tensor map of its records (csrc/codes.cuh), [N / 16, bytes]. A box holds a record of each 16 rows.
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
@@ -21,6 +22,9 @@
 // multiply the sums of a group. Mins multiply the sums of its x.
 // Hopper has no such instruction for e4m3, so e4m3 is converted to fp16, which holds every value of e4m3. The conversion changes
 // the order of the columns, in the same way for x and for W.
+// x in bf16 and W in 8 bits: W is converted to bf16, which holds every value of e4m3 and of int8. The conversion takes the even
+// columns of each four first, then the odd ones. A product of x with a 16 x 16 matrix brings x into this order, and rotates it
+// for 6. Its result lies in the registers in which the next product expects x.
 //
 // Floor: the N * K values of W, read once.
 // Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
@@ -32,8 +36,8 @@ constexpr u32 BOX_BYTES = BLOCK_N / 16 * RECORD;
 constexpr int COLUMNS = OPERANDS >= 2 ? 128 : 64;
 constexpr u32 BOX_BYTES = BLOCK_N * 128;
 #endif
-constexpr bool IN_8_BITS = OPERANDS == 2 || OPERANDS == 3;
-constexpr int X_BOXES = OPERANDS == 4 ? COLUMNS / 64 : 1;  // of x, that have as many columns as a box of W
+constexpr bool X_IN_8_BITS = OPERANDS == 2 || OPERANDS == 3, W_IN_8_BITS = X_IN_8_BITS || OPERANDS >= 5;
+constexpr int X_BOXES = OPERANDS >= 4 ? COLUMNS / 64 : 1;  // of x, that have as many columns as a box of W
 constexpr int STEPS = X_BOXES;                             // products along the columns that a warp takes of a box
 constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / COLUMNS;
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
@@ -44,7 +48,7 @@ constexpr int PITCH = BLOCK_N + 4;    // floats; the padding puts neighbouring r
 constexpr u32 BOX = (BOX_BYTES + 127) / 128 * 128, X_BOX = ROWS * 128;
 static_assert(K % (SPLIT * COLUMNS) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
 static_assert(SPLIT * ROWS <= MULTIPLIERS, "a thread for each sum of squares that a block sends");
-static_assert(!IN_8_BITS || !NORM, "rows in 8 bits were normalised before");
+static_assert(!X_IN_8_BITS || !NORM, "rows in 8 bits were normalised before");
 
 // Lies in shared memory after the boxes of x and of W.
 struct alignas(16) Shared {
@@ -60,6 +64,11 @@ typedef int Sum;
 #else
 typedef float Sum;
 #endif
+
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+}
 
 // Returns the offset in a box of 16 bytes of a row, as TMA has swizzled the box.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
@@ -153,6 +162,8 @@ __device__ __forceinline__ void widen(const u32* from, u32 (&to)[COUNT]) {
     }
 }
 
+#endif
+#if OPERANDS != 4
 // What a warp takes of 16 rows of a box: a quarter of its columns.
 struct Rows {
     u32 words[4];
@@ -162,6 +173,7 @@ struct Rows {
     }
 };
 
+#if OPERANDS < 4
 // Adds the products of a warp's part of a box to the sums.
 template <typename IsMine>
 __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], IsMine is_mine) {
@@ -177,6 +189,72 @@ __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows
         for (int t = 0; t < TILES; ++t) multiply(sums[i][t], wide_w, wide_x[t]);
     }
 }
+#else
+// Converts two of the four values in a word to a pair of bf16, exactly: the bytes ODD and ODD + 2.
+template <int ODD>
+__device__ __forceinline__ u32 pair_of(u32 word) {
+#if OPERANDS == 6
+    // Of the byte v, the low seven bits l and the sign bit s give 128 + l and -128 or -256, whose sum is v = l - 128 s.
+    if (ODD) word >>= 8;
+    u32 pair;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"((word & 0x007f007fu) | 0x43004300u), "r"((word & 0x00800080u) | 0xc300c300u));
+    return pair;
+#else
+    // Exponent and mantissa of e4m3, read as those of bf16, are 2^120 times too small.
+    const u32 magnitude = ODD ? (word & 0x7f007f00u) >> 4 : (word & 0x007f007fu) << 4;
+    return times(((ODD ? word : word << 8) & 0x80008000u) | magnitude, 0x7b807b80u);
+#endif
+}
+
+// The 16 x 16 matrix with which x is multiplied, as the operands of two products. Result j of a lane has the columns 4 (lane % 4) + j
+// and + j + 2.
+struct Order {
+    u32 words[2][2];
+    __device__ __forceinline__ Order() {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int far = 0; far < 2; ++far) {
+                const int row = far * 8 + lane % 4 * 2, column = lane / 8 * 4 + lane / 4 % 2 * 2 + j;
+                auto value = [&](int row) {
+                    return OPERANDS == 6 ? (__popc(row & column) % 2 ? -0.25f : 0.25f) : (row == column ? 1.f : 0.f);
+                };
+                words[j][far] = pack(value(row), value(row + 1));
+            }
+    }
+};
+
+// Adds the products of a warp's part of a box to the sums.
+template <typename IsMine>
+__device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], const Order& order, IsMine is_mine) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        u32 ordered[TILES][2];
+#pragma unroll
+        for (int t = 0; t < TILES; t += 2) {
+            constexpr int LAST = TILES - 1;
+            const int next = t < LAST ? t + 1 : t;  // of an odd number of tiles the last one is computed twice
+            const u32 a[4] = {x[step][2 * t], x[step][2 * next], x[step][2 * t + 1], x[step][2 * next + 1]};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                float c[4] = {};
+                mma(c, a, order.words[j][0], order.words[j][1]);
+                ordered[t][j] = pack(c[0], c[1]);
+                ordered[next][j] = pack(c[2], c[3]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TALL; ++i) {
+            if (!is_mine(i)) continue;
+            const u32 near = rows[i].words[2 * step], far = rows[i].words[2 * step + 1];
+            const u32 a[4] = {pair_of<0>(near), pair_of<0>(far), pair_of<1>(near), pair_of<1>(far)};
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) mma(sums[i][t], a, ordered[t][0], ordered[t][1]);
+        }
+    }
+}
+#endif
 #endif
 
 // Writes x to the place in block `rank` that corresponds to `to` in this block. The barrier of block `rank` counts the bytes.
@@ -201,13 +279,9 @@ __device__ __forceinline__ void send(int rank, float& to, float x, u64& barrier)
                      : "memory");
 }
 
-__device__ __forceinline__ u32 times(u32 a, u32 b) {
-    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-    return a;
-}
 __device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 
-constexpr int MOST_REGISTERS = (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS == 4 && TALL * TILES >= 6) || (ROWS > 32 && TALL > 1);
+constexpr int MOST_REGISTERS = (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS >= 4 && TALL * TILES >= 6) || (ROWS > 32 && TALL > 1);
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, MOST_REGISTERS ? 1 : 2)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
@@ -287,6 +361,9 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         const u32 x_box_0 = address(x_boxes) + (STEPS == 2 ? part / 2 * X_BOX : 0);
         const u32 x_row = x_box_0 + in_box(lane % 8 + lane / 16 * 8, x_vector + lane / 8 % 2);
         const u32 x_single = x_box_0 + in_box(lane % 8, x_vector + (STEPS == 2 ? lane / 8 : lane / 8 % 2));
+#if OPERANDS >= 5
+        const Order order;
+#endif
         Ring<STAGES> ring{0, 0};
         int turn = 0;
         for (int tile = first; tile < tiles; tile += stride, ++turn) {
@@ -332,7 +409,11 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         }
                     }
                 }
+#if OPERANDS >= 5
+                multiply(sums, rows, its, order, is_mine);
+#else
                 multiply(sums, rows, its, is_mine);
+#endif
             }
 
             if (turn > 0) named_sync(1, MULTIPLIERS);  // all threads have read the sums of the tile before
@@ -384,7 +465,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             for (int i = threadIdx.x; i < EACH * PAIRS; i += MULTIPLIERS) {
                 const int mine = i / PAIRS, row = rank * EACH + mine, column = i % PAIRS * 2;
                 if (row >= m) break;
-                float scale = IN_8_BITS ? row_scale[row] : 1.f;
+                float scale = X_IN_8_BITS ? row_scale[row] : 1.f;
                 if (NORM) {
                     float sum = 0.f;
 #pragma unroll
@@ -395,7 +476,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     float sum = 0.f;
 #pragma unroll
                     for (int b = 0; b < SPLIT; ++b) sum += shared.inbox[turn % 2][b][mine][at];
-                    if (IN_8_BITS) sum *= column_scale[tile * BLOCK_N + at];
+                    if (W_IN_8_BITS) sum *= column_scale[tile * BLOCK_N + at];
                     return sum * scale;
                 };
                 u32* const to = reinterpret_cast<u32*>(y + row * y_stride + tile * PAIRS * 2 + column);
