@@ -243,6 +243,25 @@ def test_an_apply_says_what_it_does_and_ends_when_all_is_ready() -> None:
     assert (operator.said, operator.serve.deploys, operator.history) == ([], 1, [(1, None, True)])
 
 
+def test_a_replica_has_ended_only_when_serve_no_longer_shows_it_in_its_deployment() -> None:
+    """Serve shows no deployments of an application that it builds, and none of an application that it deletes."""
+    serve, said = StubServe(), list[str]()
+    serve.deploy(config("float32", 2, gateways=1))
+    serve.details()
+    two = serve.details()
+    progress = Progress(said.append, {"1": "pc1"})
+    building, one, gone = (json.loads(json.dumps(two)) for _ in range(3))
+    building["applications"]["lite.pc"] |= {"status": "DEPLOYING", "deployments": {}}
+    one["applications"]["lite.pc"]["deployments"]["Engine"]["replicas"].pop()
+    del gone["applications"]["lite.pc"]
+    told = []
+    for details in (two, building, two, one, building, gone):
+        progress.update(details)
+        told.append(list(said))
+        said.clear()
+    assert told == [[], [], [], ["lite.pc: replica r2 has ended"], [], ["lite.pc: replica r1 has ended"]]
+
+
 def test_the_steps_of_a_start_are_lines_or_bars() -> None:
     store, serve, said = MemoryStore(), StubServe(), list[str]()
     serve.deploy(config("float32", 1, gateways=1))
