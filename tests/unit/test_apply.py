@@ -492,6 +492,7 @@ def test_without_room_the_old_version_ends_first_and_the_time_is_told() -> None:
     assert (operator.trials, pools(operator)) == ([], [NEW])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failed", [0, 50])
 def test_a_trial_that_is_killed_at_any_point_ends_in_the_same_state_when_it_is_typed_again(failed: int) -> None:
     def end(operator: Operator) -> str:
