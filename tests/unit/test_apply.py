@@ -457,6 +457,18 @@ def test_a_new_version_that_is_worse_gets_no_requests_and_the_command_fails(seco
     assert operator.history == [(1, None, True), (2, None, False)]
 
 
+def test_a_trial_ends_early_only_after_many_slow_requests() -> None:
+    """A hundred requests at each look end the trial at the first look. Two gateways with 30 each do so at its end."""
+    looks = []
+    for requests in (100, 30):
+        operator = updated(seconds=0.2)
+        operator.tallies = tally(0, requests), tally(0, requests, seconds=0.2)
+        with pytest.raises(ClusterError, match="is worse"):
+            operator.apply(canary_config("bfloat16"), canaries=CANARY)
+        looks.append(len(operator.trials))
+    assert looks[0] < looks[1]
+
+
 def test_a_new_version_that_does_not_start_leaves_the_old_one() -> None:
     operator = updated()
     before = operator.runs
@@ -526,6 +538,9 @@ def test_few_requests_and_few_failures_say_nothing() -> None:
     assert not is_worse(tally(3), tally(3))
     assert not is_worse(tally(0), tally(0, 19, seconds=9.0))
     assert is_worse(tally(0), tally(0, 20, seconds=9.0))
+    assert not is_worse(tally(0), tally(0, 99, seconds=9.0), ended=False)
+    assert is_worse(tally(0), tally(0, 100, seconds=9.0), ended=False)
+    assert is_worse(tally(0), tally(3, 3), ended=False)
     assert not is_worse(tally(0), tally(0, seconds=0.05))
     assert str(Tally()) == "0 of 0 requests failed"
     assert Tally().plus(tally(1)).p95_s == tally(1).p95_s
