@@ -1,4 +1,4 @@
-"""An engine of any shape with random weights, made on its device: measuring needs no download and no file."""
+"""An engine of any shape with random weights, made on its device. So a measurement needs no download and no file."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,12 +26,12 @@ from engine.run.stages import Stage, plan_stages
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 
-_DEVIATION = 0.02  # of the weights, as models are initialised; norms are around 1
+_DEVIATION = 0.02  # standard deviation of the weights, as in freshly initialised models; norms are around 1
 _WORDS = {"[UNK]": 0, "warm": 1, "up": 2}
 
 
 class RandomWeights:
-    """A source of weights that gives random values for every name: as `WeightSource`."""
+    """A `WeightSource` that gives random values for every name."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, decodes: bool) -> None:
         self.device, self.dtype, self.decodes = device, dtype, decodes
@@ -68,7 +68,7 @@ class RandomWeights:
 def random_engine(
     config: ModelConfig, device: str = "auto", cache_tokens: int | None = None, devices: Sequence[str] = ()
 ) -> Engine:
-    """An engine that is warm and ready, in the dtype that it would choose for a checkpoint.
+    """Makes a warm engine, in the dtype that the engine would choose for a checkpoint.
 
     Args:
         config: of a model that gives vectors, or generates; without dense layers, a classifier's head or a masked-LM head.
