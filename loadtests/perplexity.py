@@ -20,7 +20,7 @@ from loadtests.report import write
 TEXT = Path(__file__).parent / "alice.txt"
 WINDOW = 1024  # tokens of a prompt. The first one has nothing before it and is not scored.
 SCORED = SamplingOptions(max_tokens=0, prompt_logprobs=0)
-# A kind, its dtype, and the loss in nats a token that is published for it on a model of 125M parameters.
+# A kind, its dtype, and the published loss in nats per token for a model of 125M parameters.
 KINDS: Sequence[tuple[str, DtypeName, float | None]] = (
     ("Q4_1, the file's values in float32", "float32", None),
     ("bfloat16", "bfloat16", None),
@@ -40,7 +40,7 @@ def nats(engine: Engine, text: str) -> float:
 
 
 def main() -> None:
-    devices.LEAST_CAPABILITY.clear()  # a CPU computes all dtypes here: in plain torch, as slowly as that is
+    devices.LEAST_CAPABILITY.clear()  # the CPU computes all dtypes in plain torch, which is slow
     text = TEXT.read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = []
     for kind, dtype, published in KINDS:
