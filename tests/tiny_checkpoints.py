@@ -16,7 +16,7 @@ from tiny_tokenizer import save_tokenizer
 
 @dataclass(frozen=True)
 class Tiny:
-    """How transformers makes a tiny random checkpoint of a kind. An encoder has [CLS] and [SEP] around a text and cls pooling,
+    """The recipe of a tiny random checkpoint of a kind. An encoder has [CLS] and [SEP] around a text and cls pooling,
     others an end-of-text token and last-token pooling."""
 
     config: type[Any]
@@ -32,7 +32,7 @@ _DISENTANGLED = _SHAPE | {
     "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
 }  # fmt: skip
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
-# A window well below the lengths of the tests; two local layers between two global ones.
+# The window is much shorter than the texts of the tests. Two local layers are between two global ones.
 _LOCAL = _SHAPE | {"num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 128, "pad_token_id": 0}
 _NOMIC = {
     "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 128, "layer_norm_epsilon": 1e-5,
@@ -86,7 +86,7 @@ TINY = {
     "gemma3_lm": Tiny(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _GEMMA3, encoder=False),
     "llama_lm": Tiny(transformers.LlamaConfig, transformers.LlamaForCausalLM, _GROUPED, encoder=False),
 }
-# Classifiers, of the shape that a kind above has.
+# Classifiers with the shape of a kind above.
 _CLASSIFIERS: dict[str, type[Any]] = {
     "bert": transformers.BertForSequenceClassification,
     "roberta": transformers.RobertaForSequenceClassification,
@@ -117,11 +117,11 @@ def save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Path
     hf_config: Any = made_of.config(vocab_size=vocab, **(made_of.shape | config))
     model: Any = made_of.model(hf_config)
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too, or their handling is not tested
+        for parameter in model.parameters():  # also biases and norms, because otherwise nothing tests them
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "10GB")
     save_tokenizer(folder, vocab, made_of.encoder)
-    if kind.endswith("_classifier"):  # its head has its own pooling
+    if kind.endswith("_classifier"):  # a classifier's head has its own pooling
         return folder
     pooling = "cls" if made_of.encoder else "lasttoken"
     (folder / "1_Pooling").mkdir()
