@@ -40,8 +40,10 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-check: lint ## before each commit: lint, and the tests without Ray, a GPU or a network
-	$(BIN)/python -m pytest -q tests/unit
+# One thread each, because there is a worker on each core. schemathesis makes the cases of test_openapi.py while pytest collects the
+# tests, which takes seconds in each worker.
+check: lint ## before each commit, a minute: lint, and the quick tests without Ray, a GPU or a network
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m "not slow" --ignore tests/unit/test_openapi.py tests/unit
 
 test-gpu: $(VENV)/.installed-test ## on a machine with a GPU: kernels and whole models against their references
 	$(BIN)/python -m pytest -m gpu tests/kernels tests/parity

@@ -152,8 +152,8 @@ def _try(
         end = clock() + tried.seconds
         while clock() < end:
             pause()
-            _compare(serve, store, tried, progress)
-        for line in _compare(serve, store, tried, progress):
+            _compare(serve, store, tried, progress, ended=False)
+        for line in _compare(serve, store, tried, progress, ended=True):
             progress.tell(line)
     except _Failed as error:
         progress.tell(f"{error}; returning to the old version")
@@ -174,7 +174,7 @@ def _let_gateways_change(
     _wait(serve, config, progress, pause)
 
 
-def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress) -> list[str]:
+def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress, ended: bool) -> list[str]:
     """The figures of both versions, one line per model. Raises: _Failed if a new version is worse, or has failed."""
     details = serve.details()
     progress.update(details)
@@ -185,7 +185,7 @@ def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress)
     for model, version in tried.versions.items():
         old, new = tallies(store, model, version, gateways)
         lines.append(f"{model}: {figures(old, new)}")
-        if is_worse(old, new):
+        if is_worse(old, new, ended):
             raise _Failed(f"the new version is worse: {lines[-1]}")
     return lines
 

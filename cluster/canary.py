@@ -15,9 +15,10 @@ from cluster.applied import Store
 from cluster.serve_changes import without_numbers
 
 # The new version is worse if its share of failed requests is higher by this value, or if its 95th percentile of request times is
-# longer by a factor and a constant. With fewer failures, or fewer requests, there is no judgement.
+# longer by a factor and a constant. With fewer failures, or fewer requests, there is no judgement. Times need more requests until
+# the end of a trial, because the first requests to a new replica are slow: two of 31 would decide the 95th percentile.
 MORE_FAILED, LEAST_FAILED = 0.01, 3
-SLOWER, SLOWER_S, LEAST_REQUESTS = 1.5, 0.05, 20
+SLOWER, SLOWER_S, LEAST_REQUESTS, LEAST_REQUESTS_EARLY = 1.5, 0.05, 20, 100
 # Upper bounds in seconds of the intervals in which the times of requests are counted.
 _BOUNDS_S = tuple(0.0005 * 1.2**step for step in range(70))
 _PREFIX = "trial/"
@@ -148,12 +149,13 @@ def figures(old: Tally, new: Tally) -> str:
     return f"new version: {new}; old version: {old}"
 
 
-def is_worse(old: Tally, new: Tally) -> bool:
-    """Whether the new version fails more often, or takes longer."""
+def is_worse(old: Tally, new: Tally, ended: bool = True) -> bool:
+    """Whether the new version fails more often, or takes longer. `ended`: whether this is the end of the trial."""
     if new.failed >= LEAST_FAILED and new.share_failed > old.share_failed + MORE_FAILED:
         return True
     counts = sum(old.times), sum(new.times)
-    return min(counts) >= LEAST_REQUESTS and new.p95_s > SLOWER * old.p95_s + SLOWER_S
+    enough = LEAST_REQUESTS if ended else LEAST_REQUESTS_EARLY
+    return min(counts) >= enough and new.p95_s > SLOWER * old.p95_s + SLOWER_S
 
 
 def tell(store: Store, model: str, gateway: str, version: str, old: Tally, new: Tally) -> None:

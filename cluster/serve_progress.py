@@ -109,7 +109,11 @@ class Progress:
 
     def update(self, details: Mapping[str, Any]) -> None:
         """Takes Serve's latest details. The first details print only replicas that are not ready."""
-        seen, before = replicas_seen(details, self._nodes), self._seen
+        before = self._seen
+        # While Serve builds or deletes an application, its details have no deployments, but the old replicas still run.
+        hidden = {name for name, application in details["applications"].items() if not application["deployments"]}
+        unseen = {key: replica for key, replica in (before or {}).items() if replica.application in hidden}
+        seen = unseen | replicas_seen(details, self._nodes)
         for key, replica in seen.items():
             was = before.get(key) if before is not None else None
             if str(replica) == str(was) or (before is None and replica.state == "RUNNING"):

@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table, and writes it with the machine it ran on into loadtests/results/."""
+"""Benchmarks. Each one prints tables, and writes them into loadtests/results/ with the machine that it ran on."""

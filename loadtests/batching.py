@@ -1,4 +1,4 @@
-"""Batches under open-loop ragged arrivals: cut by the packer when the engine is free, or by `@serve.batch`.
+"""Compares two ways to cut batches of texts that arrive at a fixed rate: the packer when the engine is free, or `@serve.batch`.
 
 python -m loadtests.batching
 """
@@ -19,7 +19,7 @@ MEDIAN_WORDS = 15
 
 
 def capacity() -> float:
-    """Requests/s that the packer's server answers when it is never idle."""
+    """Requests/s of the packer's server when it is never idle."""
     port = free_port()
     with running("model", port):
         closed_loop(port, bodies(ragged_texts(300, 1, MEDIAN_WORDS)), 64)

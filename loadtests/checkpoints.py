@@ -1,4 +1,4 @@
-"""Model folders of random weights at the shapes of published models: what a GPU is timed on needs no download."""
+"""Makes model folders with random weights in the shapes of published models. So a benchmark on a GPU needs no download."""
 
 import json
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Published:
 
     @property
     def body_parameters(self) -> int:
-        """Of the linear layers: what every token is multiplied with."""
+        """Parameters of the linear layers. Every token is multiplied with all of them."""
         c = self.config
         if self.is_encoder:
             return c.num_hidden_layers * (4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size)
@@ -42,7 +42,7 @@ class Published:
         return c.num_hidden_layers * (heads * c.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size)
 
     def flops(self, lengths: list[int]) -> float:
-        """Of whole forward passes over these sequences; causal attention counts as half."""
+        """FLOPs of forward passes over these sequences. Causal attention counts as half."""
         c = self.config
         width = c.hidden_size if self.is_encoder else c.num_attention_heads * c.head_dim
         pairs = sum(length**2 for length in lengths) / (1 if self.is_encoder else 2)
@@ -76,7 +76,7 @@ PUBLISHED = {
 
 
 def save_random(name: str, folder: Path, device: str = "cuda") -> Published:
-    """Write a bf16 checkpoint of that shape, in shards as published ones are."""
+    """Writes a bf16 checkpoint of that shape, in shards like published checkpoints."""
     return save(PUBLISHED[name], folder, device)
 
 

@@ -1,7 +1,7 @@
-"""A load generator that costs little: one process, one event loop, HTTP/1.1 over raw streams.
+"""A load generator that needs little CPU: one process, one event loop, HTTP/1.1 over raw streams.
 
-Any answer but 2xx ends the run. Open-loop latency is counted from when a request was due, so a server that falls
-behind cannot hide it by slowing the client down.
+Any other answer than 2xx ends the run. The latency of an open loop begins when a request is due. So a slow server cannot
+look better by slowing the client down.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import uvloop
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one run measured."""
+    """The measurements of one run."""
 
     latencies_s: list[float]
     seconds: float
@@ -30,7 +30,7 @@ class Connection:
     """One keep-alive connection; one request at a time."""
 
     def __init__(self, host: str, port: int, path: str, *headers: str) -> None:
-        """`headers`: further lines of each request's head."""
+        """`headers`: further lines for the head of each request."""
         self._host, self._port = host, port
         lines = [f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *headers, "Content-Length: "]
         self._head = "\r\n".join(lines).encode()
@@ -41,7 +41,7 @@ class Connection:
         try:
             return await self._exchange(body)
         except (asyncio.IncompleteReadError, ConnectionError):
-            # A server may close an idle connection just as we reuse it (HAProxy does when it reloads); any HTTP client
+            # A server may close an idle connection at the moment of its reuse (HAProxy does when it reloads). Any HTTP client
             # then sends once more on a new one. On a fresh connection it is an error.
             if not reused:
                 raise
@@ -83,7 +83,7 @@ def bodies(texts: Sequence[str]) -> list[bytes]:
 
 
 def closed_loop(port: int, requests: Sequence[bytes], connections: int, path: str = "/embed") -> Load:
-    """`connections` clients, each sending its next request when it has its answer."""
+    """Runs `connections` clients. Each one sends its next request when it has its answer."""
 
     async def main() -> Load:
         queue = iter(requests)
@@ -105,7 +105,7 @@ def closed_loop(port: int, requests: Sequence[bytes], connections: int, path: st
 
 
 def open_loop(port: int, requests: Sequence[bytes], due: Sequence[float], path: str = "/embed") -> Load:
-    """Request i is sent at `due[i]` seconds, whatever the others do; connections are made as they are needed."""
+    """Sends request i at `due[i]` seconds, whatever happens to other requests. Opens as many connections as it needs."""
 
     async def main() -> Load:
         idle: list[Connection] = []

@@ -1,7 +1,7 @@
-"""Load from several client processes at once, where a single one would be the limit.
+"""Load from several client processes, for servers that are faster than one client.
 
-Each makes its share of the texts, request bodies and token counts first; then all start together. An answer other than 2xx,
-or none in time, is an error that is counted and does not end the run.
+Each process first makes its share of the texts, request bodies and token counts. Then all start together. An answer other
+than 2xx, or no answer in time, counts as an error and does not end the run.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ TEXTS = {"mixed": ragged_texts, "short": short_texts}
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is asked, and how: `connections` are those of a closed loop, `seconds` the time that an open loop goes on."""
+    """The kind of requests. `connections` is for a closed loop, `seconds` is the duration of an open loop."""
 
     texts: str
     per_request: int
@@ -48,7 +48,7 @@ class Requests:
         return f"{self.texts}, {self.per_request} a request{', as JSON floats' if self.path == '/embed' else ''}"
 
     def body(self, texts: Sequence[str], model: str) -> bytes:
-        """As clients of TEI or of OpenAI send it; the latter ask for base64."""
+        """A request's body in the form of TEI's clients or of OpenAI's, which ask for base64."""
         if self.path == "/embed":
             return orjson.dumps({"inputs": texts})
         return orjson.dumps({"model": model, "input": texts, "encoding_format": "base64"})
@@ -56,21 +56,21 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of every request: an array of (due, sent and answered at, tokens, 1 where it was a success)."""
+    """One row for each request: due at, sent at, answered at, tokens, 1 for a success."""
 
     requests: NDArray[np.float64]  # [n, 5]
     seconds: float
-    client_cores: float  # of the busiest client
+    client_cores: float  # share of a core that the busiest client used
     errors: Counter[str]
 
     @property
     def offered(self) -> float:
-        """Tokens/s that were due once the run was warm."""
+        """Tokens/s that were due after the warm-up."""
         return self._rate(self.requests[:, 0])
 
     @property
     def achieved(self) -> float:
-        """Tokens/s that were answered in the same time."""
+        """Tokens/s that were answered in that time."""
         return self._rate(np.where(self.requests[:, 4], self.requests[:, 2], np.inf))
 
     @property
@@ -83,11 +83,11 @@ class Outcome:
         return float(self.requests[:, 3].mean())
 
     def latency_ms(self, q: float) -> float:
-        """From when a request was due, of those due once the run was warm."""
+        """Latencies from the time when a request was due, for requests that were due after the warm-up."""
         return 1e3 * self._percentile(self.requests[:, 2] - self.requests[:, 0], q)
 
     def late_ms(self, q: float) -> float:
-        """How late requests were sent: where that is much, the clients are the limit."""
+        """Delays between due and sent. Long delays mean that the clients are the limit."""
         return 1e3 * self._percentile(self.requests[:, 1] - self.requests[:, 0], q)
 
     def _rate(self, at: NDArray[np.float64]) -> float:
@@ -99,10 +99,10 @@ class Outcome:
 
 
 class Clients:
-    """The processes. They end with the `with` block."""
+    """The client processes. They end with the `with` block."""
 
     def __init__(self, number: int, folder: Path, model: str) -> None:
-        """`folder` has the tokenizer that counts the tokens, `model` is the name that requests carry."""
+        """`folder` has the tokenizer that counts tokens. `model` is the model's name in the requests."""
         context = multiprocessing.get_context("spawn")
         self._number, self._model, self._seed = number, model, 0
         self._barrier = context.Barrier(number)
@@ -115,12 +115,12 @@ class Clients:
         self._executor.shutdown()
 
     def closed_loop(self, port: int, requests: Requests, seconds: float, most_per_s: float) -> Outcome:
-        """Every connection sends its next request when it has its answer. `most_per_s`: requests/s there can be at most."""
+        """Every connection sends its next request when it has its answer. `most_per_s`: an upper bound of requests/s."""
         shares = np.array_split(np.zeros(int(most_per_s * seconds) + requests.connections), self._number)
         return self._run(port, requests, seconds, shares, requests.connections // self._number or 1)
 
     def open_loop(self, port: int, requests: Requests, rate: float) -> Outcome:
-        """Poisson arrivals, given how many there are: the rate offered is the one asked for."""
+        """Poisson arrivals of a fixed number, so that the offered rate is exact."""
         count = max(1, round(rate * requests.seconds))
         due = np.sort(np.random.default_rng(self._seed).uniform(0, requests.seconds, count))
         return self._run(port, requests, requests.seconds, [due[i :: self._number] for i in range(self._number)], None)
@@ -170,7 +170,7 @@ def _send_share(
 
 
 class _Sender:
-    """One process's requests: (due at, body, tokens)."""
+    """The requests of one process: (due at, body, tokens)."""
 
     def __init__(self, port: int, path: str, todo: list[tuple[float, bytes, int]]) -> None:
         self._port, self._path, self._todo = port, path, todo

@@ -23,7 +23,7 @@ from loadtests.cluster_load import DEADLINE_S, Load, Site, failures, summary
 from loadtests.lab import Lab, lab, possible, wait_for
 from loadtests.report import write
 
-# Tokens/s and seconds a pass of the 0.6B on each, as predicted, at a quarter of the speed: two cores carry the rest.
+# Predicted tokens/s, and seconds per pass, of the 0.6B on each card, at a quarter of the speed, because two cores do the rest.
 SCALE = 0.25
 SPEEDS = {"NVIDIA GB10": (63_000, 0.004), "NVIDIA GeForce RTX 5080": (101_000, 0.0015), "": (2_000, 0.02)}
 MODEL = "all-MiniLM-L6-v2"
@@ -58,10 +58,10 @@ def config(
     gateways: int = 1,
     min_replicas: int | None = None,
 ) -> dict[str, Any]:
-    """The Serve config of the plan for one model with a replica on every node, its engines put to sleep; gateways on the
-    nodes named."""
+    """The Serve config of the plan for one model with a replica on every node and engines that sleep. The named nodes have the
+    gateways."""
     rates = {node.class_name: speed(node)[0] for node in nodes}
-    # float32, because "auto" would leave the node without a card out.
+    # float32, because "auto" would leave out the node without a card.
     entry = {"name": "lite", "model": MODEL, "dtype": "float32", "tokens_per_s": rates, "max_replicas": len(nodes)}
     entry["min_replicas"] = len(nodes) if min_replicas is None else min_replicas
     file = ModelsFile.model_validate({"models": [entry], "gateways": gateways, "settings": {"request_timeout_s": 30}})
@@ -84,7 +84,7 @@ def config(
 
 
 def deploy(site: Site, content: dict[str, Any], folder: Path, replicas: int) -> None:
-    """`serve deploy`, then wait until so many replicas are ready behind the gateway."""
+    """Runs `serve deploy`, and waits until that number of replicas is ready behind the gateway."""
     apply(site.laboratory, content, folder)
     wait_for("the gateway", lambda: site.pools() and site.ready() >= replicas, 120)
     wait_for("an answer", lambda: not failures(site.load((1_000, 2)).results()), 60)
@@ -107,7 +107,7 @@ def add(laboratory: Lab, node: Node, name: str | None = None) -> None:
 
 
 def balanced(laboratory: Lab, folder: Path, ingress: Sequence[str]) -> Site:
-    """A machine of its own with the load balancer in front of two nodes; clients are on it."""
+    """A separate machine with the clients, and with the load balancer in front of two nodes."""
     laboratory.machine("front")
     file = folder / "haproxy.cfg"
     nodes = [f"{laboratory.members[name].address}:8000" for name in ingress]
@@ -117,7 +117,7 @@ def balanced(laboratory: Lab, folder: Path, ingress: Sequence[str]) -> Site:
 
 
 def routing(folder: Path, seconds: float = 40.0) -> list[dict[str, Any]]:
-    """The same arrivals through Ray Serve's routing and ours, at half and four fifths of all cards' speed."""
+    """The same arrivals through Ray Serve's routing and ours, at 50 % and 80 % of the speed of all cards."""
     rows = []
     for name, ours in (("power of two", False), ("ours", True)):
         with lab() as laboratory:
@@ -133,7 +133,7 @@ def routing(folder: Path, seconds: float = 40.0) -> list[dict[str, Any]]:
 
 
 def scaling(folder: Path) -> list[dict[str, Any]]:
-    """A step up and down on four cards of which one is enough at first; then a model that was asleep."""
+    """A load that rises and falls on four cards, one of which is enough at first. Then a model that was asleep."""
     one = speed(LIKE[0])[0]
     with lab() as laboratory:
         build(laboratory, LIKE)
@@ -169,7 +169,7 @@ def steps(load: Load, phases: Sequence[tuple[float, float]]) -> list[dict[str, A
 
 
 def followed(replicas: Sequence[tuple[float, int]], start: float, end: float) -> str:
-    """How many there were, and when that changed: "1, 2 after 6 s, 4 after 9 s"."""
+    """The number of replicas and the times of its changes: "1, 2 after 6 s, 4 after 9 s"."""
     text, last = "", None
     for seconds, number in replicas:
         if start <= seconds < end and number != last:

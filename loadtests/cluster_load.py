@@ -1,4 +1,4 @@
-"""An open-loop load on a cluster in a laboratory, in a process of its own where the clients are, and what became of it."""
+"""An open-loop load on a cluster in a laboratory, from a process on the machine of the clients, and its results."""
 
 import asyncio
 import json
@@ -19,31 +19,28 @@ from loadtests.lab import Lab
 from loadtests.traces import percentile, request_lengths
 
 LONGEST = 256  # tokens of a text
-DEADLINE_S = 2.0  # answered later is late
+DEADLINE_S = 2.0  # later answers count as late
 _GIVE_UP_S = 60.0
 _LOOK_EVERY_S = 0.5
 
 WRONG = "wrong vectors"
-
-Result = tuple[
-    float, float, str
-]  # seconds after the start at which it was due, latency, "200" or what went wrong (`WRONG` for a wrong answer)
+Result = tuple[float, float, str]  # due at seconds after the start, latency, "200" or the error; `WRONG` for a wrong answer
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where clients are, and the port they know."""
+    """The machine of the clients, and the port that they use."""
 
     laboratory: Lab
     member: str = "head"
     port: int = 8000
 
     def load(self, *phases: tuple[float, float], seed: int = 1) -> "Load":
-        """Start a load of (tokens/s, seconds), one after the other."""
+        """Starts loads of (tokens/s, seconds), one after the other."""
         return Load(self, phases, seed)
 
     def pools(self) -> list[dict[str, Any]]:
-        """What `GET /v1/models` says of each pool; nothing while there is no gateway."""
+        """The pools in `GET /v1/models`. Empty as long as there is no gateway."""
         script = (
             "import httpx, sys\n"
             f"try: print(httpx.get('http://127.0.0.1:{self.port}/v1/models', timeout=5).text)\n"
@@ -56,12 +53,12 @@ class Site:
         return [pool for model in listed for pool in model["pools"]]
 
     def ready(self) -> int:
-        """Replicas of all pools."""
+        """The number of ready replicas of all pools."""
         return sum(pool["replicas"] for pool in self.pools())
 
 
 class Load:
-    """A load under way."""
+    """A load that runs."""
 
     def __init__(self, site: Site, phases: Sequence[tuple[float, float]], seed: int) -> None:
         arguments = json.dumps({"port": site.port, "phases": phases, "seed": seed})
@@ -69,14 +66,14 @@ class Load:
         assert self._process.stdout is not None
         self._process.stdout.readline()  # it says when it starts
         self.started = monotonic()
-        self.replicas: list[tuple[float, int]] = []  # (seconds after the start, how many there were), once it is over
+        self.replicas: list[tuple[float, int]] = []  # (seconds after the start, number of replicas); complete at the end
 
     def at(self, seconds: float) -> None:
-        """Wait until so long after the start."""
+        """Waits until a time after the start."""
         sleep(max(0.0, self.started + seconds - monotonic()))
 
     def results(self) -> list[Result]:
-        """Of every request, in the order they were due."""
+        """The results of all requests, in the order in which they were due."""
         output, _ = self._process.communicate()
         said = json.loads(output)
         self.replicas = [(seconds, number) for seconds, number in said["replicas"]]
@@ -84,7 +81,7 @@ class Load:
 
 
 def summary(results: Sequence[Result], between: tuple[float, float] = (0, 1e9)) -> dict[str, Any]:
-    """Of those due between two moments."""
+    """The results of requests that were due between two times."""
     chosen = [each for each in results if between[0] <= each[0] < between[1]]
     good = [latency for _, latency, status in chosen if status == "200"] or [float("nan")]
     return {
@@ -102,7 +99,7 @@ def failures(results: Sequence[Result]) -> dict[str, int]:
 
 
 def main(port: int, phases: Sequence[tuple[float, float]], seed: int) -> None:
-    """Requests of 1, 4, 16 or 64 texts as token ids, due at Poisson times whatever happened to those before."""
+    """Sends requests of 1, 4, 16 or 64 texts as token ids at Poisson times, whatever happened to earlier requests."""
     rng = random.Random(seed)
     mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
     due: list[tuple[float, list[range]]] = []

@@ -1,4 +1,4 @@
-"""The engine on the CPU beside sentence-transformers: same process, same texts, turn by turn, floors included.
+"""Compares the engine on a CPU with sentence-transformers: in one process, with the same texts, in turns. Shows lower bounds too.
 
 python -m loadtests.cpu_engine
 """
@@ -30,7 +30,7 @@ FLOPS_PER_TOKEN = 6 * sum(2 * k * n for k, n in SHAPES)
 def throughput(
     systems: dict[str, Callable[[list[str]], Any]], count_tokens: Callable[[list[str]], int]
 ) -> dict[str, list[float]]:
-    """Tokens/s of each system in every round; each round has fresh texts, the same for all."""
+    """Tokens/s of each system in every round. Each round has new texts, the same for all systems."""
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for run in range(ROUNDS + 1):
         texts = ragged_texts(TEXTS, seed=run)
@@ -44,7 +44,7 @@ def throughput(
 
 
 def latency(systems: dict[str, Callable[[list[str]], Any]]) -> dict[str, list[float]]:
-    """Seconds of one short query, the systems taking turns."""
+    """Seconds of one short query. The systems take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for number, text in enumerate(short_texts(230, seed=1)):
         for name, encode in systems.items():
@@ -57,7 +57,7 @@ def latency(systems: dict[str, Callable[[list[str]], Any]]) -> dict[str, list[fl
 
 @torch.inference_mode()
 def gemm_ceiling(dtype: torch.dtype, rows: int = 2048) -> float:
-    """FLOP/s of the model's own linear layers, nothing else, back to back."""
+    """FLOP/s of the model's linear layers alone, one after the other."""
     layers = [
         (Linear.of(torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)), torch.randn(rows, k).to(dtype)) for k, n in SHAPES
     ]
@@ -72,7 +72,7 @@ def gemm_ceiling(dtype: torch.dtype, rows: int = 2048) -> float:
 
 @torch.inference_mode()
 def mkl_ceiling(rows: int = 2048) -> float:
-    """The same in fp32 as sentence-transformers runs it, through torch's F.linear."""
+    """FLOP/s of the same layers in fp32 with torch's F.linear, as sentence-transformers runs them."""
     layers = [(torch.randn(n, k), torch.randn(n), torch.randn(rows, k)) for k, n in SHAPES]
     seconds = []
     for _ in range(15):
@@ -85,7 +85,7 @@ def mkl_ceiling(rows: int = 2048) -> float:
 
 @torch.inference_mode()
 def other_seconds_per_token(dtype: torch.dtype, length: int = 128, count: int = 16) -> float:
-    """Seconds a token in what torch offers for the rest: six softmaxes of 12 heads, thirteen LayerNorms, no product at all."""
+    """Seconds per token of torch's other operations: six softmaxes of 12 heads and thirteen LayerNorms, without products."""
     scores = torch.randn(12 * count, length, length).to(dtype)
     hidden, weight = torch.randn(length * count, 384).to(dtype), torch.ones(384, dtype=dtype)
     seconds = []

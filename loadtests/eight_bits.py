@@ -1,4 +1,4 @@
-"""What layers in 8 bits cost: vectors of all-MiniLM-L6-v2 beside those in float32, on the GPU, over Python's docstrings.
+"""Measures the accuracy of layers in 8 bits on a GPU: vectors of all-MiniLM-L6-v2 beside float32, for Python's docstrings.
 
 python -m loadtests.eight_bits
 """

@@ -1,6 +1,7 @@
-"""`emberforge embed`: killed at random moments, against the engine alone, and its memory. Ten minutes on two quiet cores.
+"""`emberforge embed`: killed at random moments, its rate beside the engine's, and its memory. Ten minutes on two quiet cores.
 
 python -m loadtests.embed_corpus
+python -m loadtests.embed_corpus gpu    # only the rates, two minutes
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time, sleep
@@ -21,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from engine.model_id import EMBEDDED_MODEL
 from serve_app.corpus.files import Corpus
 from serve_app.corpus.folder import Folder
 from serve_app.corpus.job import Columns, Results, Row, run
@@ -109,24 +112,32 @@ def killed(corpus: Path, output: Path, texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def rates(folder: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The engine with all texts queued at once, tokenised as they go, and a job. In turns: the machine may have other work."""
+def rates(folder: Path, model: str | Path, texts: list[str], rounds: int, rows_per_file: int) -> list[dict[str, Any]]:
+    """The engine with all texts queued at once, and a job. They take turns, because the machine may have other work.
+
+    The engine alone gets texts on a CPU, and token ids on a GPU: there one thread that tokenises would be slower than the GPU.
+    """
     from engine import Engine
-    from engine.hub import EMBEDDED_MODEL
     from engine.loop import EngineLoop
-    from engine.options import EmbedOptions, EncodeOptions
+    from engine.options import EmbedOptions, EncodeOptions, TokenIds
     from engine.schedule.request import Request
     from serve_app.corpus.local import LocalWorker
     from serve_app.corpus.task import Task
 
-    engine = Engine.load(EMBEDDED_MODEL)
+    engine = Engine.load(model)
     corpus = write_corpus(folder / "rates.parquet", texts)
+    parts = [texts[start : start + 64] for start in range(0, len(texts), 64)]
 
-    def alone() -> NDArray[np.float32]:
+    def encode(part: list[str]) -> list[TokenIds]:
+        return engine.tokenizer.encode(part, EncodeOptions())
+
+    ready = [encode(part) for part in parts] if engine.device.type == "cuda" else None
+
+    def alone(num_parts: int = len(parts)) -> NDArray[np.float32]:
         loop = EngineLoop(engine, engine.max_batch_tokens, max_batch_seqs=engine.max_batch_seqs)
         jobs = []
-        for start in range(0, len(texts), 64):
-            jobs.append(Request(engine.tokenizer.encode(texts[start : start + 64], EncodeOptions()), EmbedOptions()))
+        for sequences in islice(map(encode, parts) if ready is None else ready, num_parts):
+            jobs.append(Request(sequences, EmbedOptions()))
             loop.submit(jobs[-1:])
         vectors = [job.future.result().vectors for job in jobs]
         loop.stop()
@@ -134,19 +145,20 @@ def rates(folder: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
 
     def job(output: Path) -> None:
         files = Corpus([corpus], COLUMNS.texts)
-        worker = LocalWorker(EMBEDDED_MODEL, engine, Task(), ranks=False)
-        run(files, Folder(output, "parquet", 2048, {}), worker, COLUMNS, Progress(), lambda _: None)
+        worker = LocalWorker(str(model), engine, Task(), ranks=False)
+        run(files, Folder(output, "parquet", rows_per_file, {}), worker, COLUMNS, Progress(), lambda _: None)
 
     engine.embed(texts[:512])
-    rounds = []
-    for number in range(ROUNDS):
+    alone(1 + len(parts) // 8)
+    timed = []
+    for number in range(rounds):
         start = perf_counter(), process_time()
         vectors = alone()
         middle = perf_counter(), process_time()
         job(folder / f"rate-{number}")
         end = perf_counter(), process_time()
         found = vectors_of(read_results(folder / f"rate-{number}"))
-        rounds.append(
+        timed.append(
             {
                 "engine alone, texts/s": len(texts) / (middle[0] - start[0]),
                 "job, texts/s": len(texts) / (end[0] - middle[0]),
@@ -155,28 +167,33 @@ def rates(folder: Path, texts: Sequence[str]) -> list[dict[str, Any]]:
                 "lowest cosine of the two": float((vectors * found).sum(axis=1).min()),
             }
         )
-    names = list(rounds[0])
-    best = {name: (min if "cosine" in name else median)(each[name] for each in rounds) for name in names}
-    shares = [median(each[job] / each[alone] for each in rounds) for alone, job in (names[:2], names[2:4])]
-    return [{"round": number, **each} for number, each in enumerate(rounds)] + [
+    names = list(timed[0])
+    best = {name: (min if "cosine" in name else median)(each[name] for each in timed) for name in names}
+    shares = [median(each[job] / each[alone] for each in timed) for alone, job in (names[:2], names[2:4])]
+    return [{"round": number, **each} for number, each in enumerate(timed)] + [
         {"round": "median", **best, "rate, job : alone": shares[0], "CPU, job : alone": shares[1]}
     ]
 
 
+def add_tokenizer(folder: Path, pooling: str, hidden_size: int) -> None:
+    """Copies the tokenizer of the embedded model into a model's folder, and writes the folder's pooling."""
+    from engine.hub import resolve_model  # imports torch, which a stub's process does not need
+
+    shutil.copyfile(resolve_model(EMBEDDED_MODEL) / "tokenizer.json", folder / "tokenizer.json")
+    (folder / "1_Pooling").mkdir()
+    modes = {"word_embedding_dimension": hidden_size, "pooling_mode": pooling}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes))
+
+
 def save_one_layer(folder: Path) -> None:
-    """An encoder of random weights with vectors as wide as the embedded model's, and that model's tokenizer."""
+    """Saves an encoder of random weights. Its vectors are as wide as the embedded model's."""
     import torch
     import transformers
-
-    from engine.hub import EMBEDDED_MODEL, resolve_model
 
     config = transformers.BertConfig(hidden_size=384, num_hidden_layers=1, num_attention_heads=12, intermediate_size=384)
     torch.manual_seed(0)
     transformers.BertModel(config).save_pretrained(folder)
-    shutil.copyfile(resolve_model(EMBEDDED_MODEL) / "tokenizer.json", folder / "tokenizer.json")
-    (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 384, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    add_tokenizer(folder, "mean", 384)
 
 
 def peak(model: Path, corpus: Path, output: Path, num_rows: int) -> dict[str, Any]:
@@ -197,7 +214,7 @@ def peak(model: Path, corpus: Path, output: Path, num_rows: int) -> dict[str, An
 
 
 def main() -> None:
-    from loadtests.report import write  # imports torch, which a stub's process needs not
+    from loadtests.report import write
     from loadtests.traces import short_texts
 
     with tempfile.TemporaryDirectory(prefix="ef-") as name:
@@ -210,8 +227,38 @@ def main() -> None:
             peak(folder / "model", small, folder / "s", SMALL),
             peak(folder / "model", large, folder / "l", ROWS),
         ]
-        tables["Rate, all-MiniLM-L6-v2"] = rates(folder, texts[:RATE_ROWS])
+        tables["Rate, all-MiniLM-L6-v2"] = rates(folder, EMBEDDED_MODEL, texts[:RATE_ROWS], ROUNDS, 2048)
     write("embed_corpus", "python -m loadtests.embed_corpus", tables)
+
+
+def main_gpu() -> None:
+    """The rates of a large and a small model, of random weights, with the tokenizer of the embedded model."""
+    import torch
+    import transformers
+
+    from loadtests.checkpoints import PUBLISHED, Published, save
+    from loadtests.report import write
+    from loadtests.traces import ragged_texts, short_texts
+
+    small = Published(
+        transformers.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536),
+        transformers.BertModel,
+        "mean",
+    )
+    workloads = {
+        "Qwen3-Embedding-0.6B, texts of 80 words": (PUBLISHED["Qwen3-Embedding-0.6B"], ragged_texts(40_960, seed=1)),
+        "all-MiniLM-L6-v2, short texts": (small, short_texts(60_000, seed=1)),
+    }
+    tables = {}
+    for name, (published, texts) in workloads.items():
+        with tempfile.TemporaryDirectory(prefix="ef-") as folder:
+            model = Path(folder) / "model"
+            save(published, model)
+            add_tokenizer(model, "lasttoken" if published.pooling == "last_token" else "mean", published.config.hidden_size)
+            tables[f"Rate, {name}"] = rates(Path(folder), model, texts, 2, 8192)
+            print(name, *tables[f"Rate, {name}"], sep="\n", flush=True)
+        torch.cuda.empty_cache()
+    write("embed_corpus_gpu", "python -m loadtests.embed_corpus gpu", tables)
 
 
 if __name__ == "__main__":
@@ -219,4 +266,4 @@ if __name__ == "__main__":
         print("begins", flush=True)
         stub_job(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))
     else:
-        main()
+        main_gpu() if sys.argv[1:2] == ["gpu"] else main()

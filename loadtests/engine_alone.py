@@ -1,4 +1,4 @@
-"""The rate of an engine with everything queued at once, on real texts: run as a child, which leaves the GPU when it ends.
+"""Measures the rate of an engine with all texts queued at once. Runs as a child process, which frees the GPU at its end.
 
 python -m loadtests.engine_alone FOLDER
 """
@@ -22,7 +22,7 @@ from engine.schedule.request import Request
 from loadtests.clients import TEXTS
 
 BATCH = 64  # texts of a request
-ROUND_S, ROUNDS = 0.5, 3  # a round takes so long at least
+ROUND_S, ROUNDS = 0.5, 3  # seconds of a round at least
 
 
 def in_a_process(folder: Path) -> list[dict[str, Any]]:
@@ -33,7 +33,7 @@ def in_a_process(folder: Path) -> list[dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    num_threads = 1 if torch.cuda.is_available() else available_cpus()  # as a replica of its own machine has
+    num_threads = 1 if torch.cuda.is_available() else available_cpus()  # as in a replica that has the machine for itself
     engine = Engine.load(folder, num_threads=num_threads)
     loop = EngineLoop(engine, engine.max_batch_tokens, num_threads, max_batch_seqs=engine.max_batch_seqs)
     rows = [_rates(engine, loop, texts, per_request) for texts in TEXTS for per_request in (BATCH, 1)]
@@ -52,7 +52,7 @@ def _rates(engine: Engine, loop: EngineLoop, texts: str, per_request: int) -> di
         sequences = [encode(request) for request in requests]
         tokenizing = perf_counter() - start
         jobs = [Request(each, EmbedOptions()) for each in sequences]
-        queued = perf_counter()  # making thousands of jobs is nobody's rate
+        queued = perf_counter()  # making thousands of jobs is not part of the rate
         loop.submit(jobs)
         _wait(jobs)
         computed = perf_counter()
@@ -80,7 +80,7 @@ def _rates(engine: Engine, loop: EngineLoop, texts: str, per_request: int) -> di
 
 
 def _wait(jobs: Iterable[Request]) -> None:
-    """Until the last vector is on the host."""
+    """Waits until the last vector is on the host."""
     for job in jobs:
         job.future.result()
 

@@ -1,4 +1,4 @@
-"""Gateways in front of one replica, one text a request: what it costs and how long it takes.
+"""Measures the CPU time and the latency of gateways in front of one replica, with one text per request.
 
 python -m loadtests.gateways
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _measure(server: psutil.Process, port: int, clients: Clients, number: int, rate: int | None) -> dict[str, Any]:
-    """`rate`: requests/s that come; None for the closed loop."""
+    """`rate`: requests/s. None for a closed loop."""
     before = cpu_seconds(server)
     if rate is None:
         found = clients.closed_loop(port, REQUESTS, CLOSED_S, MOST_REQUESTS_PER_S)

@@ -1,6 +1,6 @@
 """Several Ray nodes on one machine, each in a network namespace of its own: own address, own ports, and a cable to pull.
 
-Needs root and iproute2. Where they cannot be had, `lab()` says so and the nodes share the machine's loopback, as Ray's own
+Needs root and iproute2. Without them `lab()` says so, and the nodes share the machine's loopback, as Ray's own
 cluster_utils has them: an address each, but one set of ports, so that only the head serves HTTP.
 """
 
@@ -27,7 +27,7 @@ from cluster.node_processes import MARK, Started, find_processes
 
 
 def possible() -> bool:
-    """Whether this process may make network namespaces, found by making one."""
+    """Whether this process may make network namespaces. Tries to make one."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"ef{token_hex(2)}-try"
@@ -58,11 +58,11 @@ class Member:
         return list(find_processes(Started(self.mark, self.name, head=False)))
 
     def kill(self) -> None:
-        """End every process of the node at once, as a crash of the machine's kernel would."""
+        """Kills all processes of the node at once, like a crash of the machine's kernel."""
         self._signal(signal.SIGKILL)
 
     def unplug(self) -> None:
-        """Nothing comes from the node any more, and nobody is told."""
+        """Stops everything that comes from the node, without notice."""
         self._signal(signal.SIGSTOP)
 
     def plug(self) -> None:
@@ -85,13 +85,13 @@ class Member:
 
 @dataclass
 class Namespaced(Member):
-    """One node in a namespace. Every process of it lives there, so the kernel itself says which they are."""
+    """One node in a namespace. All of its processes live there, so the kernel knows them."""
 
     bridge: str
 
     @property
     def _namespace(self) -> str:
-        """Also the name of its cable's near end."""
+        """The name of the namespace, and of the near end of its cable."""
         return f"{self.bridge}-{self.name}"
 
     def command(self, program: str, arguments: tuple[str, ...]) -> list[str]:
@@ -106,7 +106,7 @@ class Namespaced(Member):
         return found
 
     def unplug(self) -> None:
-        """Nothing reaches the node any more, and nobody is told."""
+        """Stops everything that is sent to the node, without notice."""
         _ip("link", "set", self._namespace, "down")
 
     def plug(self) -> None:
@@ -123,7 +123,7 @@ class Namespaced(Member):
 
     def leave(self) -> None:
         super().leave()
-        _ip("link", "del", self._namespace, check=False)  # with the namespace it would go too, but some time later
+        _ip("link", "del", self._namespace, check=False)  # the end of the namespace would remove it too, but later
         _ip("netns", "del", self._namespace, check=False)
 
 
@@ -136,7 +136,7 @@ class Lab:
         if namespaces:
             _ip("link", "add", self._name, "type", "bridge")
             _ip("link", "set", self._name, "up")
-        # Short: sockets lie in it, and their names may have 107 characters.
+        # A short name, because the folder has sockets, whose paths may have 107 characters.
         self.environment = os.environ | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
         self.environment |= {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(folder)}
         self.environment.pop("RAY_ADDRESS", None)
@@ -146,7 +146,7 @@ class Lab:
         return next(iter(self.members.values()))
 
     def machine(self, name: str) -> Member:
-        """One on which nothing runs yet."""
+        """A machine without processes."""
         number, mark = len(self.members) + 2, f"{self._name}-{name}"
         if self._namespaces:
             self.members[name] = Namespaced(name, f"10.77.0.{number}", mark, self._name)
@@ -157,7 +157,7 @@ class Lab:
         return self.members[name]
 
     def add(self, name: str, node_class: str, num_cpus: int, num_gpus: int = 0) -> Member:
-        """A machine with Ray on it; the first one is the head."""
+        """A machine with Ray. The first one is the head."""
         first = not self.members
         member = self.machine(name)
         where = ["--head", "--port=6379", "--dashboard-host=127.0.0.1"] if first else [f"--address={self.head.address}:6379"]
@@ -169,7 +169,7 @@ class Lab:
         return member
 
     def run(self, name: str, *arguments: str, **environment: str) -> str:
-        """Run Python on a machine until it ends; what it printed. Raises: RuntimeError."""
+        """Runs Python on a machine until it ends. Returns: its output. Raises: RuntimeError."""
         log = self._folder / f"{name}.log"
         with log.open("a", encoding="utf-8") as file:
             done = subprocess.run(
@@ -187,7 +187,7 @@ class Lab:
         return done.stdout
 
     def start(self, name: str, *arguments: str, program: str = sys.executable) -> "subprocess.Popen[str]":
-        """Start Python, or another program, on a machine."""
+        """Starts Python, or another program, on a machine."""
         command = self.members[name].command(program, arguments)
         return subprocess.Popen(command, env=self._environment_of(name), stdout=subprocess.PIPE, text=True)
 
@@ -203,7 +203,7 @@ class Lab:
 
 @contextmanager
 def lab() -> Iterator[Lab]:
-    """An empty laboratory; at the end no process and no interface of it is left."""
+    """An empty laboratory. At the end it removes its processes and interfaces."""
     namespaces = possible()
     if not namespaces:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""More requests than a gateway can answer: what it answers then, and how it is afterwards, with our limit in HAProxy and without.
+"""Sends more requests than a gateway can answer. Counts its answers then and afterwards, with our limit in HAProxy and without.
 
 python -m loadtests.overload
 """
@@ -16,8 +16,8 @@ from loadtests.traces import percentile
 REQUESTS = Requests("mixed", 1, connections=256, seconds=6.0)
 CLOSED_S = 5.0
 MOST_REQUESTS_PER_S = 5_000
-SHARES = (0.8, 1.5, 3.0, 0.8)  # of what the closed loop reached
-# Ray's own configuration has no limit: a number that is never reached is none.
+SHARES = (0.8, 1.5, 3.0, 0.8)  # shares of the rate of the closed loop
+# Ray's own configuration has no limit. A number that is never reached is the same.
 LIMITS = {"512 requests a gateway": {}, "none, as Ray has it": {"EMBERFORGE_MAX_CONCURRENT_REQUESTS": "100000"}}
 
 

@@ -1,4 +1,4 @@
-"""What else would run these models here: transformers, padded as sentence-transformers pads, and packed on FlashAttention 2."""
+"""Other engines for the same models: transformers with padding like sentence-transformers, and packed with FlashAttention 2."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ def load(folder: Path, attention: str) -> Any:
 
 
 def padded(model: Any, batch_size: int) -> Encode:
-    """The last token pooled."""
+    """Vectors of the last token."""
 
     @torch.inference_mode()
     def encode(sequences: Sequence[Ids]) -> None:
@@ -31,7 +31,7 @@ def padded(model: Any, batch_size: int) -> Encode:
 
 
 def padded_batches(sequences: Sequence[Ids], batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Sorted by length and padded on the left to the longest of each batch."""
+    """Batches of texts sorted by length, padded on the left to the longest text of the batch."""
     ordered = sorted(sequences, key=len, reverse=True)
     for start in range(0, len(ordered), batch_size):
         part = ordered[start : start + batch_size]
@@ -43,7 +43,7 @@ def padded_batches(sequences: Sequence[Ids], batch_size: int) -> Iterator[dict[s
 
 
 def packed(model: Any, batch_tokens: int) -> Encode:
-    """No padding: batches of so many tokens, positions restarting in each text. The model was loaded with "packed_fa2"."""
+    """Vectors without padding. Positions restart in each text. The model was loaded with "packed_fa2"."""
 
     @torch.inference_mode()
     def run(part: list[Ids]) -> None:
@@ -71,7 +71,7 @@ def packed(model: Any, batch_tokens: int) -> Encode:
 
 
 class _Packed:
-    """The batch being run: transformers hands an attention function only what the model's layers know."""
+    """The present batch, because transformers gives an attention function only values that the layers know."""
 
     cu_seqlens: Tensor
     longest: int

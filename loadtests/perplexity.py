@@ -72,7 +72,7 @@ def with_caches(text: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    devices.LEAST_CAPABILITY.clear()  # a CPU computes all dtypes here: in plain torch, as slowly as that is
+    devices.LEAST_CAPABILITY.clear()  # the CPU computes all dtypes in plain torch, which is slow
     text = TEXT.read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = []
     for kind, dtype in KINDS:

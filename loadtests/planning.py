@@ -1,4 +1,4 @@
-"""How long a plan takes and how full it makes a mixed cluster, beside what the sum of bytes would allow.
+"""Measures the time of a plan, and the share of a mixed cluster's memory that the plan can fill.
 
 python -m loadtests.planning
 """
@@ -16,8 +16,8 @@ from loadtests.report import write
 
 NODES = (10, 100, 1000)
 MODELS = 50
-LOADS = (0.5, 0.95, 1.3)  # bytes of the required replicas, of all that the cluster has for models
-# (name, GiB, whether the host's, cards a node, how many of 20 nodes)
+LOADS = (0.5, 0.95, 1.3)  # bytes of the required replicas, as shares of the cluster's memory for models
+# (name, GiB, whether this is memory of the host, cards per node, number of these nodes among 20)
 CARDS = (
     ("NVIDIA GB10", 119.0, True, 1, 5),
     ("NVIDIA GeForce RTX 5080", 15.9, False, 1, 6),
@@ -38,7 +38,7 @@ def _node(name: str, card: str, gib: float, unified: bool, num_cards: int) -> No
 
 
 def models(cluster: list[Node], load: float, rng: random.Random) -> ModelsFile:
-    """Replicas are handed to random models until they would fill that share of the cluster; each may grow to twice as many."""
+    """Gives replicas to random models until they would fill that share of the cluster. Each model may grow to twice as many."""
     known = [name for name, config in CATALOGUE.items() if config.generation is None]
     entries = [_entry(index, rng.choice(known), 1, rng) for index in range(MODELS)]
     empty = Plan(ModelsFile(models=tuple(entries)), cluster)

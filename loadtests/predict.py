@@ -1,6 +1,6 @@
-"""The planner's table, cluster/throughput.json, of what engine.json has of mixed texts; and what other cards should reach.
+"""Makes the planner's table, cluster/throughput.json, from the rates of mixed texts in engine.json; predicts other cards' rates.
 
-Also the planner's rates of models that generate, beside generate.json of an H200 and what others publish of other cards.
+Also compares the planner's rates of models that generate with generate.json of an H200, and with published rates of other cards.
 
 python -m loadtests.predict
 """
@@ -20,7 +20,7 @@ from engine.model.footprint import MemoryKind, body_parameters, footprint
 from loadtests.generate import BATCHES, PREFILL
 from loadtests.report import RESULTS, write
 
-BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the bodies of those that were measured
+BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the same layers as the measured ones
 GB10 = Node("spark", "arm64", 121 * GIB, 20, (Card("NVIDIA GB10", 121 * GIB, unified=True),))
 RTX_5080 = Node("pc", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB)),))
 NODES = {"GB10 (DGX Spark)": GB10, "RTX 5080 16 GB": RTX_5080}
@@ -29,8 +29,8 @@ SOURCES = {
     "RTX 5080 16 GB": "NVIDIA's figures, dense with fp32 accumulation; 90 % of the bandwidth",
 }
 H200 = Node("h200", "amd64", 512 * GIB, 16, (Card("NVIDIA H200", 140 * GIB),))
-# Decode tokens/s of one stream, as others publish them for their engines, in bf16. Nobody publishes figures of a model without
-# experts on an RTX 5080 or an L40S: their neighbours stand for them.
+# Published decode tokens/s of one stream in bf16, of other engines. For an RTX 5080 and an L40S there are no figures of a model
+# without experts, so figures of similar cards stand for them.
 PUBLISHED_DECODE = (
     ("NVIDIA GB10", "Qwen/Qwen3-8B", "vLLM", 13.1),
     ("NVIDIA GB10", "Qwen/Qwen3-32B", "vLLM", 3.7),
@@ -42,8 +42,8 @@ PUBLISHED_DECODE = (
     ("NVIDIA GeForce RTX 4090", "Qwen/Qwen3-8B", "vLLM", 58.7),
     ("NVIDIA L40S", "Qwen/Qwen3-8B", "-", None),
 )
-_PUBLISHED_LENGTH = 512  # tokens of the stream; most sources do not tell theirs
-# Cards that nobody has run us on. The last three are checks of the method: others publish rates of them.
+_PUBLISHED_LENGTH = 512  # tokens of the stream; most sources do not name the length
+# Cards on which the engine was not measured. The last three check the method, because rates of other engines are published.
 CARDS_THAT_GENERATE = {
     "GB10 (DGX Spark)": GB10,
     "RTX 5080 16 GB": RTX_5080,
@@ -114,10 +114,10 @@ def measured(rows: list[dict[str, Any]]) -> list[Measured]:
 
 
 def table_of(results: dict[str, Any]) -> Table:
-    """What the planner takes of engine.json: texts of mixed lengths."""
+    """The planner's table: the rates of engine.json for texts of mixed lengths."""
     rows = results["tables"]["Tokens/s"]
     mixed = [each for each, row in zip(measured(rows), rows, strict=True) if row["texts"] == "mixed"]
-    card = results["machine"]["gpu"].split(", ")[0]  # of several, all alike
+    card = results["machine"]["gpu"].split(", ")[0]  # one of several rows, which are all alike
     return Table(card, tuple(mixed))
 
 
@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def _gemm_flops(model: str, rows: list[dict[str, Any]]) -> float:
-    """Of the bf16 product beside which that model was measured."""
+    """FLOP/s of the bf16 product that was measured in the same run as the model."""
     row = next(row for row in rows if row["model"] == model and _dtype(row) == "bfloat16")
     return float(row["TFLOP/s"] * 1e12 / (row["% of GEMM"] / 100))
 

@@ -1,9 +1,9 @@
-"""Interactive queries beside bulk work, simulated: the queue itself, an engine that is arithmetic, a clock that only counts.
+"""Simulates interactive queries beside bulk work, with the real queue, a computed engine and a computed clock.
 
 python -m loadtests.priorities
 
-A pass takes `pass_s` + tokens / rate, and the next is cut when it ends. Bulk work is there without end: as many clients, each
-of which sends its next request of 64 texts when it has its answer.
+A pass takes `pass_s` + tokens / rate. The next pass is cut when it ends. Bulk work never ends: each of several clients sends
+its next request of 64 texts when it has its answer.
 """
 
 import random
@@ -29,7 +29,7 @@ OVERLOAD = 1.2
 
 @dataclass(frozen=True)
 class Card:
-    """Qwen3-Embedding-0.6B on an H200 and MiniLM on two CPU cores, as results/engine.md and cpu_engine.md have them."""
+    """A device and a model. The rates come from results/engine.md and cpu_engine.md."""
 
     name: str
     rate: float  # tokens/s
@@ -41,7 +41,7 @@ CARDS = (Card("H200, 0.6B", 540_000, 0.0013, 8192), Card("2 CPU cores, MiniLM", 
 
 
 def queries(card: Card, load: float, seed: int) -> Iterator[tuple[float, int]]:
-    """(second, tokens) of single short texts, Poisson, that are `load` of the card's tokens/s."""
+    """(second, tokens) of single short texts with Poisson arrivals. They take the share `load` of the card's tokens/s."""
     rng = random.Random(seed)
     now = 0.0
     while True:
@@ -50,10 +50,10 @@ def queries(card: Card, load: float, seed: int) -> Iterator[tuple[float, int]]:
 
 
 def simulate(card: Card, load: float, clients: int, priority: Priority) -> dict[str, Any]:
-    """Queries at `load` beside `clients` of bulk work of this priority."""
+    """Simulates queries at `load` beside `clients` clients with bulk work of this priority."""
     queue, rng = Queue(card.budget), random.Random(2)
     arriving = queries(card, load, seed=1)
-    events: list[tuple[float, int, Request | None]] = []  # a job arrives; None: the pass ends
+    events: list[tuple[float, int, Request | None]] = []  # a job arrives, or the pass ends (None)
     order = count()
     query_s: list[float] = []
     bulk: set[Request] = set()

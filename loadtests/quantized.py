@@ -1,7 +1,9 @@
-"""What int8 and binary vectors cost in recall: all-MiniLM-L6-v2 over the docstrings of Python's standard library.
+"""Measures the recall of int8 and binary vectors: all-MiniLM-L6-v2 on the docstrings of Python's standard library.
 
-Recall is the share of a query's ten nearest by float32 that are among its ten nearest by the type, compared as a vector
-database would: integers by cosine, bits by Hamming distance. python -m loadtests.quantized
+Recall is the share of a query's ten nearest texts by float32 that are also among its ten nearest by the type. As in vector
+databases, integers are compared by cosine and bits by Hamming distance.
+
+python -m loadtests.quantized
 """
 
 import ast
@@ -20,7 +22,7 @@ QUERIES, DEPTH = 1_000, 10
 
 
 def docstrings() -> list[str]:
-    """The first paragraph of every docstring, each once, in an order that has nothing to do with the files'."""
+    """The first paragraph of every docstring, each once, in random order."""
     texts: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" in path.parts or "test" in path.parts:

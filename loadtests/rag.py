@@ -37,7 +37,7 @@ from loadtests.servers import serving
 Step = Literal["embed", "rerank", "answer"]
 STEPS: tuple[Step, ...] = ("embed", "rerank", "answer")
 EMBEDDER, RERANKER, CHAT = "minilm", "reranker", "smollm2"
-# By the name in the table: what stands in the command line.
+# A part of each process's command line, by the name in the table.
 PROCESSES = {
     "the embedder": f"ServeReplica:{EMBEDDER}",
     "the reranker": f"ServeReplica:{RERANKER}",
@@ -48,7 +48,7 @@ PROCESSES = {
 }
 TITLE = "Walks under faults"
 FOUND, CITED = 8, 3  # passages that the search gives, and that the answer may cite
-KILL_AFTER_S: dict[Step, float] = {"embed": 0.01, "rerank": 0.01, "answer": 2.0}  # behind the last walk's begin of the step
+KILL_AFTER_S: dict[Step, float] = {"embed": 0.01, "rerank": 0.01, "answer": 2.0}  # seconds after the last walk has begun the step
 AGAIN_S, MOST_S = 0.5, 240.0
 
 PASSAGES = (
@@ -78,7 +78,7 @@ QUESTIONS = (
 
 
 class Again(Exception):
-    """The server has put the client off, or has broken an answer off."""
+    """The server has told the client to come again, or has broken off an answer."""
 
 
 @dataclass
@@ -86,11 +86,11 @@ class Walker:
     """One client of the server."""
 
     port: int
-    began: Callable[[Step], None] | None = None  # hears when a walk is in a step
+    began: Callable[[Step], None] | None = None  # is called when a walk begins a step
     asked_again: Counter[Step] = field(default_factory=Counter)
 
     async def walk(self, question: str, corpus: NDArray[np.float32]) -> dict[str, Any]:
-        """The passages that were found, and the answer."""
+        """Returns: the passages that were found, and the answer."""
         (vector,) = await self._patiently("embed", lambda: self.embed([question]))
         nearest = np.argsort(-(corpus @ vector), kind="stable")[:FOUND].tolist()
         passages = [PASSAGES[index] for index in nearest]
@@ -178,7 +178,7 @@ class Kill:
 
 
 def process_of(server: psutil.Process, mark: str) -> psutil.Process:
-    """The first process of the server with `mark` in its command line. One that has just ended is none."""
+    """The first living process of the server with `mark` in its command line."""
     for process in server.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             if mark in " ".join(process.cmdline()):
@@ -187,7 +187,7 @@ def process_of(server: psutil.Process, mark: str) -> psutil.Process:
 
 
 async def walks(walker: Walker, corpus: NDArray[np.float32]) -> tuple[list[dict[str, Any] | str], float]:
-    """All questions at once: what each walk gave, or what went wrong; and the seconds of the longest."""
+    """Walks for all questions at once. Returns: each walk's result or error, and the seconds of the longest walk."""
     start = perf_counter()
     tasks = [asyncio.wait_for(walker.walk(question, corpus), MOST_S) for question in QUESTIONS]
     found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,7 +195,7 @@ async def walks(walker: Walker, corpus: NDArray[np.float32]) -> tuple[list[dict[
 
 
 async def measure(server: psutil.Process, port: int, wanted: Sequence[str]) -> None:
-    """Kills the processes that are named, or all. The rows of the others stay in the table."""
+    """Kills the named processes, or all. Rows of other processes stay in the table."""
     file = RESULTS / "rag.json"
     known = json.loads(file.read_text(encoding="utf-8"))["tables"][TITLE] if wanted and file.exists() else []
     rows = {(each["killed"], each["while walks"]): each for each in known}

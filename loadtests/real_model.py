@@ -1,4 +1,4 @@
-"""The embedded model through HTTP: as a share of the engine alone, and beside sentence-transformers on FastAPI.
+"""Measures the embedded model over HTTP, beside the engine alone and beside sentence-transformers on FastAPI.
 
 python -m loadtests.real_model
 """
@@ -52,7 +52,7 @@ def alone(engine: Engine, tokens: list[int]) -> list[dict[str, Any]]:
 
 
 def through_loop(engine: Engine, tokens: list[int]) -> list[dict[str, Any]]:
-    """The engine fed in order of arrival, as a server must; `alone` may sort all texts by length first."""
+    """The engine gets texts in the order of their arrival, as in a server. `alone` may first sort all texts by length."""
     loop = EngineLoop(engine, engine.max_batch_tokens, os.cpu_count())
     rows = []
     for number in range(ROUNDS):

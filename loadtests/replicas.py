@@ -1,4 +1,4 @@
-"""Replica classes of the benchmarks. Ray's workers import them, so nothing heavy happens here."""
+"""Replica classes of the benchmarks. Ray's workers import this module, so it imports nothing that is slow."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ class StubServer(ModelServer):
 
 
 class CutByServeBatch(ModelServer):
-    """What `@serve.batch` alone makes of the same arrivals: a group is frozen 5 ms after its first request."""
+    """Batches cut by `@serve.batch` alone: a batch is closed 5 ms after its first request."""
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
     async def _collect(self, jobs: list[Request]) -> list[None]:

@@ -1,4 +1,4 @@
-"""Results with the machine they were measured on: JSON for programs, Markdown for people."""
+"""Writes results with the machine that they were measured on: JSON for programs, Markdown for people."""
 
 import json
 import os
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """What a figure means nothing without."""
+    """The date, the hardware and the versions of a result."""
     model = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(name: str, command: str, tables: dict[str, Sequence[dict[str, Any]]], notes: Sequence[str] = ()) -> None:
-    """Print the tables and keep them as `results/<name>.json` and `.md`."""
+    """Prints the tables and writes them to `results/<name>.json` and `.md`."""
     facts = machine()
     lines = [f"# {name}", "", f"`{command}`", "", ", ".join(f"{key} {value}" for key, value in facts.items()), ""]
     for title, rows in tables.items():

@@ -1,4 +1,4 @@
-"""Reranking on a GPU at Qwen3-Reranker-0.6B's shape: requests of one query and 100 documents, beside transformers.
+"""Measures reranking on a GPU beside transformers, in the shape of Qwen3-Reranker-0.6B: requests of one query and 100 documents.
 
 python -m loadtests.rerank
 """
@@ -34,7 +34,7 @@ Score = Callable[[Sequence[Ids]], Any]
 
 
 def requests(seed: int, queries: int) -> list[list[Ids]]:
-    """Of each query its documents, in the template."""
+    """The documents of each query, in the template."""
     after = ids(np.random.default_rng(0), AFTER)
     texts = [np.concatenate((text, after)) for text in documents(seed, queries, DOCUMENTS, instruction=BEFORE)]
     return [texts[start : start + DOCUMENTS] for start in range(0, len(texts), DOCUMENTS)]
@@ -53,7 +53,7 @@ def ours(engine: Engine) -> Callable[[list[list[Ids]]], None]:
 
 
 def padded(model: Any, batch_size: int) -> Callable[[list[list[Ids]]], None]:
-    """As on the model card, padded on the left, but sorted by length, and with the logits of the last token alone."""
+    """The code of the model card, with padding on the left, but sorted by length, and with logits of the last token only."""
 
     @torch.inference_mode()
     def run(asked: list[list[Ids]]) -> None:
@@ -66,13 +66,13 @@ def padded(model: Any, batch_size: int) -> Callable[[list[list[Ids]]], None]:
 
 
 def packed(model: Any) -> Callable[[list[list[Ids]]], None]:
-    """No padding, torch's FlashAttention 2, 16,384 tokens a batch; without the two words' logits."""
+    """Without padding: torch's FlashAttention 2, 16,384 tokens per batch. Does not compute the logits of the two words."""
     encode = peers.packed(model, 16384)
     return lambda asked: encode([text for texts in asked for text in texts])
 
 
 def seconds(run: Callable[[list[list[Ids]]], None], queries: int) -> float:
-    """Median over rounds of fresh ids, after one that warms up."""
+    """The median over rounds with new ids, after one round to warm up."""
     took = []
     for seed in range(ROUNDS + 1):
         asked = requests(seed, queries)

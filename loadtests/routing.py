@@ -1,4 +1,4 @@
-"""Routing over unlike cards, simulated: ours beside Ray Serve's power of two choices and round robin, same arrivals.
+"""Simulates routing over different cards with the same arrivals: our router, Ray Serve's power of two choices, and round robin.
 
 python -m loadtests.routing
 
@@ -28,7 +28,7 @@ CARDS = {"gb10": (63_000.0, 0.004), "rtx5080-a": (101_000.0, 0.0015), "rtx5080-b
 BUDGET = 8192
 LONGEST = 2048
 SECONDS = 120.0
-DEADLINE_S = 1.0  # what counts as served in time
+DEADLINE_S = 1.0  # seconds within which a request counts as served in time
 LOADS = (0.5, 0.8, 0.95)
 REPORT_S = 1.0
 LATE_S, LATE_EVERY_S = 0.05, 10.0
@@ -43,7 +43,7 @@ class Request:
 
 
 class ByThreadClock:
-    """Rates by the clock of the thread that waits for results. A late thread finds the next pass at its end already."""
+    """Rates by the clock of the thread that waits for results. If it wakes up late, the next pass may already have ended."""
 
     def __init__(self) -> None:
         self.large_tokens_per_s = 0.0
@@ -63,7 +63,7 @@ class ByThreadClock:
 
 
 class ByDevice(Rates):
-    """The engine's rates. The device's time of a pass does not depend on the thread."""
+    """Rates as the engine measures them. The device's time of a pass does not depend on the thread."""
 
     def ended(self, num_tokens: int, seconds: float, now: float) -> None:
         self.add(num_tokens, seconds)
@@ -71,7 +71,7 @@ class ByDevice(Rates):
 
 @dataclass
 class Card:
-    """One replica: a queue, and a pass at a time."""
+    """One replica: a queue, and one pass at a time."""
 
     name: str
     rate: float
@@ -90,7 +90,7 @@ class Card:
         self.running = []
 
     def start(self, now: float) -> float:
-        """Take a batch; seconds that it will run."""
+        """Takes a batch. Returns: its seconds."""
         tokens, self.started_at = 0, now
         while self.queue and (not self.running or tokens + self.queue[0].num_tokens <= BUDGET):
             tokens += self.queue[0].num_tokens
@@ -99,7 +99,7 @@ class Card:
 
 
 def arrivals(load: float, seed: int) -> list[Request]:
-    """Poisson; mostly queries of one short text, some documents in batches of up to 64."""
+    """Poisson arrivals: mostly queries of one short text, and some batches of up to 64 documents."""
     rng = random.Random(seed)
     capacity = sum(rate for rate, _ in CARDS.values())
     mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
@@ -112,7 +112,7 @@ def arrivals(load: float, seed: int) -> list[Request]:
 
 
 class Ours:
-    """`cluster/router.py`, one pool a card, as the gateway uses it."""
+    """`cluster/router.py` as in a gateway, with one pool per card."""
 
     def __init__(self, cards: Sequence[Card]) -> None:
         self._cards = {card.name: card for card in cards}
@@ -124,7 +124,7 @@ class Ours:
         for pool in self._pools:
             card = self._cards[pool.name]
             queued = sum(request.num_tokens for request in card.queue)
-            rate = card.measured.large_tokens_per_s or card.rate  # as planned, until passes are measured
+            rate = card.measured.large_tokens_per_s or card.rate  # the planned rate, until passes are measured
             pool.update({card.name: Report(now + 1, queued, rate, card.pass_s)}, now)
 
     def choose(self, request: Request, now: float) -> Card:
@@ -142,7 +142,7 @@ class Ours:
 
 
 class PowerOfTwo:
-    """Ray Serve's default: of two replicas drawn at random, the one with fewer requests."""
+    """Ray Serve's default: the one with fewer requests of two random replicas."""
 
     def __init__(self, cards: Sequence[Card]) -> None:
         self._cards, self._rng = list(cards), random.Random(0)

@@ -1,4 +1,4 @@
-"""The servers the benchmarks load, each started as a process of its own: `python -m loadtests.servers KIND PORT`.
+"""Starts the servers of the benchmarks, each as a separate process: `python -m loadtests.servers KIND PORT`.
 
 KIND is one of
   stub           emberforge with a stub engine that gives a fixed vector: what serving costs
@@ -37,7 +37,7 @@ SERVED_NAME = "model"  # of what BENCH_MODEL names
 
 @contextmanager
 def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process]:
-    """Start a server process, wait until it answers, end it and its descendants by pid."""
+    """Starts a server process and waits until it answers. At the end ends it and its descendants by pid."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": import_path()} | environment
     command = [sys.executable, "-m", "loadtests.servers", kind, str(port)]
     with tempfile.TemporaryFile() as said:
@@ -51,7 +51,7 @@ def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process
             yield process
         finally:
             descendants = process.children(recursive=True) if process.is_running() else []
-            process.stdin.close()  # its sign to stop
+            process.stdin.close()  # the end of stdin tells it to stop
             try:
                 process.wait(20)
             except psutil.TimeoutExpired:
@@ -63,7 +63,7 @@ def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process
 
 @contextmanager
 def serving(said: Path, *arguments: str) -> Iterator[psutil.Process]:
-    """`emberforge serve` with these arguments, once it answers. `said` gets what the command prints; an error prints its end."""
+    """Starts `emberforge serve` with these arguments, and waits until it answers. `said` gets its output; an error prints the end."""
     with said.open("wb") as output:
         command = [str(Path(sys.executable).with_name("emberforge")), "serve", *arguments]
         process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)

@@ -14,7 +14,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def bytes_to_chars() -> list[str]:
-    """The character that stands for each byte in byte-level BPE."""
+    """Returns the character of each byte in byte-level BPE."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(0x100)]

@@ -22,7 +22,7 @@ _COMPARISON = re.compile(r" (?:==|>=|>) [\d.]+")
 
 
 def dashboard_expressions() -> dict[str, str]:
-    """By dashboard, panel and legend. Grafana's variables have values."""
+    """The expressions by dashboard, panel and legend. Grafana's variables are replaced by values."""
     found = {}
     for file in sorted((DEPLOY / "grafana").glob("*.json")):
         for panel in json.loads(file.read_text())["panels"]:
@@ -38,13 +38,13 @@ def alert_expressions() -> dict[str, str]:
 
 
 def without_comparisons(expression: str) -> str:
-    """What an alert compares with its thresholds."""
+    """The parts of an alert's expression without its thresholds."""
     return _COMPARISON.sub("", expression)
 
 
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[Callable[[str], list[Any]]]:
-    """A Prometheus that has scraped `target` three times. Gives what runs an expression."""
+    """A Prometheus that has scraped `target` three times. Yields a function that evaluates an expression."""
     scrape = {"job_name": "emberforge", "static_configs": [{"targets": [target]}]}
     config = {"global": {"scrape_interval": f"{_INTERVAL_S * 1000:.0f}ms"}, "scrape_configs": [scrape]}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

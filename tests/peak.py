@@ -6,7 +6,7 @@ from torch.autograd.profiler import profile
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Bytes of the CPU tensors that `call` allocates, at its worst moment."""
+    """The largest number of bytes of CPU tensors that `call` has allocated at once."""
     with profile(profile_memory=True) as profiler:
         call()
     held = most = 0

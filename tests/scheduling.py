@@ -1,7 +1,7 @@
-"""Which worker of `make test` runs which file: two workers run the tests that start Ray, the third one runs the others.
+"""Distributes the files of `make test` to workers: two workers run the tests that start Ray, the third one runs the others.
 
-Tests that start Ray mostly wait, so two of them leave time on two cores. A third Ray that starts meanwhile would not: Ray gives a
-node 30 s to start.
+Tests that start Ray mostly wait, so two of them leave time on two cores. A third Ray would be too slow: Ray gives a node 30 s
+to start.
 """
 
 from xdist.scheduler import LoadFileScheduling
@@ -11,7 +11,7 @@ NUM_WORKERS = 3
 WITHOUT_RAY = f"gw{NUM_WORKERS - 1}"
 _RAY = ("tests/cluster/", "tests/serve/")
 # Files and folders that take longest, longest first. A worker that began one of them last would keep the others waiting.
-# The nodes of test_node_command start behind the others: beside the linters' processes of CI, Ray has failed to start there.
+# The nodes of test_node_command start later than the others, because Ray has failed to start there beside the linters of CI.
 _LONGEST = (
     "tests/serve/test_gateway.py",
     "tests/cluster/test_lab.py",

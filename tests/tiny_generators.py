@@ -12,7 +12,7 @@ from engine.schedule.stream import Stream
 
 
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """The streams that give up their pages before their end, from now on."""
+    """Collects the streams that give up their pages before their end, from now on."""
     preempted: list[Stream] = []
     give_back = Stream.give_back
 
@@ -31,7 +31,7 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def folder_without_pooling(tiny: Callable[..., Path], kind: str, copy: Path, **config: Any) -> Path:
-    """A folder at `copy` that says nothing of pooling, so that its model generates."""
+    """Copies a folder to `copy` without its pooling, so that its model generates."""
     more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     folder = tiny(kind, **(more | config))
     if not copy.exists():

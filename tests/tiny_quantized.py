@@ -1,7 +1,7 @@
-"""Tiny quantised checkpoints, written by the published definition of each format, and what they stand for in float32.
+"""Tiny quantised checkpoints, written by the published definition of each format, and their values in float32.
 
-A writer chooses random codes, zeros and scales of one matrix. It gives the values that they stand for, and the tensors that a
-checkpoint stores.
+A writer chooses random codes, zeros and scales of one matrix. It returns the values of the matrix, and the tensors of the
+checkpoint.
 """
 
 import json
@@ -26,7 +26,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Form:
-    """A format: how a matrix is written, and what config.json says of it."""
+    """A format: the writer of a matrix, and the entry in config.json."""
 
     write: Writer
     config: dict[str, Any]
@@ -50,12 +50,12 @@ def packed_columns(codes: Ints, bits: int = 4, order: tuple[int, ...] | None = N
 
 
 def packed_rows(codes: Ints, bits: int = 4) -> Tensor:
-    """As `packed_columns`, down the rows: [A, B] -> int32 [ceil(A * bits / 32), B]."""
+    """As `packed_columns`, but along the rows: [A, B] -> int32 [ceil(A * bits / 32), B]."""
     return packed_columns(codes.T, bits).T.contiguous()
 
 
 def drawn(n: int, k: int, group: int, bits: int, symmetric: bool) -> tuple[Ints, Ints, Tensor]:
-    """(codes [n, k], zeros [n, k / group], scales [n, k / group] fp16), all of them different from group to group."""
+    """(codes [n, k], zeros [n, k / group], scales [n, k / group] fp16), which differ from group to group."""
     rng = random(n, k, group, bits)
     codes = rng.integers(0, 1 << bits, (n, k))
     half = 1 << (bits - 1)
@@ -292,7 +292,7 @@ def change_config(folder: Path, change: dict[str, Any]) -> None:
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    """Change the file of weights in place."""
+    """Changes the file of weights in place."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})

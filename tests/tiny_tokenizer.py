@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 
 def save_tokenizer(folder: Path, vocab: int, encoder: bool) -> None:
-    """Words w0, w1, ...; special tokens around a text as the family has them."""
+    """Saves a tokenizer with the words w0, w1, ... and the special tokens of the family around a text."""
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<|endoftext|>"]
     words = specials + [f"w{i}" for i in range(vocab - len(specials))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))

@@ -1,6 +1,6 @@
-"""What makes results of hidden states: a head for the vectors of every pass, and one for each output besides them.
+"""Heads compute results from hidden states: one head gives the vectors of every pass, further heads give other outputs.
 
-A head works twice. On the device it computes fp32 rows for the whole pass. On the host it cuts the rows of each sequence out.
+A head has two steps. On the device it computes fp32 rows for the whole pass. On the host it cuts out the rows of each sequence.
 """
 
 from abc import ABC, abstractmethod
@@ -16,39 +16,39 @@ from engine.run.flight import Ragged, Vectors
 
 
 class VectorHead(ABC):
-    """One vector per sequence."""
+    """Gives one vector per sequence."""
 
-    reads_pooled_rows: bool  # no other rows than `batch.pooled_rows`: the last layer need not compute them
+    reads_pooled_rows: bool  # reads only the rows `batch.pooled_rows`, so the last layer computes no others
     is_wide: ClassVar[bool] = False  # vectors as wide as the vocabulary
 
     @abstractmethod
     def __call__(self, hidden: Tensor, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        """Vectors, cut to their dimensions (zeros follow) and normalised where asked.
+        """Returns the vectors, cut to their dimensions (zeros follow) and normalised if the request asks for it.
 
         Args:
-            hidden: [T, hidden_size]; with `pooled_only`, of the rows `batch.pooled_rows` alone, [B, hidden_size].
+            hidden: [T, hidden_size]; with `pooled_only` only the rows `batch.pooled_rows`, [B, hidden_size].
         Returns: [B, embedding_size] fp32; a vector with a value that is not finite is all NaN.
         """
 
 
 class OutputHead(ABC):
-    """An output that a request may ask for besides its vector."""
+    """Gives an output that a request may ask for besides its vector."""
 
     width: int = 0  # fp32 values for each token of a pass
-    takes_spans: ClassVar[bool] = False  # rows belong to spans, not to tokens: a CUDA graph has no fixed number of them
+    takes_spans: ClassVar[bool] = False  # a row is of a span, not of a token; a CUDA graph cannot vary the number of rows
 
     @abstractmethod
     def __call__(self, hidden: Tensor, vectors: Tensor, batch: PackedBatch) -> Tensor:
-        """The head's fp32 rows, one for each token, or for each span where it `takes_spans`.
+        """Returns fp32 rows: one for each token, or one for each span if the head `takes_spans`.
 
         Args:
             hidden: [T, hidden_size].
-            vectors: what the vector head made of it.
+            vectors: the result of the vector head for `hidden`.
         """
 
     @abstractmethod
     def split(self, rows: Vectors, vectors: Vectors, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions]) -> Ragged:
-        """The rows of each sequence, on the host, cut when somebody asks for them."""
+        """Returns the rows of each sequence, on the host. They are cut when somebody reads them."""
 
 
 Outputs = dict[OutputName, OutputHead]

@@ -1,4 +1,4 @@
-"""Vectors of spans of a sequence, pooled from hidden states that have seen all of it (late chunking, arXiv:2409.04701)."""
+"""Vectors of spans of a sequence, pooled from hidden states of the whole sequence (late chunking, arXiv:2409.04701)."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -23,7 +23,7 @@ class Head:
 
     @classmethod
     def load(cls, config: ModelConfig, head: HeadConfig, checkpoint: WeightSource) -> "Head":
-        """Raises: ModelError where the checkpoint has a part of it in another shape, as with another number of labels."""
+        """Raises: ModelError if a weight in the checkpoint has another shape, for example for another number of labels."""
 
         def linear(name: str, rows: int, biased: bool) -> Linear:
             weight = checkpoint.take(f"{name}.weight", rows, c, dtype=torch.float32)
@@ -44,8 +44,8 @@ class Head:
         """The head of a language model that answers with a word.
 
         Args:
-            table: [vocab_size, C], a row for each word's logit, on whatever device.
-            device: the head's.
+            table: [vocab_size, C], a row for each word's logit, on any device.
+            device: the device of the head.
         """
         row = table[head.yes].float()
         return cls(Linear.of((row if head.no is None else row - table[head.no].float()).unsqueeze(0).to(device)))

@@ -1,4 +1,4 @@
-"""Dense layers after pooling, as sentence-transformers has them."""
+"""Dense layers after pooling, as in sentence-transformers."""
 
 from collections.abc import Callable
 

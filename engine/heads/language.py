@@ -6,7 +6,7 @@ from engine.model.layers.linear import Linear
 
 
 class LanguageHead:
-    """The rows of the logits are the table of words, or a matrix of the head's own."""
+    """Multiplies hidden states with the word embeddings, or with a matrix of its own."""
 
     def __init__(self, weight: Tensor, decodes: bool) -> None:
         """`weight`: [vocab_size, C]. `decodes`: as in `WeightSource`."""
@@ -17,5 +17,5 @@ class LanguageHead:
         return self.narrow(hidden).float()
 
     def narrow(self, hidden: Tensor) -> Tensor:
-        """[B, C] -> [B, vocab_size] in the dtype that the product gives."""
+        """[B, C] -> [B, vocab_size] in the dtype of the product."""
         return self._out(hidden)

@@ -35,7 +35,7 @@ class Pool(VectorHead):
         return self.finish(pooled, batch.dimensions, batch.normalize)
 
     def finish(self, pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
-        """Vectors [B, embedding_size] of what pooling gives, [B, hidden_size]. `dimensions` and `normalize`: [B] int32."""
+        """Turns pooled rows [B, hidden_size] into vectors [B, embedding_size]. `dimensions` and `normalize`: [B] int32."""
         for layer in self.layers:
             pooled = layer(pooled)
         return kernels.pool_finish(pooled, dimensions, normalize)

@@ -1,6 +1,6 @@
-"""Arrays with a length of their own for each sequence, cut out of the arrays of a whole pass.
+"""Results whose length differs by sequence, cut out of the arrays of a whole pass.
 
-They are cut when somebody asks for them. The thread that delivers results does so; the engine's thread has no time for it.
+They are cut when somebody reads them: on the thread that delivers results, because the engine's thread has no time for it.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class NonZero:
 
 @dataclass(frozen=True, slots=True)
 class LexicalWeights:
-    """The largest weight of each different token of a sequence. Tokens that are no words, and weights of 0, are left out.
+    """The largest weight of each different token of a sequence. Special tokens and weights of 0 are left out.
 
     A weight that is not finite stays in.
 

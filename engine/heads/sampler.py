@@ -1,7 +1,7 @@
 """Logits -> the next token of each sequence: bias, penalties, temperature, top-k, top-p, min-p, and one random draw.
 
-The plain torch code here is the specification, and the path of a CPU. It computes the rows of a batch one by one where they
-sample, so a row gets the same token in any batch. On a GPU each such row waits for the device several times.
+This plain torch code is the specification, and the CPU uses it. It computes rows that sample one by one, so a row gets the same
+token in any batch. On a GPU each such row would wait for the device several times.
 """
 
 import math
@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.draws import Row
 from engine.schedule.stream import Token
 
-# torch sums blocks of this width faster than one long row, and its argmax and topk of a long row are slower than of blocks.
+# torch computes sums, argmax and topk of blocks of this width faster than of one long row.
 _BLOCK = 128
-# How many of the likeliest tokens min-p and top-p look at first. They take 32 times as many whenever they are not enough.
+# The number of likeliest tokens that min-p and top-p look at first. If they are too few, the number grows by a factor of 32.
 _FIRST = 128
 _LEAST = 2.0**-149  # the smallest fp32 above 0
 
@@ -44,15 +44,15 @@ class Sampling:
     frequency_penalty: Tensor  # [B]
     uniform: Tensor  # [B] float64 in [0, 1)
     bias: Entries | None  # added to the logits; a pair may occur twice; -inf for banned tokens
-    counts: Entries | None  # how often the answer has a token; 0 for those of the prompt alone; a pair occurs once
+    counts: Entries | None  # the count of each token in the answer; 0 for tokens that only the prompt has; a pair occurs once
     allowed: Tensor | None  # [B, ceil(V / 32)] int32, the bit masks
-    num_logprobs: int | None  # the most that any row asks for
+    num_logprobs: int | None  # the largest number that a row asks for
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu") -> "Sampling":
         """Gathers the rows on the host, then copies them to the device. Token ids must be below `vocab_size`."""
         options = [row.options for row in rows]
-        # One tensor for six options: most of the time here goes into making small tensors.
+        # One tensor for six options, because making small tensors takes most of the time here.
         floats = [
             [each.temperature for each in options],
             [each.top_p for each in options],
@@ -102,7 +102,7 @@ def _counts(rows: Sequence[Row], device: torch.device | str) -> Entries | None:
 
 
 def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device | str) -> Tensor | None:
-    """The bit masks of all rows; None where every row may choose any token."""
+    """The bit masks of all rows. None if every row may choose any token."""
     if all(row.allowed is None and row.options.allowed is None for row in rows):
         return None
     masks = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
@@ -131,7 +131,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     """Chooses a token for each row, in the order that `SamplingOptions` states.
 
     Args:
-        logits: [B, V] float32; they stay as they are.
+        logits: [B, V] float32. They do not change.
     """
     log_probs = logits.log_softmax(1)
     finite = log_probs.amin(1).isfinite()  # NaN and +inf make a whole row NaN, -inf stays where it is
@@ -145,7 +145,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     columns = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.uniform)
     for row, (temperature, top_k, top_p, min_p, number) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
         if temperature > 0 and finite[row]:
-            # Less the largest before the division, or a tiny temperature would make infinities.
+            # The largest logit is subtracted before the division. Otherwise a tiny temperature would give infinities.
             probs = (adjusted[row] - largest[row]).div_(temperature).softmax(0)
             ids, weights = keep(probs, top_k, top_p, min_p)
             index = _draw(weights, number)
@@ -156,7 +156,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
 
 
 def tokens_of(sampled: Sampled, rows: Sequence[Row]) -> list[Token | None]:
-    """The chosen tokens on the host, with the log-probabilities that each row asks for; None where a row is not finite."""
+    """The chosen tokens on the host, with the log-probabilities that each row asks for. None for a row that is not finite."""
     tops = [row.options.logprobs for row in rows]
     columns = [each.tolist() for each in sampled]
     tokens: list[Token | None] = []
@@ -171,7 +171,7 @@ def tokens_of(sampled: Sampled, rows: Sequence[Row]) -> list[Token | None]:
 
 
 def adjust(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The logits with masks, bias and penalties applied. [B, V]; `logits` itself where no row has any."""
+    """The logits [B, V] with masks, bias and penalties applied. `logits` itself if no row has any of them."""
     bias, counts = sampling.bias, sampling.counts
     if sampling.allowed is None and bias is None and counts is None:
         return logits

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens that are known already: those of a prompt, and those that a request names.
 
-All are the model's own: the log-softmax of the logits in fp32, before any option changes a logit.
+They are those of the model: the log-softmax of the logits in fp32, before any option changes a logit.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from engine.heads.language import LanguageHead
 from engine.schedule.piece import Piece
 from engine.schedule.stream import Token
 
-# Rows of logits at a time. With a vocabulary of 151,936 tokens they take 78 MB, and their log-probabilities as much.
+# Rows of logits at a time. With a vocabulary of 151,936 tokens the logits take 78 MB, and the log-probabilities another 78 MB.
 _ROWS = 128
 
 

@@ -1,4 +1,4 @@
-"""SPLADE: a masked-LM head over every token, and per word of the vocabulary the most that any token of a sequence gives it."""
+"""SPLADE: a masked-LM head on every token, and for each word of the vocabulary the maximum over the tokens of a sequence."""
 
 import math
 from collections.abc import Sequence
@@ -19,25 +19,25 @@ from engine.options import EmbedOptions, TokenIds
 from engine.run.batch import PackedBatch
 from engine.run.flight import Vectors
 
-# Of the logits that are there at a time, and of what cutting and normalising vectors leaves on its way.
+# Bytes of the logits in memory at a time, and of the temporary arrays of cutting and normalising vectors.
 CHUNK_BYTES = 64 << 20
-# Of the vectors of one pass, in fp32.
+# Bytes of the vectors of one pass, in fp32.
 _VECTOR_BYTES = 128 << 20
 
 
 def splade_width(vocab_size: int) -> int:
-    """Columns of a row of logits: a multiple of eight, or cuBLAS would write them two values at a time."""
+    """Columns of a row of logits: a multiple of eight. For other widths cuBLAS would write two values at a time."""
     return -(-vocab_size // 8) * 8
 
 
 def most_splade_seqs(vocab_size: int) -> int:
-    """Sequences that a pass may have: the vectors of as many short texts as its tokens allow would be tens of gigabytes."""
+    """The most sequences of a pass. Without this limit the vectors of short texts could take tens of gigabytes."""
     return max(1, _VECTOR_BYTES // (4 * splade_width(vocab_size)))
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMNames:
-    """What a checkpoint calls the parts of its masked-LM head: gelu(dense), a norm, and the decoder, whose bias may be its own
+    """The names of the parts of a masked-LM head in a checkpoint: gelu(dense), a norm, and the decoder, whose bias may be its own
     or lie beside it."""
 
     dense: str
@@ -66,7 +66,7 @@ class Splade(VectorHead):
         self.decoder = words if how.tied else checkpoint.take(f"{names.decoder}.weight", self.vocab_size, c)
         self.bias: Tensor | None = None
         if how.decoder_bias:
-            inner = f"{names.decoder}.bias"  # transformers 5 keeps the outer one beside it, unused, unless they are tied
+            inner = f"{names.decoder}.bias"  # transformers 5 also keeps the outer one, unused, unless both are tied
             first, second = (names.bias, inner) if how.tied else (inner, names.bias)
             name = first if checkpoint.has(first) else second
             self.bias = checkpoint.take(name, self.vocab_size, dtype=torch.float32)
@@ -102,7 +102,7 @@ class Splade(VectorHead):
 
 
 class SpladeEntries(OutputHead):
-    """The entries of each SPLADE vector that are not zero: the vector has them all."""
+    """The nonzero entries of each SPLADE vector, read from the vector itself."""
 
     def __call__(self, hidden: Tensor, vectors: Tensor, batch: PackedBatch) -> Tensor:
         return vectors.new_empty(len(hidden), 0)

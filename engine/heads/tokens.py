@@ -1,4 +1,4 @@
-"""Outputs with a row for each token: hidden states, and the two layers that BGE-M3 has beside its weights.
+"""Outputs with a row for each token: hidden states, and the two further layers of BGE-M3.
 
 Source of the layers: `EncoderOnlyEmbedderM3Model` of FlagEmbedding.
 """
@@ -36,7 +36,7 @@ class TokenHead(OutputHead):
 
 
 class ColbertHead(OutputHead):
-    """A normalised vector for each token but the first."""
+    """A normalised vector for each token except the first."""
 
     def __init__(self, layer: Linear, width: int) -> None:
         self._layer, self.width = layer, width
@@ -49,7 +49,7 @@ class ColbertHead(OutputHead):
 
 
 class LexicalHead(OutputHead):
-    """A weight, at least 0, for each token; a sequence has the largest weight of each of its words."""
+    """A weight of at least 0 for each token. A sequence gets the largest weight of each of its words."""
 
     width = 1
 
@@ -73,7 +73,7 @@ def rows_of(rows: Vectors, sequences: Sequence[TokenIds], skip: int = 0) -> Rows
 
 
 def load_layer(folder: Path, name: str, columns: int, device: torch.device, dtype: torch.dtype) -> Linear:
-    """A layer that lies beside the weights, in a file of its own. Raises: ModelError for a file of another shape."""
+    """Loads a layer from a separate file beside the weights. Raises: ModelError for a file of another shape."""
     tensors = read_linear(folder, name, columns)
     assert tensors is not None, "the config was read from this folder"
     weight, bias = (each.to(device=device, dtype=dtype) for each in tensors)

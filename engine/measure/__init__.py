@@ -1,1 +1,1 @@
-"""Measures this machine: whether the kernels are right here, what the device does in a second, and what our engine does on it."""
+"""Measures this machine: whether the kernels are correct, the rates of the device, and the rates of the engine."""

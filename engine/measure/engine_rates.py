@@ -1,4 +1,4 @@
-"""Tokens/s of an engine, through the loop that a replica of the server has: texts to embed, prompts, streams that decode."""
+"""Measures tokens/s of an engine with the loop of a server's replica: texts to embed, prompts, and streams that decode."""
 
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ GREEDY = SamplingOptions(max_tokens=1, temperature=0.0)
 
 
 def mixed_lengths(total_tokens: int, seed: int, most: int = 2048) -> list[int]:
-    """Tokens of each sequence of a packed batch: lognormal, median 150, sigma 0.8, 8 to `most`; the last is cut to fit."""
+    """Lengths of the sequences of a packed batch: lognormal, median 150, sigma 0.8, 8 to `most`. The last one is cut to fit."""
     drawn = np.random.default_rng(seed).lognormal(np.log(150), 0.8, total_tokens // 8 + 1)
     ends = np.cumsum(np.clip(drawn, 8, most).astype(int)).clip(max=total_tokens)
     return [int(length) for length in np.diff(ends, prepend=0) if length]
@@ -31,7 +31,7 @@ def sequences(lengths: Sequence[int], seed: int, below: int = 30000) -> list[Tok
 
 
 def through_the_loop(engine: Engine, texts: Sequence[TokenIds], budget: int | None = None) -> None:
-    """Requests of 64 texts, all queued at once; returns when the last vector is on the host. `budget`: None for the engine's."""
+    """Queues requests of 64 texts, all at once. Returns when the last vector is on the host. `budget`: None for the engine's."""
     jobs = [Request(texts[start : start + REQUEST], EmbedOptions()) for start in range(0, len(texts), REQUEST)]
     loop = EngineLoop(engine, budget or engine.max_batch_tokens)
     loop.submit(jobs)
@@ -41,15 +41,15 @@ def through_the_loop(engine: Engine, texts: Sequence[TokenIds], budget: int | No
 
 
 def embed_tokens_per_s(engine: Engine, most_tokens: int, seconds: float) -> float:
-    """Tokens/s of texts of mixed lengths that are all queued: the median of three rounds, of about `seconds` together.
+    """Tokens/s of queued texts of mixed lengths: the median of three rounds, which take about `seconds` together.
 
     Args:
-        most_tokens: the longest text.
+        most_tokens: tokens of the longest text.
     """
     lengths = mixed_lengths(4 * engine.max_batch_tokens, 0, most_tokens)
     start = perf_counter()
     through_the_loop(engine, sequences(lengths, 0))
-    rate = sum(lengths) / (perf_counter() - start)  # the first round warms up, and sets the size of the others
+    rate = sum(lengths) / (perf_counter() - start)  # the first round warms up, and its time sets the size of the others
     rates = []
     for seed in range(1, 4):
         lengths = mixed_lengths(max(engine.max_batch_tokens, int(rate * seconds / 3)), seed, most_tokens)
@@ -62,7 +62,7 @@ def embed_tokens_per_s(engine: Engine, most_tokens: int, seconds: float) -> floa
 
 @dataclass
 class Clock:
-    """When passes ended, and how many tokens all streams had by then."""
+    """Records the end of each pass, and the number of tokens that all streams have by then."""
 
     times: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Clock:
         self.counts.append(self.num_tokens)
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each pass that gave `count` tokens, behind another such pass."""
+        """Seconds of each pass that gave `count` tokens, if the pass before gave `count` tokens too."""
         given = [after - before for before, after in zip([0, *self.counts], self.counts, strict=False)]
         return [
             self.times[index] - self.times[index - 1]
@@ -89,7 +89,7 @@ class Clock:
 
 
 class Streaming:
-    """One engine that generates with its loop, as a replica of the server has them. `stop` ends the loop's threads."""
+    """An engine that generates, with its loop, as in a replica of the server. `stop` ends the loop's threads."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.loop = engine, EngineLoop(engine, engine.max_batch_tokens, 1 if engine.device.type == "cuda" else None)
@@ -115,7 +115,7 @@ class Streaming:
         """Seconds of a pass of `count` streams, for each such pass. A first run captures graphs and fills the cache.
 
         Args:
-            context, tokens: of each stream's prompt, and of its answer.
+            context, tokens: tokens of each stream's prompt, and of its answer.
         """
         given = self.prompts(count, context)
         for most in (warm_tokens, tokens):
@@ -123,7 +123,7 @@ class Streaming:
         return clock.steps(count)
 
     def first_token(self, length: int, repeats: int) -> list[float]:
-        """Seconds from a prompt's submission to its first token, nothing else running; two runs before them warm up."""
+        """Seconds from a prompt's submission to its first token on an idle engine. Two runs warm up first."""
         seconds = []
         for prompt in self.prompts(repeats + 2, length):
             start = perf_counter()
@@ -132,5 +132,5 @@ class Streaming:
         return seconds[2:]
 
     def prompts(self, count: int, length: int) -> list[TokenIds]:
-        """Random prompts. Prompts of other lengths are others."""
+        """Random prompts. The length is the seed, so prompts of two lengths do not begin alike."""
         return sequences([length] * count, seed=length, below=min(30000, self.engine.config.vocab_size))

@@ -1,4 +1,4 @@
-"""Each kernel against its reference on the device at hand: on a card where nobody has run them, the first thing to know."""
+"""Compares each kernel with its reference on this device. On a new kind of card this is the first check."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from engine.options import SamplingOptions
 _EPS = 1e-6  # of norms
 _LENGTHS = (1, 7, 33, 128, 2, 129, 5, 300, 1)  # tokens of the sequences of a ragged batch
 _NUM_TOKENS = sum(_LENGTHS)
-_FACTOR = 2.0  # times the error of plain torch in the same dtype, which a kernel's error may be
+_FACTOR = 2.0  # the largest allowed ratio of a kernel's error to the error of plain torch in the same dtype
 _ROUNDING = 1e-6
 # Query heads and key heads by head size, as in published models.
 _HEADS = {32: (12, 12), 64: (14, 2), 96: (4, 4), 128: (16, 8), 256: (3, 1)}
@@ -52,7 +52,7 @@ class Checked:
 
 
 class Results(NamedTuple):
-    """What the kernel gives, what plain torch gives in the same dtype, and what plain torch gives in fp32."""
+    """The results of the kernel, of plain torch in the same dtype, and of plain torch in fp32."""
 
     ours: Tensor
     low: Tensor
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 def check_kernels(device: torch.device, on_result: Callable[[Checked], None] = lambda _: None) -> list[Checked]:
-    """Runs every kernel that the engine would run on this device, all shapes of one after the other. `on_result` hears each
+    """Runs every kernel that the engine uses on this device, one after the other, with all of its shapes. `on_result` gets each
     result.
 
     On a CPU, and for attention before sm_80, plain torch computes, and nothing is compared.
@@ -83,7 +83,7 @@ def check(case: Case) -> Checked:
     try:
         with torch.inference_mode():
             ours, low, exact = (each.double().cpu() for each in case.run())
-    except Exception as error:  # whatever a compiler, a driver or torch raises: the report goes on with the next kernel
+    except Exception as error:  # a compiler, a driver or torch may raise anything; the report continues with the next kernel
         return Checked(case.kernel, case.shape, problem=_one_line(error))
     worst = float((ours - exact).abs().max())
     tolerance = _FACTOR * float((low - exact).abs().max()) + _ROUNDING * max(1.0, float(exact.abs().max()))
@@ -108,7 +108,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 class Maker:
-    """Makes the operands: the same random numbers for each case, whatever ran before."""
+    """Makes the operands. A case gets the same random numbers whatever ran before it."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -216,7 +216,7 @@ def elementwise_cases(make: Maker) -> Iterator[Case]:
 
 
 def product_cases(make: Maker) -> Iterator[Case]:
-    """Few rows, a middle number and many take three different products on Hopper."""
+    """On Hopper few rows, a middle number of rows, and many rows take three different products."""
     for rows in (1, 8, 300, 4096):
         for n, k in ((4096, 1024), (2560, 9728)):
             run = partial(compared, make, kernels.linear, reference.linear, partial(_normed_operands, rows=rows, n=n, k=k))
@@ -244,7 +244,7 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases_in_4_bits(make: Maker) -> Iterator[Case]:
-    """Up to 64 rows read the 4 bits. For more of them W is written out first."""
+    """Products of up to 64 rows read the 4 bits. For more rows W is written out first."""
     for rows in (1, 16, 64, 300):
         for name, ours, plain, operands, n, k in (
             ("linear4", kernels.linear4, reference.linear, _normed_operands, 4096, 1024),
@@ -340,7 +340,7 @@ def _linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor, eps: float) -> Tens
 
 
 def _quantize(make: Maker, dtype: torch.dtype, width: int) -> Results:
-    """Compares what the 8 bits stand for. Plain torch's error is the rounding to 8 bits."""
+    """Compares the values that the 8 bits stand for. The error of plain torch is the rounding to 8 bits."""
     make.reset()
     x, block = make.normal(_NUM_TOKENS, width), rotation(dtype)
     exact = x.float()
@@ -426,7 +426,7 @@ def _attention(make: Maker, head_dim: int, shape: Shape, causal: bool, window: i
 
 
 def _paged_attention(make: Maker, head_dim: int, shape: Shape, in_8_bits: bool = False) -> Results:
-    """Each sequence continues one of 100 tokens."""
+    """Each sequence continues a sequence of 100 tokens."""
     make.reset()
     before = 100
     n_heads, n_kv_heads = _HEADS[head_dim]
@@ -477,7 +477,10 @@ def _sample(make: Maker, num_rows: int, vocab_size: int) -> Results:
 
 
 def _cache(make: Maker, lengths: Any, n_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Keys and values in shuffled pages: the cache [2, S, K, D], the pages of all sequences, where each one's begin."""
+    """Keys and values in shuffled pages.
+
+    Returns: the cache [2, S, K, D], the pages of all sequences, and the index of each sequence's first page.
+    """
     counts = [-(-length // PAGE) for length in lengths]
     pages = np.random.default_rng(0).permutation(sum(counts))
     offsets = (np.cumsum(counts) - counts).tolist()

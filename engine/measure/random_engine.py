@@ -1,4 +1,4 @@
-"""An engine of any shape with random weights, made on its device: measuring needs no download and no file."""
+"""An engine of any shape with random weights, made on its device. So a measurement needs no download and no file."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,7 +34,7 @@ def random_engine(
     devices: Sequence[str] = (),
     sleeps: bool = False,
 ) -> Engine:
-    """An engine that is warm and ready, in the dtype that it would choose for a checkpoint.
+    """Makes a warm engine, in the dtype that the engine would choose for a checkpoint.
 
     Args:
         config: of a model that gives vectors, or generates; without dense layers, a classifier's head or a masked-LM head.

@@ -1,4 +1,4 @@
-"""Seconds of GPU work without the host's cost of launching it, and the two ceilings a kernel is measured against."""
+"""Measures seconds of GPU work without the time of launches, and the two ceilings of a kernel: bandwidth and FLOP/s."""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,8 +18,8 @@ def seconds_of(call: Callable[[int], object], captured: bool = True) -> float:
     """Median seconds of one call on the GPU.
 
     Args:
-        call: given the number of the call, 0 .. CALLS - 1, so that it may rotate over buffers. What it returns is kept until
-            all calls of a round have run, so that no output is written over the one before, in cache.
+        call: gets the number of the call, 0 .. CALLS - 1, so that it may rotate over buffers. Its results are kept until all
+            calls of a round have run, so that no output is written over the previous one, which is in cache.
         captured: up to CALLS calls become one CUDA graph, replayed REPLAYS times. False where the host's part cannot be
             captured; that and calls of milliseconds are timed one by one.
     """
@@ -38,10 +38,10 @@ def seconds_of(call: Callable[[int], object], captured: bool = True) -> float:
 
 
 def copy_bandwidth(num_bytes: int = 1 << 31) -> float:
-    """Bytes/s of a copy of so many bytes on the device, read and written."""
+    """Bytes/s of a copy on the device. Bytes that are read and bytes that are written both count."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    # Not captured: as a node of a graph the copy takes half as long again.
+    # Not captured, because as a node of a graph the copy takes 1.5 times as long.
     return 2 * source.nbytes / seconds_of(lambda _: target.copy_(source), captured=False)
 
 
@@ -53,10 +53,10 @@ def host_to_device_bandwidth(num_bytes: int) -> float:
 
 
 def gemm_rate(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP/s of a product of two square matrices of random values: zeros would draw less power and run faster.
+    """FLOP/s of a product of two square matrices of random values. Zeros would draw less power and run faster.
 
     Args:
-        dtype: of 16 or 32 bits: torch.mm. Of 8 bits: the product that the engine's layers take.
+        dtype: for 16 and 32 bits torch.mm is measured, for 8 bits the product of the engine's layers.
     """
     a, b = (torch.randn(size, size, device="cuda") for _ in range(2))
     if dtype.itemsize > 1:

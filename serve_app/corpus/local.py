@@ -1,6 +1,7 @@
 """The worker that computes rows with a model in this process."""
 
 from collections.abc import Sequence
+from threading import Semaphore
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class LocalWorker:
         if self.kind == "answer":
             self.rows_per_call = 16
         self._engine, self._task = engine, task
+        # A tokenizer takes all cores. If all calls shared the cores, the device would wait until all their texts are tokenised.
+        self._tokenising = Semaphore(2)
         self._loop = EngineLoop(engine, engine.max_batch_tokens, max_batch_seqs=engine.max_batch_seqs)
 
     def compute(self, rows: Sequence[Row]) -> Results:
@@ -44,11 +47,13 @@ class LocalWorker:
         match self.kind:
             case "embedding":
                 encoding = EncodeOptions(prompt_name=task.prompt_name, prompt=task.prompt, input_type=task.input_type)
-                sequences = tokenizer.encode([text for (text,) in rows], encoding)
+                with self._tokenising:
+                    sequences = tokenizer.encode([text for (text,) in rows], encoding)
                 vectors = self._embed(sequences, EmbedOptions(dimensions=task.dimensions))
                 return Results(quantize(vectors, task.output_dtype, self._ranges), sum(map(len, sequences)))
             case "score":
-                sequences = tokenizer.encode_pairs([(query, text) for query, text in rows], EncodeOptions())
+                with self._tokenising:
+                    sequences = tokenizer.encode_pairs([(query, text) for query, text in rows], EncodeOptions())
                 logits = self._embed(sequences, EmbedOptions(normalize=False))
                 return Results(probabilities(logits)[:, 0], sum(map(len, sequences)))
             case "answer":

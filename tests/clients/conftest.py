@@ -1,4 +1,4 @@
-"""The real server, as `emberforge serve` starts it, and what sentence-transformers makes of the same texts."""
+"""Servers started with `emberforge serve`, and the vectors of sentence-transformers for the same texts."""
 
 import json
 import os
@@ -15,28 +15,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# What clients read from the environment when they are imported.
+# Clients read these variables when they are imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"
-os.environ["HF_HUB_OFFLINE"] = "0"  # or huggingface_hub refuses loopback too
+os.environ["HF_HUB_OFFLINE"] = "0"  # otherwise huggingface_hub also refuses the loopback address
 
 import numpy as np
 import pytest
 
-# Where emberforge is installed; here are only the clients.
+# The environment with emberforge. This environment has only the clients.
 BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 KEY = "ef-clients"
-# Folders of `prepare.py`'s that are served beside the embedded models. Most of these clients cannot name a model: they get the
-# first one that can do their task. The reranker is the first of all, which `/info` and `POST /` mean.
+# Folders of `prepare.py` that are served beside the embedded models. Most of these clients cannot name a model, so they get the
+# first model for their task. The reranker is the first of all models, so `/info` and `POST /` use the reranker.
 TASKS = ["reranker", "classifier", "splade"]
-EMBEDDED = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]  # the second one generates text
+EMBEDDED = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]  # the second model generates text
 
 
 @dataclass(frozen=True)
 class Server:
     root: str
     models: tuple[str, ...]
-    grpc: str  # host and port, which its first model answers
+    grpc: str  # host and port; the first model answers there
 
 
 @pytest.fixture(scope="session")
@@ -51,13 +51,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(prepared: Path) -> dict[str, Any]:
-    """By name, what `prepare.py` computed with sentence-transformers."""
+    """The results of sentence-transformers from `prepare.py`, by name."""
     return dict(json.loads((prepared / "reference.json").read_text()))
 
 
 @pytest.fixture(scope="session")
 def server(prepared: Path) -> Iterator[Server]:
-    """The embedded model, with prompts, behind a key."""
+    """A server of the embedded model with prompts, which requires a key."""
     name = "all-MiniLM-L6-v2"
     options = ["--served-model-name", name, "--api-key", KEY, "--max-concurrent-requests", "8"]
     with _serving([str(prepared / "prompted")], [name], options, prepared / "server.log", 30_800) as server:
@@ -66,7 +66,7 @@ def server(prepared: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def open_server(prepared: Path) -> Iterator[Server]:
-    """Several models, and no key."""
+    """A server of several models, without a key."""
     models, names = [str(prepared / name) for name in TASKS] + EMBEDDED, [*TASKS, *EMBEDDED]
     options = [each for name in names for each in ("--served-model-name", name)]
     with _serving(models, names, options, prepared / "open.log", 30_900) as server:
@@ -80,14 +80,14 @@ def close(ours: Any, theirs: Any) -> None:
 
 @pytest.fixture(scope="session")
 def plain_server(prepared: Path) -> Iterator[Server]:
-    """The embedded model alone, and no key."""
+    """A server of the embedded model alone, without a key."""
     with _serving(["all-MiniLM-L6-v2"], ["all-MiniLM-L6-v2"], [], prepared / "plain.log", 30_700) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def generator_server(prepared: Path) -> Iterator[Server]:
-    """The embedded model that generates, and no key."""
+    """A server of the embedded model that generates, without a key."""
     name = "SmolLM2-135M-Instruct"
     with _serving([name], [name], [], prepared / "generator.log", 30_600) as server:
         yield server
@@ -95,13 +95,13 @@ def generator_server(prepared: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def classifier_server(prepared: Path) -> Iterator[Server]:
-    """A classifier alone: clients of TEI ask `/info` what the server is."""
+    """A server of a classifier alone, because clients of TEI ask `/info` for the kind of the server."""
     with _serving([str(prepared / "classifier")], ["classifier"], [], prepared / "classifier.log", 30_500) as server:
         yield server
 
 
 def _free_port() -> int:
-    """None that a connection may get before the server listens on it."""
+    """A port that no connection can get before the server listens on it."""
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))

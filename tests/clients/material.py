@@ -1,7 +1,7 @@
-"""The texts that clients send, which `prepare.py` has embedded by sentence-transformers, and the models they are sent to."""
+"""The texts that clients send, and their models. `prepare.py` embeds the texts with sentence-transformers."""
 
 PROMPT = "query: "
-LONG = " ".join(f"word{i}" for i in range(400))  # far over the 256 tokens of all-MiniLM-L6-v2
+LONG = " ".join(f"word{i}" for i in range(400))  # much longer than the 256 tokens of all-MiniLM-L6-v2
 TEXTS = ["hello world", "x", "What is Deep Learning?", LONG]
 DIMENSIONS = 64
 
@@ -15,7 +15,7 @@ DOCUMENTS = [
 PAIR = ("a man eats", "somebody is eating")
 LABELS = ["entailment", "neutral", "contradiction"]
 
-# A question, and what may follow it; the first is right.
+# A question, and possible answers; the first one is right.
 FACTS = [
     ("The capital of France is", [" Paris", " London", " a banana"]),
     ("Grass is usually", [" green", " purple", " made of iron"]),

@@ -1,7 +1,7 @@
-"""Makes what the clients' tests compare with: run by the server's interpreter, as the clients' has no torch.
+"""Makes the expected results of the clients' tests. The server's Python runs it, because the clients' environment has no torch.
 
-`prepare.py FOLDER` saves the models to serve in FOLDER, and in FOLDER/reference.json what sentence-transformers makes of
-`material.py`.
+`prepare.py FOLDER` saves the models to serve in FOLDER, and the results of sentence-transformers for `material.py` in
+FOLDER/reference.json.
 """
 
 import json
@@ -39,7 +39,7 @@ def main(folder: Path, loglikelihoods: bool) -> None:
     reranker = _save(BertForSequenceClassification(_config(num_labels=1)), tokenizer, folder / "reranker")
     classifier = _save(BertForSequenceClassification(_config(id2label=dict(enumerate(LABELS)))), tokenizer, folder / "classifier")
     mlm = BertForMaskedLM(_config())
-    mlm.cls.predictions.bias.data.fill_(-3.0)  # or most of the vocabulary would be in each text
+    mlm.cls.predictions.bias.data.fill_(-3.0)  # otherwise each text would contain most of the vocabulary
     _save(mlm, tokenizer, folder / "mlm")
     reference = _embeddings(minilm) | _rerank(reranker) | _predict(classifier) | _sparse(folder)
     if loglikelihoods:
@@ -48,7 +48,7 @@ def main(folder: Path, loglikelihoods: bool) -> None:
 
 
 def _with_prompts(minilm: Path, folder: Path) -> None:
-    """The embedded model with a prompt that nobody gets unasked."""
+    """The embedded model with a prompt that is used only on request."""
     folder.mkdir()
     for each in minilm.iterdir():
         (folder / each.name).symlink_to(each)
@@ -102,7 +102,7 @@ def _sparse(folder: Path) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _loglikelihoods() -> dict[str, Any]:
-    """Of each text that may follow a question: its log-probability, and whether it is the likeliest one."""
+    """For each possible answer of a question: its log-probability, and whether it is the likeliest one."""
     folder = resolve_model(EMBEDDED_GENERATOR)
     weights, tokenizer = GGUFWeights(folder / "model.gguf"), AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
@@ -125,7 +125,7 @@ def _config(**more: Any) -> BertConfig:
 
 def _save(model: PreTrainedModel, tokenizer: BertTokenizerFast, folder: Path) -> Path:
     with torch.no_grad():
-        for parameter in model.parameters():  # as drawn, all inputs would come out alike
+        for parameter in model.parameters():  # with the random values all inputs would get nearly the same result
             parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

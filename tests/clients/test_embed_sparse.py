@@ -1,4 +1,4 @@
-"""Haystack's sparse embedders; the vectors are sentence-transformers' SparseEncoder's."""
+"""Haystack's sparse embedders, compared with the SparseEncoder of sentence-transformers."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ MODEL = "splade"
 
 
 def check(ours: SparseEmbedding, expected: dict[str, float]) -> None:
-    """Of an entry that is zero but for rounding one of them may know nothing."""
+    """An entry that is zero except for rounding may be missing on one side."""
     dense = np.zeros((2, 30_522), dtype=np.float32)
     dense[0, ours.indices] = ours.values
     dense[1, list(map(int, expected))] = list(expected.values())

@@ -53,14 +53,14 @@ def test_openai_async(there: str) -> None:
             assert "".join(texts) == whole.choices[0].message.content == PARIS
             stopped = await ask(messages=MESSAGES, stream=True, max_tokens=500, **GREEDY | {"temperature": 1})
             await anext(aiter(stopped))
-            await stopped.close()  # a client that leaves is no error
+            await stopped.close()  # a client that leaves causes no error
             assert (await ask(messages=MESSAGES, **GREEDY)).choices[0].message.content == PARIS
 
     asyncio.run(scenario())
 
 
 def test_langchain(there: str) -> None:
-    """It sends `max_completion_tokens`, and asks for no usage in a stream from another server than OpenAI's."""
+    """langchain-openai sends `max_completion_tokens`, and asks only OpenAI's own server for usage in a stream."""
     chat = ChatOpenAI(base_url=there, api_key="unused", max_tokens=24, **GREEDY)
     answer = chat.invoke(QUESTION)
     assert answer.content == PARIS
@@ -91,7 +91,7 @@ def test_litellm_completions(there: str) -> None:
 
 
 def test_llama_index(there: str) -> None:
-    """It asks for completions where nobody says that the model chats."""
+    """LlamaIndex asks for completions unless it is told that the model chats."""
     known = {"api_base": there, "api_key": "unused", "temperature": 0, "max_tokens": 24}
     chat = OpenAILike(MODEL, is_chat_model=True, **known)
     message = ChatMessage(content=QUESTION)

@@ -18,7 +18,7 @@ def there(server: Server) -> dict[str, Any]:
 
 
 def test_text_embedder(there: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Unlike all others it does not have vectors normalised unless asked."""
+    """Unlike the other clients, it asks for vectors that are not normalised."""
     close(HuggingFaceAPITextEmbedder(**there).run(TEXTS[0])["embedding"], reference["not_normalized"][0])
     normal = HuggingFaceAPITextEmbedder(**there, normalize=True, prefix="query: ")
     close(normal.run(TEXTS[3])["embedding"], reference["prompted"][3])

@@ -243,6 +243,25 @@ def test_an_apply_says_what_it_does_and_ends_when_all_is_ready() -> None:
     assert (operator.said, operator.serve.deploys, operator.history) == ([], 1, [(1, None, True)])
 
 
+def test_a_replica_has_ended_only_when_serve_no_longer_shows_it_in_its_deployment() -> None:
+    """Serve shows no deployments of an application that it builds, and none of an application that it deletes."""
+    serve, said = StubServe(), list[str]()
+    serve.deploy(config("float32", 2, gateways=1))
+    serve.details()
+    two = serve.details()
+    progress = Progress(said.append, {"1": "pc1"})
+    building, one, gone = (json.loads(json.dumps(two)) for _ in range(3))
+    building["applications"]["lite.pc"] |= {"status": "DEPLOYING", "deployments": {}}
+    one["applications"]["lite.pc"]["deployments"]["Engine"]["replicas"].pop()
+    del gone["applications"]["lite.pc"]
+    told = []
+    for details in (two, building, two, one, building, gone):
+        progress.update(details)
+        told.append(list(said))
+        said.clear()
+    assert told == [[], [], [], ["lite.pc: replica r2 has ended"], [], ["lite.pc: replica r1 has ended"]]
+
+
 def test_the_steps_of_a_start_are_lines_or_bars() -> None:
     store, serve, said = MemoryStore(), StubServe(), list[str]()
     serve.deploy(config("float32", 1, gateways=1))
@@ -438,6 +457,18 @@ def test_a_new_version_that_is_worse_gets_no_requests_and_the_command_fails(seco
     assert operator.history == [(1, None, True), (2, None, False)]
 
 
+def test_a_trial_ends_early_only_after_many_slow_requests() -> None:
+    """A hundred requests at each look end the trial at the first look. Two gateways with 30 each do so at its end."""
+    looks = []
+    for requests in (100, 30):
+        operator = updated(seconds=0.2)
+        operator.tallies = tally(0, requests), tally(0, requests, seconds=0.2)
+        with pytest.raises(ClusterError, match="is worse"):
+            operator.apply(canary_config("bfloat16"), canaries=CANARY)
+        looks.append(len(operator.trials))
+    assert looks[0] < looks[1]
+
+
 def test_a_new_version_that_does_not_start_leaves_the_old_one() -> None:
     operator = updated()
     before = operator.runs
@@ -473,6 +504,7 @@ def test_without_room_the_old_version_ends_first_and_the_time_is_told() -> None:
     assert (operator.trials, pools(operator)) == ([], [NEW])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failed", [0, 50])
 def test_a_trial_that_is_killed_at_any_point_ends_in_the_same_state_when_it_is_typed_again(failed: int) -> None:
     def end(operator: Operator) -> str:
@@ -506,6 +538,9 @@ def test_few_requests_and_few_failures_say_nothing() -> None:
     assert not is_worse(tally(3), tally(3))
     assert not is_worse(tally(0), tally(0, 19, seconds=9.0))
     assert is_worse(tally(0), tally(0, 20, seconds=9.0))
+    assert not is_worse(tally(0), tally(0, 99, seconds=9.0), ended=False)
+    assert is_worse(tally(0), tally(0, 100, seconds=9.0), ended=False)
+    assert is_worse(tally(0), tally(3, 3), ended=False)
     assert not is_worse(tally(0), tally(0, seconds=0.05))
     assert str(Tally()) == "0 of 0 requests failed"
     assert Tally().plus(tally(1)).p95_s == tally(1).p95_s

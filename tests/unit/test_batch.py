@@ -141,6 +141,7 @@ def alike(draw: st.DrawFn) -> list[np.ndarray]:
     return draw(st.permutations(texts))
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # reading the tiles as the kernel does takes long for large batches
 @given(alike(), st.sampled_from([1, 2, 7]), st.sampled_from([32, 128]), st.booleans())
 def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: int, head_dim: int, roomy: bool) -> None:

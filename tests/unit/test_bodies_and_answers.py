@@ -49,6 +49,7 @@ def _counted(content: Any) -> Shape:
     )
 
 
+@pytest.mark.slow
 @given(_JSON, st.sampled_from([None, 2]), st.booleans())
 def test_the_shape_is_counted_without_parsing(content: Any, indent: int | None, ascii_only: bool) -> None:
     text = json.dumps(content, indent=indent, ensure_ascii=ascii_only)
@@ -287,6 +288,7 @@ def test_large_arrays_and_bodies_are_worked_on_on_threads() -> None:
     assert threading.get_ident() not in asyncio.run(run(1_000_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["one short text", "the same, int8", "2,048 documents as objects", "2,048 texts, 1,000 classes"])
 def test_what_is_measured_is_answered(what: str) -> None:
     """`loadtests.stalls` has a model of its own. Only this test notices where the model is no longer one."""

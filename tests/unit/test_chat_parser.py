@@ -262,6 +262,7 @@ PART = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(
     parts=st.lists(PART, max_size=12),

@@ -147,6 +147,7 @@ CALLS_ONLY = st.fixed_dictionaries({"role": st.just("assistant"), "content": st.
 TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": st.dictionaries(TEXT, JSON, max_size=3)})
 
 
+@pytest.mark.slow
 @EACH
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
@@ -163,6 +164,7 @@ def test_the_prompt_is_that_of_transformers(
     assert outcome(ours.render, messages, **options) == outcome(theirs, messages, **options)
 
 
+@pytest.mark.slow
 @EACH
 @settings(max_examples=80, deadline=None)
 @given(messages=st.lists(MESSAGE, min_size=1, max_size=4), final=TEXT)

@@ -144,6 +144,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["keys", "list"], ["serve", "--help"], ["plan", "--help"], ["node", "--help"]])
 def test_a_command_imports_only_what_it_needs(tmp_path: Path, arguments: list[str]) -> None:
     file = tmp_path / "keys"
@@ -160,6 +161,7 @@ def test_a_key_is_hidden_before_anything_slow_is_imported(tmp_path: Path) -> Non
     assert (SLOW | {"pydantic", "typer", "rich", "yaml"}) & set(said["modules"]) == set()
 
 
+@pytest.mark.slow
 def test_the_public_import_is_light_and_has_the_engine() -> None:
     code = """
 import sys

@@ -33,6 +33,7 @@ from cluster.node_metrics import HAPROXY_SERIES
 from serve_app.errors import Overloaded, Unhealthy
 from serve_app.http.errors import error_response
 
+pytestmark = pytest.mark.slow
 CONFIG = """global
     maxconn 7
 defaults

@@ -165,6 +165,7 @@ def test_a_file_that_cannot_be_planned_is_told_by_line_and_name(models: str, err
         planned(models, *nodes(1))
 
 
+@pytest.mark.slow
 def test_a_process_beside_the_server_makes_one_plan_at_a_time(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "CLUSTER", SimpleNamespace(read=cluster.look))
     transport = httpx.ASGITransport(Api(cluster, Settings(api_key=KEY), Metrics("fake")).app)
@@ -311,6 +312,7 @@ def address(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
     listening.close()
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 844})
     problems: list[str] = []
@@ -358,7 +360,7 @@ def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str)
     page.get_by_text("An answer of the model").wait_for()
     cluster.nodes = nodes(60)
     page.get_by_role("link", name="Plan").click()
-    page.get_by_label("models.yaml").fill(MODELS % 500)
+    page.get_by_label("models.yaml").fill(MODELS % 3000)
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.get_by_text("Some replicas have no place: of embed").wait_for(timeout=60_000)

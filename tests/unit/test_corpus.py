@@ -125,6 +125,7 @@ def test_files_of_one_corpus_have_the_same_columns(tmp_path: Path) -> None:
         rows(Corpus([tmp_path], ["text"]), set())
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_twice_loses_no_row(tmp_path: Path) -> None:
     corpus, output = write_corpus(tmp_path / "a.parquet", TEXTS), tmp_path / "out"
     for most in (2, 5):

@@ -78,6 +78,7 @@ def engines(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, int], Engine], kind: str, num_stages: int) -> None:
@@ -170,6 +171,7 @@ def test_tuning_finds_a_budget_and_captures_graphs_of_all_stages(engines: Callab
     assert all(len(graph.earlier) == 1 for graph in graphs)
 
 
+@pytest.mark.slow
 def test_many_streams_through_the_loop(engines: Callable[[str, int], Engine]) -> None:
     engine = engines("qwen3_lm", 3)
     ours = Staged(engine, 400, 8192).with_graphs(512)

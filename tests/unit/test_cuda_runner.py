@@ -160,6 +160,7 @@ def batch(*lengths: int, seed: int = 0) -> list[np.ndarray]:
 BATCHES = [batch(9), batch(3, 40, 7), batch(*[5] * 60), batch(300, 300), batch(*[1] * 500), batch(900, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "last_token", "cls"])
 @pytest.mark.parametrize("outputs", [(), ("tokens",)])
 @pytest.mark.parametrize("max_graph_tokens", [0, 512, 4096])
@@ -340,6 +341,7 @@ def test_without_our_attention_there_are_no_graphs(made: Made, small: None) -> N
     assert ours.max_graph_tokens == len(ours.graphs) == 0
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_a_graph_is_captured() -> None:
     """torch aborts a process whose interpreter has ended under one of torch's calls."""
     code = """if True:

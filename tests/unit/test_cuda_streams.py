@@ -151,6 +151,7 @@ def same(mine: Answer, theirs: Answer) -> None:
         assert one.logprobs_of == pytest.approx(other.logprobs_of, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_get_the_tokens_that_the_cpu_gives(engines: Callable[[str], Engine], kind: str) -> None:
     """Whole prompts and chunks, without graphs and with, with pages to spare and with few."""
@@ -167,6 +168,7 @@ def test_streams_get_the_tokens_that_the_cpu_gives(engines: Callable[[str], Engi
         assert bool(sum(replays)) == bool(graph_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Callable[[str], Engine], kind: str) -> None:
     """Without graphs and with, in chunks, with few pages, and in passes that score a prompt. Streams get the same tokens."""
@@ -191,6 +193,7 @@ def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Ca
         assert bool(sum(replays)) == bool(graph_tokens)
 
 
+@pytest.mark.slow
 def test_streams_that_speculate_get_the_tokens_that_the_cpu_gives(
     tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -285,6 +288,7 @@ def test_tuning_finds_a_budget_and_captures_graphs(
             tune.tune_streams(Streaming(engine, 40, 4096).runner, engine.config, torch.float32, 40 * PAGE_SIZE, 4096)
 
 
+@pytest.mark.slow
 def test_many_streams_through_the_loop(engines: Callable[[str], Engine]) -> None:
     """Captures run beside the passes."""
     engine = engines("qwen3_lm")

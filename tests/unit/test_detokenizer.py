@@ -115,6 +115,7 @@ def is_utf8(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @ALL
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -127,6 +128,7 @@ def test_the_text_is_that_of_decoding_all_ids_at_once(tokenizer: Tokenizer, data
         )
 
 
+@pytest.mark.slow
 @ALL
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

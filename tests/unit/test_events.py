@@ -120,6 +120,7 @@ def test_a_stream_whose_events_come_in_time_gets_no_comment(tmp_path: Path, monk
     assert b": keep-alive" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stall", [False, True], ids=["in an event", "in a comment"])
 def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall: bool) -> None:
     """The buffers are full; whether tokens still come, or comments alone."""
@@ -142,6 +143,7 @@ def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatc
     assert count(metrics, "cancelled_requests_total") == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
     """Each wait for it is shorter than the limit, all of them together are longer."""
     model, metrics = FakeGenerator(tmp_path, "x" * 150), Metrics("fake")

@@ -2,6 +2,8 @@
 
 from itertools import islice
 
+import pytest
+
 from loadtests.fuzz_bodies import VALID
 from loadtests.fuzz_cases import Case, Site, cases, operations
 from serve_app.http.openapi import document
@@ -13,6 +15,7 @@ def made(seed: int) -> list[Case]:
     return list(islice(cases(seed, Site(1, 2), document(""), MODELS), 1000))
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_cases() -> None:
     assert made(1) == made(1) != made(2)
 

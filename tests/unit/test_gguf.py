@@ -376,6 +376,7 @@ def test_a_file_cut_off_anywhere_is_refused(small: Path, tmp_path: Path) -> None
             read_header(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_gives_a_model_error_or_loads(small: Path, tmp_path: Path, data: st.DataObject) -> None:

@@ -66,6 +66,7 @@ def test_the_scheduler_knows_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_models_size_is_counted_without_torchs_compiler() -> None:
     """torch imports its compiler for arithmetic on tensors without content: 1 to 3 s of each start, and of `emberforge plan`."""
     code = (
@@ -75,6 +76,7 @@ def test_a_models_size_is_counted_without_torchs_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_an_engine_is_imported_without_the_hubs_library() -> None:
     code = "import sys; import engine.engine; assert 'huggingface_hub' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

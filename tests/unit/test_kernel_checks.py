@@ -24,6 +24,7 @@ def cases() -> list[Case]:
     return [case for case in found if not case.shape.startswith("4096 x")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.kernel} {case.shape}")
 def test_plain_torch_passes(case: Case) -> None:
     checked = check(case)

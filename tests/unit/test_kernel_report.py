@@ -22,6 +22,7 @@ def only(*sources: str) -> Callable[[tuple[int, int]], list[Variant]]:
     return lambda capability: [next(v for v in variants(capability) if v.source == source) for source in sources]
 
 
+@pytest.mark.slow
 def test_every_variant_compiles_for_every_chip_without_spilling(kernel_reports: "subprocess.Popen[str]") -> None:
     output, errors = kernel_reports.communicate()
     assert kernel_reports.returncode == 0, errors
@@ -31,6 +32,7 @@ def test_every_variant_compiles_for_every_chip_without_spilling(kernel_reports: 
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["activation", "attention", "attention_decode", "embed", "norm", "pool", "rope"])
 def test_rows_hold_what_the_compiler_says(source: str) -> None:
     (variant,) = only(source)((9, 0))

@@ -362,6 +362,7 @@ def test_an_empty_key_stops_the_start() -> None:
         load_settings({}, {"EMBERFORGE_API_KEY": ""})
 
 
+@pytest.mark.slow
 def test_the_command_makes_lists_limits_and_removes(file: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(Path(sys.executable).parent / "emberforge"), "keys", *arguments]

@@ -101,6 +101,7 @@ def test_only_a_weight_that_fits_float16_gets_a_copy_in_it() -> None:
     assert type(Linear.of(weight)) is OneDnnLinear
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc how much memory is allocated")
 def test_passes_of_ever_new_sizes_take_no_more_memory() -> None:
     if type(Linear.of(torch.ones(64, 64))) is not OneDnnLinear:
@@ -211,6 +212,7 @@ def test_encoder_attention(dtype: torch.dtype, lengths: list[int]) -> None:
     assert_as_close_as_torch(ours, low, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 0, 9, 40])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("causal", "heads"), [(False, (4, 4)), (True, (4, 4)), (False, (4, 2))])
@@ -226,6 +228,7 @@ def test_windows_and_biases_by_distance(
     torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("biased", [False, True])

@@ -44,6 +44,7 @@ def test_ports_that_somebody_shares_are_not_taken() -> None:
         assert not span(others) & taken
 
 
+@pytest.mark.slow
 def test_a_free_port_is_none_that_a_connection_or_a_replica_may_get_meanwhile() -> None:
     first_of_connections = int(CONNECTIONS.read_text().split()[0])
     if first_of_connections <= 30000:

@@ -569,6 +569,7 @@ def test_a_pass_under_way_counts_for_deadlines_on_a_cpu(gate: Gate, loop: Engine
     assert isinstance(late.future.exception(0), DeadlineOutOfReach)
 
 
+@pytest.mark.slow
 def test_cancelled_requests_make_nobody_late(gate: Gate, loop: EngineLoop) -> None:
     loop._scheduler.rates.add(8, 0.01)
     loop.submit([job(1, 2)])

@@ -239,6 +239,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measure, "_cpu_rates", lambda: iter((rate,)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_machine_is_measured() -> None:
     said: list[str] = []
@@ -256,6 +257,7 @@ def test_a_machine_is_measured() -> None:
     assert any(line.startswith("qwen in ") and "decodes 3 at once" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_part_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> float:

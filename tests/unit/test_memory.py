@@ -151,6 +151,7 @@ HAS_NEEDLESS = {
 NEEDLESS = ("pooler.", "lm_head.", "cls.", "head.", "decoder.", "vocab_")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HAS_NEEDLESS)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_parameters_are_those_of_the_checkpoint_but_the_needless(kind: str, sharded: bool, tiny: Callable[..., Path]) -> None:
@@ -558,6 +559,7 @@ _SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", _SHAPES)
 @pytest.mark.parametrize("lengths", [[512], [2048], [8192], [300] * 27, [110] * 20], ids=lambda each: f"{len(each)}x{each[0]}")
 def test_a_pass_on_a_cpu_stays_within_its_footprint(model: str, lengths: list[int]) -> None:

@@ -194,6 +194,7 @@ def test_a_reused_pid_is_not_touched(home: Path, spawn: Spawn) -> None:
     assert is_alive(stranger)
 
 
+@pytest.mark.slow
 def test_what_does_not_end_when_told_is_killed(home: Path, spawn: Spawn) -> None:
     stubborn = spawn("m1", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     write_record(home, Started("m1", "box", True))
@@ -310,6 +311,7 @@ def test_a_head_that_does_not_answer_is_named(home: Path, monkeypatch: pytest.Mo
         start(False, f"127.0.0.1:{port}", say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_what_answers_and_is_no_head_is_named_in_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
     monkeypatch.setattr(node_head, "_ASK_TIMEOUT_S", 1.0)
@@ -378,6 +380,7 @@ def test_a_node_that_does_not_come_up_is_not_waited_for_without_end(monkeypatch:
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.slow
 def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray start` that never returns: a script in its place, under the very command line that starts Ray."""
     package = home / "ray" / "scripts"

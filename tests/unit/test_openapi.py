@@ -22,6 +22,7 @@ from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
+pytestmark = pytest.mark.slow
 # The kind of model that answers a route; BGE-M3 the others.
 GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/decisions", "/detokenize", "/tokenizer_info")
 KINDS = (

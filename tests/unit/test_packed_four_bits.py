@@ -41,6 +41,7 @@ def test_every_value_comes_back(n: int, k: int, group: int, beside: str | None) 
     assert torch.equal(unpacked(weight), matrix.dequantized(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "beside"), CASES)
 def test_no_bit_is_without_a_meaning(group: int, beside: str | None) -> None:
     """Records hold codes, scales, zeros or mins, and nothing else: each byte that changes changes the matrix."""
@@ -69,6 +70,7 @@ def test_what_cannot_be_packed() -> None:
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048), (1024, 3072), (576, 576), (960, 576), (16, 64)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [99 << 10, 227 << 10])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])

@@ -63,6 +63,7 @@ def ids_and_types(sequence: np.ndarray) -> tuple[list[int], list[int]]:
 WORDS = st.lists(st.sampled_from(["w1", "w2", "w30", "hello", "unknown", "[SEP]"]), max_size=30).map(" ".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_ids_and_types_are_those_of_tokenizers(name: str) -> None:
     ours = Tokenizer(vocabulary(PROCESSORS[name]), CONFIG)

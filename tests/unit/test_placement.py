@@ -66,6 +66,7 @@ def value(placement: Placement) -> tuple[int, int]:
     return len(counts), counts.total()
 
 
+@pytest.mark.slow
 @quick
 @given(instances)
 def test_no_card_is_over_its_bytes_or_its_places(instance: Instance) -> None:
@@ -105,6 +106,7 @@ def test_pins_exclusions_and_classes_are_obeyed(instance: Instance) -> None:
         assert each.slot.node_class in demand.bytes_on
 
 
+@pytest.mark.slow
 @quick
 @given(instances, st.randoms(use_true_random=False))
 def test_the_order_of_the_input_changes_nothing(instance: Instance, rng: random.Random) -> None:
@@ -115,6 +117,7 @@ def test_the_order_of_the_input_changes_nothing(instance: Instance, rng: random.
     assert place(wanted, slots) == first
 
 
+@pytest.mark.slow
 @quick
 @given(instances, clusters(most_nodes=1))
 def test_another_node_never_places_less(instance: Instance, more: list[Slot]) -> None:
@@ -147,6 +150,7 @@ def tight(seed: int) -> Instance:
     return wanted, slots
 
 
+@pytest.mark.slow
 def test_what_is_called_proven_is_what_trying_everything_finds() -> None:
     searched = 0
     for seed in range(120):
@@ -164,6 +168,7 @@ def with_few_cpus(slots: Sequence[Slot], rng: random.Random) -> list[Slot]:
     return [replace(slot, node_places=limits[slot.node]) for slot in slots]
 
 
+@pytest.mark.slow
 def test_cpus_of_a_node_are_shared_by_its_cards_and_the_search_knows() -> None:
     bound = 0
     for seed in range(150):

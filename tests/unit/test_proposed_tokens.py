@@ -76,6 +76,7 @@ wishes = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(wishes, st.integers(20, 50), st.integers(1, 40), st.integers(4, 60), st.integers(1, 3), st.sampled_from([8, 64]))
 def test_answers_are_what_they_are_without_proposals(

@@ -65,6 +65,7 @@ def test_a_pass_keeps_the_budget_unless_one_sequence_alone_exceeds_it(sizes: lis
         assert tokens(slices) <= budget or len(slices) == 1
 
 
+@pytest.mark.slow
 @given(arrivals, st.integers(1, 100), st.integers(1, 5))
 def test_a_pass_has_no_more_sequences_than_allowed(sizes: list[list[int]], budget: int, most: int) -> None:
     requests = [request(each, "batch" if number % 2 else "interactive") for number, each in enumerate(sizes)]
@@ -98,6 +99,7 @@ def test_a_cancelled_request_counts_no_longer_and_is_never_scheduled(
     assert queue.num_tokens == 0
 
 
+@pytest.mark.slow
 def test_many_cancelled_requests_leave_the_queue_at_once() -> None:
     live, gone = request([8]), [request([8]) for _ in range(1000)]
     queue = filled([live, *gone], 8)
@@ -197,6 +199,7 @@ def test_a_rest_of_one_token_uses_up_one_token_of_the_part_of_later_turns() -> N
     assert sum(each.is_scheduled for each in requests) >= 200
 
 
+@pytest.mark.slow
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 48), st.integers(1, 48))
 def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, long: int, size: int, at_once: int) -> None:
     """The others want up to three quarters of each pass. A long sequence fits beside none of them, and uses up several turns."""
@@ -212,6 +215,7 @@ def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, 
 # Owners.
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=2, max_size=5),
     st.integers(8, 200),

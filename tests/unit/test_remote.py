@@ -4,6 +4,7 @@ import asyncio
 import gc
 from typing import Any
 
+import pytest
 from ray.serve.exceptions import RequestCancelledError
 
 from serve_app.gateway.remote import drop
@@ -25,6 +26,7 @@ class Response:
         self.cancelled = True
 
 
+@pytest.mark.slow
 def test_a_dropped_call_leaves_no_exception_for_the_log() -> None:
     logged: list[Any] = []
 

@@ -237,6 +237,7 @@ def test_banned_tokens_are_not_chosen_even_with_a_bias() -> None:
     assert run(logits, [row(replace(DRAWN, stop_ids=(0,)), uniform=0.0, banned=(0, 1))]).token_ids.tolist() == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [300, 1024])
 @pytest.mark.parametrize(
     "options",
@@ -391,6 +392,7 @@ def test_a_seed_may_be_negative() -> None:
     assert uniform(-1, 3) == uniform(2**64 - 1, 3) != uniform(1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("along", ["positions", "seeds", "seeds and positions"])
 def test_random_numbers_are_even_and_neighbours_are_unrelated(along: str) -> None:
     steps = {"positions": (0, 1), "seeds": (1, 0), "seeds and positions": (1, 1)}[along]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_streams import PAGE_SIZE, Device, answer_of, ids, next_token, stream, words
@@ -32,6 +33,7 @@ class ScoringDevice(Device):
         ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(words, st.integers(0, 12), st.booleans()), min_size=1, max_size=8),

@@ -56,6 +56,7 @@ def test_serve_tells_a_config_as_it_was_given() -> None:
     assert running_config(json.loads(json.dumps(details)), content) == content
 
 
+@pytest.mark.slow
 def test_planning_imports_no_ray() -> None:
     """`plan --live` writes a config after it has asked the cluster. Ray reads its token at import, so it may not come first."""
     code = "import sys, cluster.serve_config, cluster.serve_changes, cluster.node_live; sys.exit('ray' in sys.modules)"

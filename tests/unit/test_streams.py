@@ -154,6 +154,7 @@ words = st.lists(st.integers(1, 3), min_size=1, max_size=20)  # few words: promp
 priorities = st.sampled_from(["interactive", "batch"])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.tuples(words, st.integers(1, 12), priorities, st.booleans(), st.sampled_from("ab")), min_size=1, max_size=8),

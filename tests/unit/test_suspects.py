@@ -297,6 +297,7 @@ def dying(tmp_path: Path) -> Any:
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_journal_tells_what_was_in_flight_at_a_death(tmp_path: Path, dying: "subprocess.Popen[bytes]") -> None:
     own = InFlight(tmp_path, "own")
     own.look()
@@ -324,6 +325,7 @@ def test_a_replica_that_stops_in_order_leaves_no_journal(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_old_journals_are_removed(tmp_path: Path, dying: "subprocess.Popen[bytes]") -> None:
     os.kill(dying.pid, signal.SIGKILL)
     dying.wait()

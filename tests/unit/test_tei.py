@@ -140,6 +140,7 @@ def test_secrets_leave_the_command_line() -> None:
     assert without_secrets(["serve", "--api-key"]) == (["serve", "--api-key"], {})  # the parser complains
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_every_option_of_teis() -> None:
     command = [str(Path(sys.executable).parent / "emberforge"), "config"]
     for option in tei.OPTIONS:

@@ -118,6 +118,7 @@ def test_what_is_more_than_tensors_is_refused_and_not_run(as_pytorch: Callable[.
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_the_command_in_the_error_converts(tiny: Tiny, as_pytorch: Callable[..., Path]) -> None:
     folder = as_pytorch("bert", more={"step": np.float64(3)})
     with pytest.raises(ModelError, match="holds more than tensors") as caught:

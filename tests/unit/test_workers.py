@@ -1,5 +1,6 @@
 """Test workers: the runs that have workers, the files of each worker, and the workers' reports."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,14 @@ def suite(pytestconfig: pytest.Config) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("paths", "gpu", "num_workers"), [(["tests"], False, 3), (["tests"], True, 0), (["tests/unit/test_ids.py"], False, 0)]
+    ("paths", "gpu", "num_workers"),
+    [(["tests"], False, 3), (["tests"], True, 0), (["tests/unit"], False, 6), (["tests/unit/test_ids.py"], False, 0)],
 )
-def test_the_whole_suite_has_three_workers(
+def test_the_whole_suite_has_three_workers_and_the_unit_tests_have_one_a_core(
     suite: Any, monkeypatch: pytest.MonkeyPatch, paths: list[str], gpu: bool, num_workers: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
     config = SimpleNamespace(args=paths, getini=lambda name: ["tests"])
     assert suite.pytest_xdist_auto_num_workers(config=config) == num_workers
 
