@@ -63,7 +63,7 @@ def running(kind: str, port: int, **environment: str) -> Iterator[psutil.Process
 
 @contextmanager
 def serving(said: Path, *arguments: str) -> Iterator[psutil.Process]:
-    """Starts `emberforge serve` with these arguments, and waits until it answers. `said` gets its output; an error prints the end."""
+    """Starts `emberforge serve` with arguments and waits until it answers. `said` gets its output; an error prints its end."""
     with said.open("wb") as output:
         command = [str(Path(sys.executable).with_name("emberforge")), "serve", *arguments]
         process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
