@@ -56,10 +56,11 @@ class Gateway(TeiServicer):
         """
         await self._models.connect()
         if is_deaf(monotonic()):
+            log.warning("no replica reports; testing the connection to Ray Serve's controller")
             try:
                 await asyncio.to_thread(ask_controller)
             except RayError as error:
-                log.warning("no replica reports, and Ray Serve's controller cannot be reached: %r", error)
+                log.warning("Ray Serve's controller cannot be reached: %r", error)
         if self._models.has_trials:
             try:
                 gateway = str(serve.get_replica_context().replica_id.unique_id)
