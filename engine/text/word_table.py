@@ -39,7 +39,7 @@ class WordTable:
         self._ids: dict[str, tuple[int, ...]] = {}
         added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
         # A text with an added token, such as "[SEP]", is not only words. Its first character is looked for first: this is fast.
-        self._marks = "".join({each[0] for each in added})
+        self._marks = "".join({mark for each in added for mark in (each[0].lower(), each[0].upper())})
         self._added = re.compile("|".join(map(re.escape, added)), re.IGNORECASE)
 
     @classmethod

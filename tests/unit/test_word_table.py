@@ -78,6 +78,15 @@ def test_other_texts_are_left_to_the_tokenizer(name: str, text: str) -> None:
     assert table.ids(text) is None
 
 
+@pytest.mark.parametrize("text", ["the COVID test", "the covid test", "The Covid test"])
+def test_an_added_word_is_left_to_the_tokenizer_in_any_case(text: str) -> None:
+    tokenizer = bert()
+    tokenizer.add_tokens([AddedToken("COVID", normalized=True)])
+    table = WordTable.of(tokenizer)
+    assert table is not None
+    assert table.ids(text) is None
+
+
 def test_a_full_table_and_long_words_still_give_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(word_table, "_MOST_WORDS", 3)
     table = WordTable.of(TOKENIZERS["bert"])
