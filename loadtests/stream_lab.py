@@ -262,6 +262,8 @@ def main() -> None:
         f"load: {LOAD:.0%} of the requests/s that the cards could do if each page were computed once",
         "traffic and policies as in stream_routing, 30 system prompts and 30 documents; chats that have begun before run from "
         "the start; one gateway, so each policy knows all streams",
+        "round robin, power of two and prefix only answer late, so fewer turns of chats come; the clients share the cores, and "
+        "send a few percent fewer questions than drawn where the machine is busy",
         f"load average of the machine's {os.cpu_count()} cores at the end: {psutil.getloadavg()[0]:.1f}; other work ran on them",
     ]
     write("stream_lab", "python -m loadtests.stream_lab", found, notes)
