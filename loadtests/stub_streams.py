@@ -15,7 +15,7 @@ from serve_app.replica.model_server import ModelServer
 PASS_S = "BENCH_PASS_S"
 
 
-def token_at(position: int) -> int:
+def token_at(position: Any) -> Any:
     """The token of every stream at this position: a word, or a part of a word, of the embedded generator."""
     return 12126 + position % 200
 
@@ -41,7 +41,7 @@ class StreamingEngine:
         self.pages = Pages(8192, PAGE_SIZE)
         self.max_batch_tokens, self.dtype_name, self.device, self.dtype = 8192, "float32", torch.device("cpu"), torch.float32
         self.passes_in_flight, self.num_stages, self.max_graph_tokens, self.max_batch_seqs = 1, 1, 0, None
-        self.speculation_rows = self.cohort_size = 0
+        self.speculation_rows, self.cohort_size = 0, 320
         self.longest_input, self.shares_host_memory, self.used_bytes = self.config.max_input_length, False, 0
         self._pass_s, self._due = float(os.environ.get(PASS_S, "0")) if pass_s is None else pass_s, 0.0
 
@@ -53,7 +53,9 @@ class StreamingEngine:
 
         return Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
 
-    def launch(self, sequences: Sequence[Any], options: Any = None, outputs: Any = (), pieces: Sequence[Any] = ()) -> Any:
+    def launch(
+        self, sequences: Sequence[Any], options: Any = None, outputs: Any = (), pieces: Sequence[Any] = (), together: Any = None
+    ) -> Any:
         import numpy as np
 
         from engine.run.flight import Finished, Output
@@ -63,7 +65,11 @@ class StreamingEngine:
         self._due = max(self._due + self._pass_s, now)  # what the passes of a pace take besides is part of the pace
         sleep(self._due - now)
         tokens = [Token(token_at(each.start + len(each.token_ids))) for each in pieces if each.row is not None]
-        return Finished(Output(np.zeros((len(sequences), 1), dtype=np.float32), device_s=self._pass_s, tokens=tokens))
+        chosen = np.ones((0 if together is None else len(together), 4), np.int32)
+        if together is not None:
+            chosen[:, 0] = token_at(together.starts + 1)
+        vectors = np.zeros((len(sequences), 1), dtype=np.float32)
+        return Finished(Output(vectors, device_s=self._pass_s, tokens=tokens, together=chosen))
 
 
 class StreamingServer(ModelServer):
