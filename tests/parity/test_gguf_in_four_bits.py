@@ -122,14 +122,14 @@ def test_the_same_model_as_dequantised(
 def test_types_of_other_widths_are_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V of the first layer takes Q and K with it, because the engine multiplies the three as one."""
+    """V of the first layer is then multiplied apart from Q and K."""
     folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
         engine = Engine.load(folder, dtype="float32", device="cpu")
-    assert four_bit_layers(engine) == 6
-    assert "10 matrices stay in 4 bits, 2 with a neighbour of another kind, 2 with blocks of Q6_K are dequantised" in caplog.text
+    assert four_bit_layers(engine) == 7
+    assert "12 matrices stay in 4 bits, 2 with blocks of Q6_K are dequantised" in caplog.text
     np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2)
 
 
@@ -140,7 +140,7 @@ def test_types_of_other_widths_are_dequantised(
         (Kind.Q4_1, {}, 5),
         (Kind.Q4_K, {}, 5),
         (Kind.Q4_K, MIXED, None),
-        (Kind.Q4_0, {"blk.0.attn_v.weight": Kind.Q4_1}, None),
+        (Kind.Q4_0, {"blk.0.attn_v.weight": Kind.Q4_1, "blk.1.ffn_up.weight": Kind.Q4_1}, None),
     ],
     ids=["Q4_0", "Q4_1", "Q4_K", "Q4_K and Q6_K", "only one has mins"],
 )
@@ -192,7 +192,7 @@ def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     folder = generator(tiny, tmp_path, family, kind, MIXED)
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     kept = Engine.load(folder, dtype="bfloat16", device="cuda")
-    assert four_bit_layers(kept) == 6
+    assert four_bit_layers(kept) == 7
     monkeypatch.setattr(load, "has_four_bits", lambda device: False)
     plain = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert four_bit_layers(plain) == 0
