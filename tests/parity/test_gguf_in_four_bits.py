@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -152,6 +153,8 @@ def test_the_footprint_counts_what_is_there(
     values = footprint.num_quantized(config)
     counted = 2 * values - footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
     assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=False) == 0
+    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # of a pipeline
+    assert 2 * values - counted == sum(footprint.bytes_saved(part, torch.bfloat16, on_gpu=True) for part in parts)
     rounded = 2 * values - footprint.bytes_saved(config, footprint.INT4, on_gpu=True)
     keep_on_a_cpu(monkeypatch)
     weights: list[Any] = [each.weight for each in matrices(Engine.load(folder, dtype="float32", device="cpu"))]

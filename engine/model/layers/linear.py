@@ -12,6 +12,7 @@
   exact one by less than bf16 rounds (docs/decisions/006).
 * `Linear8`: a weight in 8 bits (docs/decisions/023).
 * `Linear4`: a weight in 4 bits on a GPU (docs/decisions/046).
+* `SideBySide`: Q, K and V of unlike kinds (docs/decisions/056).
 * `PlainLinear`: everywhere else, plain torch. It is the specification of the others.
 """
 
