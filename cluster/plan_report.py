@@ -214,8 +214,10 @@ def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
         return f"it is {dequantised}"
     if values < all_values:
         share = 100 * values // all_values
-        others = "round the others to 4 bits" if dtype == "int4" else "dequantise the others"
-        return f"GPUs keep {share} % of the layers' values in 4 bits and {others}; on a CPU it is {dequantised}"
+        kept = f"GPUs keep {share} % of the layers' values in 4 bits and"
+        if dtype == "int4":
+            return f"{kept} round the others to 4 bits"
+        return f"{kept} dequantise the others; on a CPU it is {dequantised}"
     return f"GPUs keep it in 4 bits, on a CPU it is {dequantised}"
 
 

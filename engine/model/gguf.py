@@ -1,8 +1,8 @@
 """The GGUF format: llama.cpp's files, which hold a model's metadata, its tokenizer and its tensors, most of them quantised.
 
 The header is read here and not by the `gguf` package, which trusts every size in it and takes 3 s for 49,000 tokens. A tensor is
-dequantised when it is taken, so a model needs no second copy on disk. Source: docs/gguf.md of ggml-org/ggml; the order of a
-Llama's rows and Gemma's norms: convert_hf_to_gguf.py of llama.cpp.
+dequantised when it is taken, so a model needs no second copy on disk. `gguf_four_bits.py` keeps matrices in 4 bits. Source:
+docs/gguf.md of ggml-org/ggml; the order of a Llama's rows and Gemma's norms: convert_hf_to_gguf.py of llama.cpp.
 """
 
 import math

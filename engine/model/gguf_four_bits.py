@@ -17,8 +17,8 @@ from engine.model.quantized.layout import Blocks, FourBits, four_bits
 from engine.model.quantized.scheme import Gguf
 
 GROUP = 32  # columns that share a scale
-# Matrices that the engine multiplies as one. They stay in 4 bits together or not at all.
-_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
+# The gate and up are one matrix to the engine. They stay in 4 bits together or not at all.
+_TOGETHER = (("attn_q",), ("attn_k",), ("attn_v",), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
 
 
 def _read_q4_0(rows: Tensor) -> FourBits:

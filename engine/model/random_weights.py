@@ -38,6 +38,9 @@ class RandomWeights:
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
         return self.take(names[0], sum(rows), columns)
 
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
+        return [self.take_matrix(names, rows, columns)]
+
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
         assert isinstance(weight, Tensor), "it gives no others"
         return weight

@@ -55,6 +55,8 @@ class WeightSource(Protocol):
 
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | FourBits: ...
 
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]: ...
+
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight: ...
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor: ...
@@ -89,6 +91,9 @@ class ShapeCounter:
 
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
         return self.take(names[0], sum(rows), columns)
+
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
+        return [self.take_matrix(names, rows, columns)]
 
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
         assert isinstance(weight, Tensor), "it gives no others"
@@ -218,6 +223,19 @@ class Checkpoint:
             plain.append(self._on_device(part, self.dtype))
         return torch.cat(plain)
 
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
+        """As `take_matrix`, of layers that may be computed apart. Neighbours of one kind are stacked."""
+        if not self.keeps_four_bits:
+            return [self.take_matrix(names, rows, columns)]
+        found: list[Tensor | FourBits] = []
+        for name, count in zip(names, rows, strict=True):
+            part = self.take_matrix([name], [count], columns)
+            if found and (both := _stacked(found[-1], part)) is not None:
+                found[-1] = both
+            else:
+                found.append(part)
+        return found
+
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
         """A layer's matrix in the dtype of the layers, perhaps of 4 or 8 bits. A CPU dequantises 4 bits.
 
@@ -330,6 +348,15 @@ class Checkpoint:
     def _unmapped(self, tensor: Tensor) -> Tensor:
         """A copy in ordinary memory if the GPU is integrated. Otherwise the tensor itself, perhaps in a file's mapping."""
         return tensor.clone() if self._leaves_mapping and not tensor.is_cuda else tensor
+
+
+def _stacked(first: Tensor | FourBits, second: Tensor | FourBits) -> Tensor | FourBits | None:
+    """The rows of both; None where they are of different kinds."""
+    if isinstance(first, FourBits) and isinstance(second, FourBits):
+        return joined([first, second])
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.cat([first, second])
+    return None
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -122,14 +123,14 @@ def test_the_same_model_as_dequantised(
 def test_types_of_other_widths_are_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V of the first layer takes Q and K with it, because the engine multiplies the three as one."""
+    """V of the first layer is then multiplied apart from Q and K."""
     folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
         engine = Engine.load(folder, dtype="float32", device="cpu")
-    assert four_bit_layers(engine) == 6
-    assert "10 matrices stay in 4 bits, 2 with a neighbour of another kind, 2 with blocks of Q6_K are dequantised" in caplog.text
+    assert four_bit_layers(engine) == 7
+    assert "12 matrices stay in 4 bits, 2 with blocks of Q6_K are dequantised" in caplog.text
     np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2)
 
 
@@ -140,7 +141,7 @@ def test_types_of_other_widths_are_dequantised(
         (Kind.Q4_1, {}, 5),
         (Kind.Q4_K, {}, 5),
         (Kind.Q4_K, MIXED, None),
-        (Kind.Q4_0, {"blk.0.attn_v.weight": Kind.Q4_1}, None),
+        (Kind.Q4_0, {"blk.0.attn_v.weight": Kind.Q4_1, "blk.1.ffn_up.weight": Kind.Q4_1}, None),
     ],
     ids=["Q4_0", "Q4_1", "Q4_K", "Q4_K and Q6_K", "only one has mins"],
 )
@@ -152,6 +153,8 @@ def test_the_footprint_counts_what_is_there(
     values = footprint.num_quantized(config)
     counted = 2 * values - footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
     assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=False) == 0
+    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # of a pipeline
+    assert 2 * values - counted == sum(footprint.bytes_saved(part, torch.bfloat16, on_gpu=True) for part in parts)
     rounded = 2 * values - footprint.bytes_saved(config, footprint.INT4, on_gpu=True)
     keep_on_a_cpu(monkeypatch)
     weights: list[Any] = [each.weight for each in matrices(Engine.load(folder, dtype="float32", device="cpu"))]
@@ -192,7 +195,7 @@ def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     folder = generator(tiny, tmp_path, family, kind, MIXED)
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     kept = Engine.load(folder, dtype="bfloat16", device="cuda")
-    assert four_bit_layers(kept) == 6
+    assert four_bit_layers(kept) == 7
     monkeypatch.setattr(load, "has_four_bits", lambda device: False)
     plain = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert four_bit_layers(plain) == 0

@@ -17,7 +17,7 @@ from engine.hub import EMBEDDED_GENERATOR, EMBEDDED_MODEL
 from engine.kernels.four_bits import Packed
 from engine.model import footprint
 from engine.model.folder import load_model_config
-from engine.model.layers.linear import Linear4
+from engine.model.layers.linear import Linear4, SideBySide
 from engine.model.quantized.four_bits import GROUP, joined, kept_groups, packed, to_four_bits, why_not
 from engine.options import SamplingOptions
 
@@ -48,7 +48,8 @@ def matrices(engine: Engine) -> list[Any]:
     model: Any = engine.network.model
     gated = [getattr(layer, "swiglu", None) or layer.up for layer in model.layers]
     found = [each for layer in model.layers for each in (layer.attend.qkv, layer.attend.out, layer.down)]
-    return [*found, *(each.gate_up for each in gated)]
+    found += [each.gate_up for each in gated]
+    return [part for each in found for part in (each.parts if isinstance(each, SideBySide) else [each])]
 
 
 def keep_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

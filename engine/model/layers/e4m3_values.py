@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Quantized
-from engine.model.layers.linear import Linear
+from engine.model.layers.linear import Linear, SideBySide
 from engine.model.layers.norm import LayerNorm, RMSNorm
 
 E4M3 = torch.float8_e4m3fn
@@ -21,7 +21,7 @@ def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Te
 
     Returns: the divisors, [num_columns] fp32. None where `qkv` is not in e4m3; then nothing is changed.
     """
-    weight = qkv.weight
+    weight = None if isinstance(qkv, SideBySide) else qkv.weight
     if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:
         return None
     scale, bias = weight.scale[-num_columns:], None if qkv.bias is None else qkv.bias[-num_columns:]

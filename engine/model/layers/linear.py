@@ -12,11 +12,13 @@
   exact one by less than bf16 rounds (docs/decisions/006).
 * `Linear8`: a weight in 8 bits (docs/decisions/023).
 * `Linear4`: a weight in 4 bits on a GPU (docs/decisions/046).
+* `SideBySide`: Q, K and V of unlike kinds (docs/decisions/056).
 * `PlainLinear`: everywhere else, plain torch. It is the specification of the others.
 """
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from typing import cast
 
@@ -80,9 +82,16 @@ class Linear(ABC):
         cls, checkpoint: WeightSource, names: list[str], rows: list[int], columns: int, biased: bool = True
     ) -> "Linear":
         """Several layers that read the same input, such as Q, K and V, as one: the rows of each follow one another."""
-        weight = checkpoint.to_layer_dtype(checkpoint.take_matrix([f"{name}.weight" for name in names], rows, columns))
-        bias = checkpoint.take_rows([f"{name}.bias" for name in names], rows) if biased else None
-        return cls.of(weight, bias, decodes=checkpoint.decodes)
+        weights = checkpoint.take_matrices([f"{name}.weight" for name in names], rows, columns)
+        biases: Sequence[Tensor | None] = [None] * len(weights)
+        if biased:
+            bias = checkpoint.take_rows([f"{name}.bias" for name in names], rows)
+            biases = bias.split([weight.shape[0] for weight in weights])  # type: ignore[no-untyped-call]
+        parts = [
+            cls.of(checkpoint.to_layer_dtype(weight), bias, decodes=checkpoint.decodes)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     @abstractmethod
     def __call__(self, x: MaybeQuantized) -> Tensor:
@@ -225,6 +234,23 @@ class Linear4(Linear):
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
         assert isinstance(x, Tensor)
         return Residual(kernels.linear4_add(x, self.weight, residual), bias=self.bias)
+
+
+class SideBySide(Linear):
+    """Layers that read the same input and whose matrices cannot be one, as some are in 4 bits: their results side by side."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self.parts = parts
+        super().__init__()
+
+    def __call__(self, x: MaybeQuantized) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+    def normed(self, x: Residual, norm: RMSNorm) -> Tensor:
+        return torch.cat([part.normed(x, norm) for part in self.parts], dim=1)
+
+    def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
+        return Residual(residual.add_(self(x)))
 
 
 # oneDNN compiles a primitive for each weight's shape and number of tokens. By default oneDNN and torch keep 1,024 of them each:
