@@ -132,7 +132,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, paged=True)
             if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, paged=True, e4m3=True)
-            for shape in tile_shapes(head_dim, LEAST_TILED):
+            for shape in dict.fromkeys(tile_shapes(head_dim, LEAST_TILED)):
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, in_8_bits=True)
                 yield _attention(head_dim, 1, torch.float16, shape, paged=True, in_8_bits=True)
             if (hopper := hopper_shape(head_dim, capability)) is not None:

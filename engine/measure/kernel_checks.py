@@ -306,7 +306,7 @@ def _rope_store_arguments(make: Maker, head_dim: int) -> tuple[Any, ...]:
 
 
 def _rope_store_in_8_bits(make: Maker, head_dim: int) -> Results:
-    """Compares the values that the codes and scales stand for."""
+    """Compares the values that the codes and scales stand for, as shares of their head's largest value."""
 
     def stored(store: Callable[..., None]) -> Tensor:
         make.reset()
@@ -318,7 +318,9 @@ def _rope_store_in_8_bits(make: Maker, head_dim: int) -> Results:
     make.reset()
     qkv, table, positions, n_heads, cache, slots, norms = _copy(_rope_store_arguments(make, head_dim), wide=True)
     reference.rope_store(qkv, table, positions, n_heads, cache, slots, norms)
-    return Results(stored(kernels.rope_store), stored(reference.rope_store), cache[:, slots[slots >= 0].long()])
+    exact = cache[:, slots[slots >= 0].long()]
+    most = exact.abs().amax(-1, keepdim=True)
+    return Results(stored(kernels.rope_store) / most, stored(reference.rope_store) / most, exact / most)
 
 
 def _operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:

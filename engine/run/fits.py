@@ -7,7 +7,7 @@ from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_STREAM_TOKENS, MemoryKind, footprint
 from engine.run import reserve
-from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
+from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, in_8_bits
 
 
 def pass_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None) -> int:
@@ -52,7 +52,7 @@ def check_generator_fits(
         f"{model} needs {_gib(needs.reserved + KERNEL_BYTES)} on {device}, which has {_gib(free)} free: {_gib(needs.weights)} of "
         f"weights in this dtype, {_gib(needs.of_passes + KERNEL_BYTES)} for passes of {max_batch_tokens or MOST_STREAM_TOKENS:,} "
         f"tokens, and {_gib(needs.cache)} for a cache of {cache_tokens or PAGE_SIZE:,} tokens; {way_out}, free memory on this "
-        "GPU, take another GPU, or a smaller dtype or model"
+        f"GPU, take another GPU, or a smaller dtype or model{'' if in_8_bits(config) else ', or kv_cache_dtype fp8'}"
     )
 
 

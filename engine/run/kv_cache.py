@@ -33,7 +33,7 @@ class KVCache:
         self.device, self.num_pages = device, whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
         empty = torch.empty if sleeper is None else sleeper.empty
-        self.in_8_bits = _in_8_bits(config)
+        self.in_8_bits = in_8_bits(config)
         self.layers: list[Tensor | Cache8] = [
             Cache8.empty(shape, device, empty) if self.in_8_bits else empty(shape, dtype=dtype, device=device)
             for _ in config.layers
@@ -47,11 +47,12 @@ def whole_pages(num_tokens: int) -> int:
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """`dtype` is the one that the model computes in. In 8 bits, a head has a byte for its scale besides."""
-    of_head = config.head_dim + 1 if _in_8_bits(config) else config.head_dim * dtype.itemsize
+    of_head = config.head_dim + 1 if in_8_bits(config) else config.head_dim * dtype.itemsize
     return 2 * len(config.layers) * config.n_kv_heads * of_head
 
 
-def _in_8_bits(config: ModelConfig) -> bool:
+def in_8_bits(config: ModelConfig) -> bool:
+    """Whether keys and values are in 8 bits."""
     return config.generation is not None and config.generation.cache_in_8_bits
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from tiny_generators import folder_without_pooling, preemptions, prompts
 from torch import Tensor
+from typer.testing import CliRunner
 
-from engine import Engine
+from engine import Engine, InvalidInput
 from engine.kernels import reference
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.options import SamplingOptions
 from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Answer
+from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=40, temperature=0.0)
 SCORED = SamplingOptions(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -99,3 +101,20 @@ def test_a_stream_goes_on_elsewhere_from_its_tokens(generator: Callable[..., Pat
     (whole,) = ids(load(folder).generate([prompt], GREEDY))
     (rest,) = ids(load(folder).generate([prompt + whole[:25]], replace(GREEDY, max_tokens=15)))
     assert whole[25:] == rest
+
+
+def test_the_command_line_takes_the_names_of_vllm(generator: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    load_engine = Engine.load
+
+    def spy(*arguments: Any, **options: Any) -> Engine:
+        given.append(options["kv_cache_dtype"])
+        return load_engine(*arguments, **options)
+
+    monkeypatch.setattr(Engine, "load", spy)
+    command = ["generate", "-m", str(generator("qwen3_lm")), "-n", "3", "--devices", "cpu", "--kv-cache-dtype"]
+    for name in ("fp8", "fp8_e4m3", "auto"):
+        assert CliRunner().invoke(cli, [*command, name], catch_exceptions=False).exit_code == 0
+    assert given == ["fp8", "fp8_e4m3", "auto"]
+    with pytest.raises(InvalidInput, match="--kv-cache-dtype is 'int4', expected auto, fp8, fp8_e4m3"):
+        CliRunner().invoke(cli, [*command, "int4"], catch_exceptions=False)

@@ -103,6 +103,23 @@ def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, in
         assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
 
 
+@pytest.mark.parametrize("graph_tokens", [0, 512])
+def test_each_stage_keeps_its_keys_and_values_in_8_bits(tiny: Callable[..., Path], tmp_path: Path, graph_tokens: int) -> None:
+    folder = folder_without_pooling(tiny, "qwen3_lm", tmp_path / "model", tie_word_embeddings=False, num_hidden_layers=4)
+    alone, engine = (
+        Engine.load(folder, dtype="float32", devices=["cpu"] * count, cache_tokens=64 * PAGE_SIZE, kv_cache_dtype="fp8")
+        for count in (1, 2)
+    )
+    plain = streams_of(alone, MIXED)
+    Passes(alone, 4096).run(plain)
+    ours = Staged(engine, 40, 70)
+    if graph_tokens:
+        ours.with_graphs(graph_tokens)
+    for _ in range(2):
+        for mine, theirs in zip(ours.generate(streams_of(alone, MIXED)), plain, strict=True):
+            same(mine, theirs.future.result(0))
+
+
 Waits = list[int | None]
 
 
