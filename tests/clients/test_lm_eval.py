@@ -1,4 +1,4 @@
-"""lm-eval scores and continues texts: loglikelihoods are transformers' own, however it sends the texts."""
+"""lm-eval scores and continues texts. The loglikelihoods equal those of transformers, in each form of a request."""
 
 import json
 from pathlib import Path

@@ -44,7 +44,7 @@ def test_the_script_scores_a_file_of_pairs(plain_server: Server, tmp_path: Path)
     done = subprocess.run([*script, "--pairs", str(pairs)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     scores = dict(line.split() for line in done.stdout.splitlines())
-    assert float(scores["sentence_pairs"]) == pytest.approx(0.8578, abs=1e-3)  # sentence-transformers'
+    assert float(scores["sentence_pairs"]) == pytest.approx(0.8578, abs=1e-3)  # the score of sentence-transformers
     assert [each.name for each in (tmp_path / "mteb-results").rglob("sentence_pairs.json")]
 
 

@@ -1,4 +1,4 @@
-"""Rerankers' clients, on TEI's route and on Cohere's and Jina's; the scores are sentence-transformers' CrossEncoder's."""
+"""Clients of rerankers, on the routes of TEI, Cohere and Jina. The scores equal those of sentence-transformers' CrossEncoder."""
 
 import asyncio
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ MODEL = "reranker"
 
 
 def check(ours: Iterable[tuple[int, float]], scores: list[float]) -> None:
-    """`ours` are indices and scores, best first, of all documents or the best of them."""
+    """`ours`: indices and scores of all documents or of the best ones, in descending order."""
     ours = list(ours)
     best = sorted(enumerate(scores), key=lambda each: -each[1])[: len(ours)]
     assert [index for index, _ in ours] == [index for index, _ in best]
@@ -30,7 +30,7 @@ def check(ours: Iterable[tuple[int, float]], scores: list[float]) -> None:
 
 
 def test_llama_index(open_server: Server, reference: dict[str, Any]) -> None:
-    """It sends the token as it is."""
+    """LlamaIndex puts no `Bearer` before the token."""
     reranker = TextEmbeddingInference(base_url=open_server.root, top_n=3, auth_token=f"Bearer {KEY}")
     nodes = [NodeWithScore(node=TextNode(text=text, id_=str(index))) for index, text in enumerate(DOCUMENTS)]
     ranked = reranker.postprocess_nodes(nodes, QueryBundle(QUERY))
@@ -40,7 +40,7 @@ def test_llama_index(open_server: Server, reference: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("raw_scores", [False, True])
 def test_haystack(open_server: Server, reference: dict[str, Any], raw_scores: bool) -> None:
-    """It posts to /rerank of the server's root, whatever path it is given."""
+    """Haystack posts to /rerank at the server's root, whatever path it gets."""
     ranker = HuggingFaceTEIRanker(url=open_server.root, top_k=3, raw_scores=raw_scores, token=Secret.from_token(KEY))
     documents = [Document(content=text, meta={"index": index}) for index, text in enumerate(DOCUMENTS)]
     ranked = [ranker.run(QUERY, documents)["documents"], asyncio.run(ranker.run_async(QUERY, documents))["documents"]]
@@ -54,7 +54,7 @@ def test_haystack(open_server: Server, reference: dict[str, Any], raw_scores: bo
     [
         ("huggingface", True),  # /rerank with `texts`
         ("hosted_vllm", True),  # /rerank with `documents`
-        ("infinity", False),  # as vLLM's, but it reads a document as a string where all others read an object
+        ("infinity", False),  # like vLLM's route, but this client reads a document as a string, and all others read an object
         ("jina_ai", True),  # /v1/rerank
         ("cohere", True),  # /v2/rerank
     ],

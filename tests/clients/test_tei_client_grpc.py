@@ -1,4 +1,4 @@
-"""tei-client over gRPC, which cannot send a key: unary calls, and streams for its asynchronous half."""
+"""tei-client over gRPC, which cannot send a key: unary calls, and streams of the asynchronous client."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from tei_client.models import ModelType, TruncationDirection
 
 @pytest.fixture(autouse=True)
 def _loop() -> Iterator[None]:
-    """The client makes an asynchronous channel too, wherever it is made, and wants the thread's loop for it."""
+    """The client always makes an asynchronous channel too, and needs an event loop of the thread for it."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     yield
@@ -34,7 +34,7 @@ def test_info(client: GrpcClient) -> None:
 
 
 def test_embed(client: GrpcClient, reference: dict[str, Any]) -> None:
-    """`normalize=False` it cannot say: its copy of the messages sends no false, and none means true."""
+    """The client cannot send `normalize=False`: its messages leave out false, and a missing value means true."""
     close(client.embed(TEXTS[:3]), reference["embeddings"][:3])
     left = client.embed(LONG, truncate=True, truncation_direction=TruncationDirection.Left)
     close(left[0], reference["long_from_the_left"])

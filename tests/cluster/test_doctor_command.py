@@ -1,4 +1,4 @@
-"""`emberforge doctor --measure` as a user runs it: this machine is measured, and the node finds the result."""
+"""`emberforge doctor --measure` as a command: it measures this machine, and the node finds the result."""
 
 import os
 import subprocess

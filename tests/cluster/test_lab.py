@@ -1,4 +1,4 @@
-"""Three different nodes, each in its own network namespace: models run as planned, and a lost node loses no request."""
+"""Three different nodes, each in its own network namespace. Models run as planned, and the loss of a node loses no request."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from loadtests import cluster
 from loadtests.cluster_load import Site, failures
 from loadtests.lab import Lab, lab, wait_for
 
-# Without namespaces the laboratory says so, and does what it can.
+# Without namespaces the laboratory warns, and its nodes share the machine's loopback.
 pytestmark = pytest.mark.filterwarnings("default:network namespaces")
 
 GB10, PC1, PC2, CPU = cluster.NODES
@@ -27,7 +27,7 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 def nodes_of_replicas(laboratory: Lab) -> dict[str, str]:
-    """The node that each pool's replica runs on, as Serve's REST API on the head has it."""
+    """The node of each pool's replica, from Serve's REST API on the head."""
     script = (
         "import os, urllib.request\n"
         "request = urllib.request.Request('http://127.0.0.1:8265/api/serve/applications/')\n"
@@ -46,7 +46,7 @@ def nodes_of_replicas(laboratory: Lab) -> dict[str, str]:
 
 
 def lost(laboratory: Lab, seconds: float, fault: str) -> dict[str, int]:
-    """What failed of a load during which a node goes away."""
+    """The failed requests of a load during which a node goes away."""
     load = Site(laboratory).load((0.3 * cluster.capacity(STARTED), 5 + seconds))
     load.at(5)
     getattr(laboratory.members[fault.split()[1]], fault.split()[0])()

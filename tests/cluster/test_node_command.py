@@ -26,7 +26,7 @@ from cluster.nodes import GIB
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where Ray and both nodes keep their files; pytest's own folders are too long for Ray's sockets."""
+    """The folder of Ray and of both nodes. The names of pytest's own folders are too long for Ray's sockets."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as short:
@@ -107,7 +107,7 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
 @pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes more than a minute: make test-nodes")
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs the program redis-server")
 def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at once, as by a crash. An actor on the other node keeps what it has in memory."""
+    """The head is killed at once, like by a crash. An actor on the other node keeps its memory."""
     redis_port, port, dashboard_port = free_port(), free_port(), free_port()
     monkeypatch.setenv("RAY_REDIS_PASSWORD", "secret")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of both nodes")
@@ -148,7 +148,7 @@ def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, m
 
 
 def _on_the_worker(address: str) -> int:
-    """How often the actor on the node `second` has been called."""
+    """The number of calls of the actor on the node `second`."""
     script = """
 import ray, sys
 ray.init(sys.argv[1], namespace="test", log_to_driver=False)
@@ -190,7 +190,7 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _said(*arguments: str) -> Any:
-    """The JSON that `emberforge ...` prints."""
+    """The JSON output of `emberforge ...`."""
     done = _typed(*arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -160,7 +160,7 @@ def test_a_body_over_the_limit_stops_here(balancer: Balancer, nodes: tuple[Node,
 
 
 def test_the_server_gives_up_before_the_balancer_does() -> None:
-    """Else a client reads the balancer's 504 and never the server's own, and the engine works for nobody."""
+    """Otherwise a client would get the balancer's 504 instead of the server's, and the engine would compute for nobody."""
     for file, names in {
         "haproxy.cfg": ["timeout server", "timeout client", "hard-stop-after"],
         "nginx.conf": ["proxy_read_timeout", "proxy_send_timeout", "worker_shutdown_timeout"],

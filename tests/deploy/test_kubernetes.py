@@ -26,14 +26,14 @@ from serve_app.settings import Settings
 FOLDER = DEPLOY / "kubernetes"
 VERSIONS = ("1.30", "1.37")
 
-# Fields of KubeRay 1.6's RayService that are ours to set; the API server drops or refuses any other.
+# Fields of KubeRay 1.6's RayService that a manifest may set. The API server drops or refuses all others.
 SERVICE_FIELDS = {"upgradeStrategy", "excludeHeadPodFromServeSvc", "serveConfigV2", "rayClusterConfig", "serveService"}
 CLUSTER_FIELDS = {"rayVersion", "authOptions", "gcsFaultToleranceOptions", "headGroupSpec", "workerGroupSpecs"}
 HEAD_FIELDS = {"rayStartParams", "template", "labels", "resources", "serviceType"}
 WORKER_FIELDS = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template", "labels", "resources"}
 REDIS_FIELDS = {"redisAddress", "redisUsername", "redisPassword", "externalStorageNamespace"}
 
-# The machines the worker groups are for, and their compute capability.
+# The machines of the worker groups, and their compute capability.
 MACHINES = {
     "rtx-5080": (Node("a", "amd64", 64 * GIB, 16, (Card("NVIDIA GeForce RTX 5080", 16 * GIB),)), (12, 0)),
     "gb10": (Node("b", "arm64", 121 * GIB, 20, (Card("NVIDIA GB10", 121 * GIB, unified=True),)), (12, 1)),
@@ -41,7 +41,7 @@ MACHINES = {
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML takes the last of two equal keys without a word; here that is an error."""
+    """YAML silently takes the last of two equal keys. This loader raises an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -68,7 +68,7 @@ def find(kind: str, name: str) -> dict[str, Any]:
 
 
 def values(content: Any, key: str) -> Iterator[Any]:
-    """What stands under `key`, however deep."""
+    """The values of `key` at any depth."""
     if isinstance(content, dict):
         if key in content:
             yield content[key]
@@ -171,7 +171,7 @@ def test_what_is_referred_to_is_there() -> None:
 
 
 def test_no_probe_needs_a_program_that_the_image_lacks() -> None:
-    """KubeRay puts its own probes, with wget, where there are none."""
+    """Without probes in the manifest, KubeRay adds its own probes, which need wget."""
     for pod in RAY_PODS:
         container = pod["spec"]["containers"][0]
         assert "httpGet" in container["readinessProbe"]
@@ -194,7 +194,7 @@ def test_a_worker_group_says_of_its_machines_what_they_would_say(group: dict[str
 
 
 def test_a_stopping_pod_waits_for_its_replicas() -> None:
-    """Serve stops them at the deadline less their own time for requests in flight."""
+    """Serve stops replicas at the deadline minus their time for requests in flight."""
     drain_s = deployment_options(Settings())["graceful_shutdown_timeout_s"]
     for group in WORKERS:
         spec = group["template"]["spec"]

@@ -1,4 +1,4 @@
-"""What BGE-M3 gives for a text, in plain torch over transformers' XLMRobertaModel.
+"""Computes BGE-M3's outputs for a text in plain torch, with transformers' XLMRobertaModel.
 
 Chen et al., "BGE M3-Embedding", arXiv:2402.03216, section 3.2: a token weighs relu(w . h + b), a word as much as the heaviest of
 its tokens; a text's ColBERT vectors are a linear layer of all its tokens but the first, normalised.
@@ -22,7 +22,7 @@ class Given:
 
 
 def save_layers(folder: Path, hidden_size: int, colbert_size: int) -> None:
-    """Random ones, as FlagEmbedding saves them."""
+    """Saves random layers in the form of FlagEmbedding."""
     torch.manual_seed(7)
     for name, rows in (("sparse_linear", 1), ("colbert_linear", colbert_size)):
         torch.save(torch.nn.Linear(hidden_size, rows).state_dict(), folder / f"{name}.pt")

@@ -1,4 +1,4 @@
-"""GTE as Alibaba's own code defines it, with its keys and tensor names: simple, dense, one text or several alike.
+"""GTE by the definition in Alibaba's code, with its keys and tensor names. Simple and dense, for texts of one length.
 
 transformers has this network as well, but not the NTK scaling of its rotary embedding.
 """

@@ -1,4 +1,4 @@
-"""JinaBERT as Jina's own code defines it, with its keys and tensor names: simple, dense, one text or several alike.
+"""JinaBERT by the definition in Jina's code, with its keys and tensor names. Simple and dense, for texts of one length.
 
 Both implementations: the first, and with `qk_post_norm` the one of jina-embeddings-v2-base-code.
 """

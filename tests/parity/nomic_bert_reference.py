@@ -1,4 +1,4 @@
-"""NomicBERT as nomic-ai's own code defines it, with its keys and tensor names: simple, dense, one text or several alike.
+"""NomicBERT by the definition in nomic-ai's code, with its keys and tensor names. Simple and dense, for texts of one length.
 
 transformers has the variant with SwiGLU and no biases; this one has the others, and the mixture of experts.
 """
@@ -82,7 +82,7 @@ class Mixture(nn.Module):
         self.num_experts, self.top_k = config.num_experts, config.moe_top_k
 
     def forward(self, x: Tensor) -> Tensor:
-        """One token after the other, and for each its experts."""
+        """Computes one token after the other, with the experts of each token."""
         tokens = x.flatten(0, 1)
         weights = self.router.layer(tokens).float().softmax(-1)
         w1, w2 = (w.unflatten(0, (self.num_experts, -1)) for w in (self.experts.mlp.w1, self.experts.mlp.w2))

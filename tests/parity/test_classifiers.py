@@ -16,7 +16,7 @@ from engine.text.pairs import SECOND_SEGMENT
 
 ONE = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
 THREE = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
-PADDED = {"pad_token_id": 4}  # the end of a text, which transformers then leaves out
+PADDED = {"pad_token_id": 4}  # the token at the end of a text, which transformers then leaves out
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, ONE),
     "bert sharded": ("bert", True, THREE),
@@ -84,7 +84,7 @@ DEVICES = [
 
 
 def theirs(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Callable[..., np.ndarray]:
-    """transformers' logits of a text or a pair alone, its ids and types as `tokenizers` gives them."""
+    """transformers' logits of a text or a pair alone, with the ids and types of `tokenizers`."""
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model = model.eval().to(device)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -120,7 +120,7 @@ def test_logits_equal_transformers_alone_and_in_company(folder: Path, device: st
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path, device: str) -> None:
-    """Over the inputs, our error against fp32 is at most 1.5 times what transformers loses in bf16."""
+    """Our error against fp32, over all inputs, is at most 1.5 times the error of transformers in bf16."""
     engine = Engine.load(folder, dtype="bfloat16", device=device)
     exact, low = theirs(folder), theirs(folder, torch.bfloat16, device)
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Layers in 8 bits, in plain torch: what a real model's vectors lose, and where they are refused."""
+"""Layers in 8 bits in plain torch: the accuracy of a real model's vectors, and the refusals."""
 
 import json
 import re
@@ -23,7 +23,7 @@ TEXTS = [*ragged_texts(40, seed=0, median_words=40), *short_texts(40, seed=1)]
 
 @pytest.mark.parametrize(("dtype", "least"), [("int8", 0.999), ("float8", 0.997)])
 def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # on a CPU too, for this test
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # this test allows them on a CPU
     exact = Engine.load(EMBEDDED_MODEL, dtype="float32", device="cpu").embed(TEXTS)
     found = Engine.load(EMBEDDED_MODEL, dtype=dtype, device="cpu").embed(TEXTS)
     cosines = (exact * found).sum(axis=1)

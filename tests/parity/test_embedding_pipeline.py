@@ -1,4 +1,4 @@
-"""A model that gives vectors or scores, cut into stages on several devices: the results of one device."""
+"""A model that embeds or scores, cut into stages on several devices, gives the results of one device."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_vectors_are_those_of_one_device(tiny: Callable[..., Path], kind: str, c
 
 
 def test_scores_are_those_of_one_device(reranker: Path) -> None:
-    """The head is two rows of the table of words, which the first stage has, or of a matrix of its own."""
+    """The head is two rows of the word embeddings, which the first stage has, or of a separate matrix."""
     alone, engine = load(reranker, 1), load(reranker, 2)
     pairs = alone.tokenizer.encode_pairs(PAIRS, EncodeOptions())
     expected, scores = (each.launch(pairs, [RAW] * len(pairs)).wait().vectors for each in (alone, engine))

@@ -23,7 +23,7 @@ from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
 LENGTHS = (3, 150, 127, 200)
-# A tied table of random words answers with one word for ever, so the tied kinds are compared by their log-probabilities.
+# Models with random tied word embeddings repeat one word for ever, so these kinds are compared by their log-probabilities.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_lm": {"tie_word_embeddings": False},
     "qwen2_lm": {"tie_word_embeddings": False},
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny folder that says nothing of pooling."""
+    """A tiny folder without a pooling."""
 
     def make(kind: str) -> Path:
         copy = tmp_path_factory.getbasetemp() / f"generates-{kind}"
@@ -52,7 +52,7 @@ def load(folder: Path, **options: Any) -> Engine:
 
 @torch.inference_mode()
 def greedy(folder: Path, given: Sequence[list[int]], most: int = 64) -> list[list[int]]:
-    """transformers' answers, one prompt after the other."""
+    """The answers of transformers, one prompt after the other."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = {"max_new_tokens": most, "do_sample": False}
     answers = []
@@ -68,7 +68,7 @@ def ids(tokens: Sequence[Token]) -> list[int]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith("_lm")])
 def test_greedy_answers_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
-    """Of prompts alone and together, whole and in chunks, with a cold cache and a warm one."""
+    """Prompts alone and together, whole and in chunks, with a cold and a warm cache."""
     folder = generator(kind)
     expected = greedy(folder, prompts(LENGTHS))
     assert max(len(set(answer)) for answer in expected) > 10, "an answer that repeats itself shows little"

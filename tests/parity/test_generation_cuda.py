@@ -49,7 +49,7 @@ VOCAB_SIZE, END = 300, 256
 
 @pytest.fixture(scope="module")
 def folder_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny folder that says nothing of pooling. Its head is its own: a tied one of random words repeats one word for ever."""
+    """A tiny folder without a pooling. The head is not tied, because random tied word embeddings repeat one word for ever."""
 
     def make(kind: str) -> Path:
         copy = tmp_path_factory.getbasetemp() / f"gpu-{kind.replace(' ', '-')}"
@@ -67,7 +67,7 @@ def engine_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine
     def load(kind: str, dtype: Any = "bfloat16", **options: Any) -> Engine:
         engine = Engine.load(folder_of(kind), dtype=dtype, device=DEVICE, **options)
         assert engine.packer.tiling is not None or dtype == "float32", "our attention does not run here"
-        torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs some of the card, too
+        torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs a part of the card's memory
         return engine
 
     yield load
@@ -77,7 +77,7 @@ def engine_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine
 
 @cache
 def network(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' own."""
+    """The network of transformers."""
     model: Any = transformers.AutoModelForCausalLM
     return model.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().to(DEVICE)
 
@@ -98,11 +98,11 @@ class Teacher:
 
     @property
     def bound(self) -> float:
-        """By so much two logits may seem to change places: twice an error that is twice transformers' largest."""
+        """The largest difference of two logits that rounding may swap: twice an error that is twice transformers' largest."""
         return float(4 * (self.low - self.exact).abs().max())
 
     def errors(self, tokens: Sequence[Token], start: int) -> tuple[Tensor, Tensor]:
-        """Of log-probabilities of the tokens from place `start` on: ours, and transformers' in bf16."""
+        """Errors of the log-probabilities of the tokens from place `start` on: ours, and those of transformers in bf16."""
         place = slice(start - 1, start - 1 + len(tokens))
         chosen = torch.tensor([[token.id] for token in tokens], device=DEVICE)
         exact, low = (each[place].log_softmax(1).gather(1, chosen).squeeze(1) for each in (self.exact, self.low))
@@ -115,7 +115,7 @@ def ids(tokens: Sequence[Token]) -> list[int]:
 
 
 def run(engine: Engine, given: Sequence[list[int]], options: Sequence[SamplingOptions], budget: int = 4096) -> list[Answer]:
-    """All in the same passes of up to `budget` tokens. Every page is there again afterwards."""
+    """Runs all streams in the same passes of up to `budget` tokens. Checks that all pages are free afterwards."""
     streams = [engine.new_stream(prompt, each) for prompt, each in zip(given, options, strict=True)]
     Passes(engine, budget).run(streams)
     assert_all_pages_are_back(engine)
@@ -129,7 +129,7 @@ def assert_all_pages_are_back(engine: Engine) -> None:
 
 
 def assert_likeliest(folder: Path, prompt: list[int], tokens: Sequence[Token]) -> None:
-    """Each token is the one that transformers takes in fp32, or as good as that within rounding. Most are the same."""
+    """Each token is the choice of transformers in fp32, or equal to that choice within rounding. Most tokens are the same."""
     teacher = Teacher.reads(folder, prompt + ids(tokens))
     rows = teacher.exact[len(prompt) - 1 : -1]
     chosen = rows.gather(1, torch.tensor([[token.id] for token in tokens], device=DEVICE)).squeeze(1)
@@ -140,7 +140,7 @@ def assert_likeliest(folder: Path, prompt: list[int], tokens: Sequence[Token]) -
 
 @torch.inference_mode()
 def greedy(folder: Path, given: Sequence[list[int]]) -> list[list[int]]:
-    """transformers' answers in fp32, one prompt after the other."""
+    """The answers of transformers in fp32, one prompt after the other."""
     model = network(folder, torch.float32)
     answers = []
     for prompt in given:
@@ -154,7 +154,7 @@ def greedy(folder: Path, given: Sequence[list[int]]) -> list[list[int]]:
 def test_greedy_answers_in_fp32_are_transformers_own(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str
 ) -> None:
-    """Of prompts together and alone, whole and in chunks, with a cold cache and a warm one."""
+    """Prompts together and alone, whole and in chunks, with a cold and a warm cache."""
     given = prompts((3, 150, 127, 200))
     expected = greedy(folder_of(kind), given)
     assert max(len(set(answer)) for answer in expected) > 5, "an answer that repeats itself shows little"
@@ -176,7 +176,7 @@ SIXTEEN_BITS = [(kind, "bfloat16") for kind in KINDS] + [(kind, "float16") for k
 def test_log_probabilities_are_as_exact_as_those_of_transformers_in_bf16(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str, dtype: str, budget: int
 ) -> None:
-    """Of the prompts and of tokens drawn at random: our error against fp32 is at most 1.5 times theirs."""
+    """For prompts and for random tokens, our error against fp32 is at most 1.5 times the error of transformers."""
     drawn = SamplingOptions(max_tokens=64, logprobs=1, prompt_logprobs=0)
     given = prompts(LENGTHS)
     answers = run(engine_of(kind, dtype), given, [replace(drawn, seed=seed) for seed in range(len(given))], budget)
@@ -257,7 +257,7 @@ def test_greedy_answers_in_bf16_are_the_likeliest_in_every_company(
 def test_streams_that_end_one_after_the_other_are_right_to_the_last(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str
 ) -> None:
-    """So the passes have 70, 69, ... 1 streams, on both sides of every graph's size. Twice: graphs are there the second time."""
+    """The passes have 70, 69, ... 1 streams, so also one more and one less than each graph's size. The second run has graphs."""
     given = prompts([100 + index % 40 for index in range(70)])
     options = [replace(GREEDY, max_tokens=index + 1) for index in range(70)]
     for _ in range(2):
@@ -289,7 +289,7 @@ def test_streams_that_gave_up_their_pages_go_on(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_seed_gives_the_same_answer(engine_of: Callable[..., Engine], dtype: str) -> None:
-    """Twice in the same passes; in fp32 also beside whatever else runs. No prompt fills a page, so none is found in the cache."""
+    """Twice in the same passes, and in fp32 also beside other streams. No prompt fills a page, so the cache has no prompt."""
     engine, given = engine_of("llama", dtype), prompts((3, 40, 60, 50))
     drawn = SamplingOptions(max_tokens=60, temperature=1.5, top_p=0.95, top_k=50)
     options = [replace(drawn, seed=seed) for seed in (7, 8, 9, 10)]
@@ -351,7 +351,7 @@ def test_options_of_all_kinds_hold_in_one_pass(
 
 
 def assert_may_be_chosen(teacher: Teacher, prompt: list[int], tokens: Sequence[Token], options: SamplingOptions) -> None:
-    """Each token is among those that the options leave of transformers' logits in fp32, or as good as those within rounding."""
+    """Each token is one that the options allow for transformers' logits in fp32, or equal to such a token within rounding."""
     counts = TokenCounts.wanted_by(options, prompt)
     for index, token in enumerate(tokens):
         before = prompt + ids(tokens[:index])
@@ -366,14 +366,14 @@ def assert_may_be_chosen(teacher: Teacher, prompt: list[int], tokens: Sequence[T
             least = likeliest[0] + options.temperature * np.log(options.min_p)
         elif options.top_p < 1:
             mass = (likeliest / options.temperature).softmax(0).cumsum(0)
-            least = likeliest[int((mass < options.top_p).sum())] - teacher.bound  # the mass is rounded, too
+            least = likeliest[int((mass < options.top_p).sum())] - teacher.bound  # the sum of the probabilities is rounded too
         assert logits[token.id] >= least - teacher.bound, f"token {index} behind {len(prompt)}: {options}"
         if counts is not None:
             counts.add(token.id)
 
 
 def assert_close(teacher: Teacher, tokens: Sequence[Token], start: int, num_top: int, named: tuple[int, ...] = ()) -> None:
-    """Log-probabilities are transformers' in fp32 within rounding."""
+    """Log-probabilities equal those of transformers in fp32 within rounding."""
     ours, _ = teacher.errors(tokens, start)
     assert ours.max() <= teacher.bound
     for token, row in zip(tokens, teacher.exact[start - 1 :].log_softmax(1), strict=False):
@@ -389,7 +389,7 @@ def assert_close(teacher: Teacher, tokens: Sequence[Token], start: int, num_top:
 def test_streams_whose_callers_leave_give_their_pages_back(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine]
 ) -> None:
-    """Some before their prompt is computed, some between tokens. The others end well."""
+    """Some callers leave before their prompt is computed, some between tokens. The other streams end as usual."""
     engine = engine_of("qwen3 wide")
     assert engine.pages is not None
     loop, begun = EngineLoop(engine, 256), Event()
@@ -420,9 +420,9 @@ def test_streams_whose_callers_leave_give_their_pages_back(
 
 @pytest.mark.parametrize("length", [1, 129, 1000])
 def test_answers_end_where_they_should(folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], length: int) -> None:
-    """After one token, at a stop token in the first place and in a later one, with the context, and without an answer."""
+    """They end after one token, at a stop token (the first or a later one), at the end of the context, or without an answer."""
     engine, (prompt,) = engine_of("qwen3 wide"), prompts([length])
-    run(engine, [prompt], [GREEDY])  # from here on the cache has the prompt's pages, and the same rounding
+    run(engine, [prompt], [GREEDY])  # from here on the cache has the prompt's pages, so the rounding is the same
     (whole,) = run(engine, [prompt], [GREEDY])
     first, stop = whole.tokens[0].id, whole.tokens[20].id
     at = ids(whole.tokens).index(stop)
@@ -454,7 +454,7 @@ def last_states(folder: Path, given: Sequence[list[int]], dtype: torch.dtype) ->
 def test_vectors_beside_streams_are_as_exact_as_those_of_transformers_in_bf16(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str, dtype: str
 ) -> None:
-    """Whole and in chunks, with a cold cache and a warm one, without graphs and with. The streams' tokens stay the likeliest."""
+    """Texts whole and in chunks, with a cold and a warm cache, with and without graphs. Tokens of streams stay the likeliest."""
     folder, engine = folder_of(kind), engine_of(kind, dtype, pooling="last_token")
     given = prompts(LENGTHS)
     sequences = [np.array(each, dtype=np.int32) for each in given]

@@ -1,4 +1,4 @@
-"""Vectors of a model that generates, in fp32: those of the same folder loaded to embed only, whatever else is in the passes."""
+"""A model that generates gives the vectors of the same folder loaded to embed only, in fp32, whatever else is in the passes."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folders(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """Two folders of one model: one says nothing of pooling, one names last-token pooling."""
+    """Two folders of one model: one without a pooling, one with last-token pooling."""
 
     def make(kind: str) -> tuple[Path, Path]:
         silent = tmp_path_factory.getbasetemp() / f"embeds-{kind}"
@@ -55,7 +55,7 @@ def sequences(given: Sequence[Sequence[int]]) -> list[TokenIds]:
 
 
 def run(engine: Engine, *everybody: Any, budget: int = 4096) -> list[BatchReport]:
-    """The passes that compute all of these."""
+    """Runs passes until all of these are computed. Returns the passes."""
     reports: list[BatchReport] = []
     assert engine.pages is not None
     for _ in Passes(engine, budget, on_batch=reports.append).steps(everybody):
@@ -71,7 +71,7 @@ def vectors(request: Request) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_those_of_the_model_that_embeds_only(folders: Callable[[str], tuple[Path, Path]], kind: str) -> None:
-    """Together, in chunks, beside streams, and with a beginning that the cache has. The streams' tokens stay the same."""
+    """Texts together, in chunks, beside streams, and with a cached beginning. The streams' tokens stay the same."""
     silent, named = folders(kind)
     given = prompts(LENGTHS)
     only = load(named)

@@ -1,4 +1,4 @@
-"""Vectors of spans against their definition: the tokens' hidden states of the whole text, pooled as a text's would be."""
+"""Vectors of spans against their definition: hidden states of the whole text, pooled over the tokens of the span."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Matrices that stay in 4 bits: the same model as dequantised, and how close `--dtype int4` comes."""
+"""Matrices that stay in 4 bits give the results of the dequantised model. Also tests the accuracy of `--dtype int4`."""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def generator(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm") -> Path:
 
 
 def log_probs(engine: Engine) -> NDArray[np.float64]:
-    """Of the tokens of all prompts and answers."""
+    """Log-probabilities of the tokens of all prompts and answers."""
     answers = engine.generate(IDS, SCORED)
     tokens = [token for answer in answers for token in (*(answer.prompt_tokens or ())[1:], *answer.tokens)]
     return np.array([token.logprob for token in tokens], dtype=np.float64)
@@ -163,7 +163,7 @@ not eat for days."""
 
 def test_a_real_models_text_costs_little_more_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2-135M, rounded from values that were in 4.5 bits before: nats a token of a text."""
-    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # on a CPU too, for this test
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # this test allows them on a CPU
 
     def nats(dtype: Any) -> float:
         engine = Engine.load(EMBEDDED_GENERATOR, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""A model cut into stages on several devices: the same greedy tokens in fp32 as on one device, whatever shares the passes."""
+"""A model cut into stages on several devices gives the greedy tokens of one device in fp32, whatever shares the passes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A tiny folder of four layers that says nothing of pooling."""
+    """A tiny folder of four layers without a pooling."""
 
     def make(kind: str, **config: Any) -> Path:
         config = KINDS[kind] | {"num_hidden_layers": 4} | config
@@ -53,7 +53,7 @@ def ids(answers: Sequence[Answer]) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_tokens_are_those_of_one_device(generator: Callable[..., Path], kind: str) -> None:
-    """Prompts whole and in chunks, with a cold cache and a warm one, in two and three stages."""
+    """Prompts whole and in chunks, with a cold and a warm cache, in two and three stages."""
     folder = generator(kind)
     expected = load(folder, 1).generate(prompts(LENGTHS), GREEDY)
     for count, budget in ((2, 4096), (3, 50)):

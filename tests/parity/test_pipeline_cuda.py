@@ -1,4 +1,4 @@
-"""A model cut over two GPUs: the tokens of one GPU, in fp32 and in 16 bits, from CUDA graphs and without, under load."""
+"""A model cut over two GPUs gives the tokens of one GPU: in fp32 and in 16 bits, with and without CUDA graphs, under load."""
 
 import subprocess
 import sys

@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny folder that says nothing of pooling."""
+    """A tiny folder without a pooling."""
 
     def make(kind: str) -> Path:
         copy = tmp_path_factory.getbasetemp() / f"scores-{kind}"
@@ -68,7 +68,7 @@ def log_probs(folder: Path, ids: Sequence[int]) -> torch.Tensor:
 
 
 def check(tokens: Sequence[Token] | None, ids: Sequence[int], expected: torch.Tensor, atol: float = 1e-4) -> None:
-    """That these are the log-probabilities of a prompt, with three likeliest tokens at each place but the first."""
+    """Checks the log-probabilities of a prompt, with the three likeliest tokens at each place except the first."""
     assert tokens is not None
     assert [token.id for token in tokens] == ids
     assert (tokens[0].logprob, tokens[0].top) == (None, None)
@@ -84,7 +84,7 @@ def check(tokens: Sequence[Token] | None, ids: Sequence[int], expected: torch.Te
 def test_prompts_have_transformers_log_probabilities(
     generator: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and together, whole and in chunks, with a cold cache and a warm one, in several blocks of logits."""
+    """Prompts alone and together, whole and in chunks, with a cold and a warm cache, in several blocks of logits."""
     monkeypatch.setattr(scores, "_ROWS", 64)
     folder = generator(kind)
     expected = [log_probs(folder, ids) for ids in prompts(LENGTHS)]
@@ -165,7 +165,7 @@ def test_a_prompt_that_fills_the_context_is_scored(generator: Callable[[str], Pa
 
 
 def test_named_tokens_have_transformers_log_probabilities(generator: Callable[[str], Path]) -> None:
-    """They are the model's own, whatever the options make of its logits."""
+    """They come from the model's logits, before the options change them."""
     folder = generator("gemma3_lm")
     given, asked = prompts(LENGTHS)[:4], [(7, 8, 250), (), (299, 7), (0,)]
     engine = load(folder)
@@ -263,7 +263,7 @@ class OnlyModel:
 
 
 def test_decisions_are_transformers_probabilities_of_the_labels(smollm2: Engine, their_smollm2: Any) -> None:
-    """Of more options than letters, too. The questions after the first find the input in the cache."""
+    """Also for more options than letters. The questions after the first find the input in the cache."""
     assert smollm2.prompts is not None
     loop = EngineLoop(smollm2, 512)
     backend = OnlyModel(smollm2, loop)

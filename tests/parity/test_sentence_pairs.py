@@ -1,4 +1,4 @@
-"""Real weights, judged by meaning: the order of 48 sentence pairs by their cosine, beside the order that a person gave them.
+"""Compares the order of 48 sentence pairs by cosine with the order given by a person, for real weights.
 
 Parity with transformers cannot see a fault that both share, such as a prompt that nobody asked for.
 """

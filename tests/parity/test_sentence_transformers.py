@@ -32,7 +32,7 @@ SCRIPTS = [
 
 
 def varied_texts() -> list[str]:
-    """200 texts in many scripts, from one token to far over the model's 256."""
+    """200 texts in many scripts, from one token to many more than the model's 256."""
     rng = np.random.default_rng(7)
     texts = ["a", "!", "  leading and trailing space  ", "one\n\ntwo"]
     while len(texts) < 196:

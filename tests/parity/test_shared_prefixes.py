@@ -39,7 +39,7 @@ def engine(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Engine:
 
 
 def texts() -> list[TokenIds]:
-    """Two groups, members of one token, one text that is all of a prefix, and loners, in no order."""
+    """Two groups, texts that add one token to a prefix, a text that equals a prefix, and other texts, in random order."""
     rng = np.random.default_rng(0)
 
     def ids(length: int) -> TokenIds:

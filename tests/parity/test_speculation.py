@@ -29,7 +29,7 @@ KINDS = {"qwen3_lm": {}, "mistral_lm": {"sliding_window": 20}, "gemma3_lm": {}}
 
 
 def run(engine: Engine, given: Sequence[Sequence[int]], options: Sequence[SamplingOptions]) -> tuple[list[Answer], int, int]:
-    """The answers, and how many tokens were proposed and accepted."""
+    """Returns: the answers, and the numbers of proposed and accepted tokens."""
     reports: list[BatchReport] = []
     streams = [engine.new_stream(prompt, each) for prompt, each in zip(given, options, strict=True)]
     Passes(engine, engine.max_batch_tokens, on_batch=reports.append).run(streams)
@@ -106,7 +106,7 @@ CODE = '''def area_of(shape):
 
 
 def test_smollm2_copies_code_in_half_of_the_passes() -> None:
-    """And behind the answer's first half, as after the death of a replica, it gives the second one."""
+    """It also continues after the first half of the answer, as after the death of a replica."""
     engine = Engine.load(resolve_model(EMBEDDED_GENERATOR), dtype="float32", device="cpu")
     assert engine.prompts is not None
     prompt = engine.prompts.encode_chat([{"role": "user", "content": f"Copy this text word for word:\n\n{CODE}"}])

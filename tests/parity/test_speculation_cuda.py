@@ -1,4 +1,4 @@
-"""Speculation on a GPU: greedy answers in fp32 are those without it, and in bf16 the likeliest; its passes run as CUDA graphs."""
+"""Speculation on a GPU changes no greedy answer in fp32, and gives likeliest tokens in bf16. Its passes run as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Tied tables of random words: greedy answers repeat a few words."""
+    """A folder with random tied word embeddings, so that greedy answers repeat a few words."""
 
     def make(kind: str) -> Path:
         copy = tmp_path_factory.getbasetemp() / f"gpu-speculates-{kind}"
@@ -52,7 +52,7 @@ def load(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
 
 
 def run(engine: Engine, given: list[list[int]], options: SamplingOptions) -> tuple[list[Answer], int, int, int]:
-    """The answers, how many tokens were proposed and accepted, and the number of passes."""
+    """Returns: the answers, the numbers of proposed and accepted tokens, and the number of passes."""
     reports: list[BatchReport] = []
     streams = [engine.new_stream(prompt, options) for prompt in given]
     Passes(engine, engine.max_batch_tokens, on_batch=reports.append).run(streams)

@@ -44,7 +44,7 @@ def sequences(lengths: list[int] = LENGTHS) -> list[np.ndarray]:
 
 
 def reference(folder: Path, batch: list[np.ndarray]) -> torch.Tensor:
-    """By the definition, every text padded to the longest and the padding masked."""
+    """Vectors by the definition, with all texts padded to the longest one and the padding masked."""
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids, mask = (torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long) for _ in range(2))
     ids[:] = model.config.pad_token_id if model.config.pad_token_id is not None else 0
@@ -96,7 +96,7 @@ def test_options_hold_for_wide_vectors_too(tiny: Callable[..., Path]) -> None:
 
 
 def test_a_head_that_is_stored_twice_is_the_tied_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """As old transformers saved it: the decoder beside the table it is tied to, and one bias under two names."""
+    """Old versions of transformers saved the decoder beside its tied table, and one bias under two names."""
     folder = shutil.copytree(tiny("bert_lm"), tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()

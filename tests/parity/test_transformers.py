@@ -157,7 +157,7 @@ def transformers_model(folder: Path, dtype: torch.dtype, device: str = "cpu") ->
 
 
 def reference(folder: Path, ids: np.ndarray) -> torch.Tensor:
-    """transformers' hidden states of one sequence alone: no padding, no company."""
+    """transformers' hidden states of one sequence alone, without padding."""
     model = transformers_model(folder, torch.float32)
     with torch.inference_mode():
         hidden: torch.Tensor = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).last_hidden_state
@@ -185,7 +185,7 @@ def test_pooled_vector_does_not_depend_on_its_company(folder: Path, engine: Engi
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bf16_error_is_that_of_transformers_in_bf16(folder: Path, device: str) -> None:
-    """Ours against fp32 at most 1.5x what transformers loses in bf16 on the same inputs."""
+    """Our error against fp32 is at most 1.5 times the error of transformers in bf16 on the same inputs."""
     engine = Engine.load(folder, dtype="bfloat16", device=device)
     model = transformers_model(folder, torch.bfloat16, device)
     ours = theirs = 0.0

@@ -277,7 +277,7 @@ def test_what_transformers_knows_itself_needs_no_code(tmp_path: Path) -> None:
 
 
 def test_our_engine_and_a_folder_without_weights(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """What a plan and a gateway read of a model is there before its weights are."""
+    """A plan and a gateway read a model's folder before its weights are there."""
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
     (folder / "model.safetensors").unlink()
     ours, theirs = load_model_config(folder), load_model_config(folder, backend="transformers")

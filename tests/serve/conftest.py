@@ -25,7 +25,7 @@ from serve_app.settings import Settings
 
 @pytest.fixture(scope="session")
 def grpc_port() -> int:
-    """Where the same HAProxy listens for gRPC, once there is `address`."""
+    """The port of the same HAProxy for gRPC, when `address` exists."""
     return free_port()
 
 
@@ -157,6 +157,6 @@ def wait_until_routed(client: httpx.Client) -> None:
 
 @pytest.fixture(scope="session")
 def client(deployed: Deploy) -> Iterator[httpx.Client]:
-    """MiniLM in fp32 at `/`, small limits, shared by all tests that only ask questions."""
+    """MiniLM in fp32 at `/` with small limits. All tests that only send requests share it."""
     with deployed("/", max_client_batch_size=64, payload_limit=2_000_000) as shared:
         yield shared

@@ -44,7 +44,7 @@ class SlowEngine(Engine):
 
 
 class HangingEngine(Engine):
-    """A sequence that holds id 14 never comes back, the first time that any replica gets it."""
+    """A sequence with id 14 never ends, the first time that any replica gets it."""
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -55,7 +55,7 @@ class HangingEngine(Engine):
 
 
 class PoisonEngine(Engine):
-    """A sequence that holds id 13 comes out as NaN, one that holds 14 breaks the whole forward pass."""
+    """A sequence with id 13 gives NaN. A sequence with id 14 makes the whole forward pass fail."""
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -93,14 +93,14 @@ class PoisonPool(PoolServer):
 
 
 class BrokenPool(PoolServer):
-    """Fails whatever it is asked, at once."""
+    """Fails every request at once."""
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         raise EngineStopped("the device fell over")
 
 
 class DyingPool(PoolServer):
-    """A text that ends in the token of "die" ends the replica, the first time that any of them gets it."""
+    """A text that ends with the token of "die" ends the replica, the first time that any replica gets it."""
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
@@ -111,7 +111,7 @@ class DyingPool(PoolServer):
 
 
 class _Killing:
-    """A text that ends in the token of "kill" ends the replica, every time. A file is made for each death."""
+    """A text that ends with the token of "kill" ends the replica, every time. Each death creates a file."""
 
     def __init__(self, model: Any) -> None:
         self.info, self.tokenizer, self._model = model.info, model.tokenizer, model
@@ -138,7 +138,7 @@ class KilledServer(ModelServer):
 
 
 def _first(marker: str) -> bool:
-    """Whether nobody has been here before."""
+    """Whether this is the first call of all processes."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -1,4 +1,4 @@
-"""Every route over real HTTP: its answer, its form, and that vectors are the engine's."""
+"""Every route over real HTTP: the answers, their form, and vectors that equal those of the engine."""
 
 import base64
 import re
@@ -33,7 +33,7 @@ def test_embed_takes_a_string_a_list_ids_and_a_mix(client: httpx.Client, engine:
 
 
 def test_token_ids_are_used_as_given(client: httpx.Client, engine: Engine) -> None:
-    """TEI decodes and encodes them again, without special tokens, and gets other vectors."""
+    """TEI decodes the ids and encodes the text again without special tokens, so its vectors differ."""
     window = engine.tokenizer.encode(["hello world"], EncodeOptions())[0].tolist()[1:-1]
     without_specials = client.post("embed", json={"inputs": [window]}).json()
     close(without_specials, engine.embed([window]))
@@ -129,7 +129,7 @@ def test_info_health_and_models(client: httpx.Client) -> None:
 
 def test_metrics_count_what_happened(client: httpx.Client) -> None:
     def values() -> list[float]:
-        """Of this server's replica, in the exposition of the node, which may be 0.1 s old."""
+        """Values of this server's replica in the metrics of the node, which may be 0.1 s old."""
         names = ("inputs_total", "tokens_total", "queue_tokens", "requests_in_flight")
         text = client.get("metrics").text
         found = [re.search(rf'^emberforge_{name}{{[^}}]*pool="root"[^}}]*}} (\S+)$', text, re.M) for name in names]

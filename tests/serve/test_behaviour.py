@@ -34,7 +34,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 @pytest.fixture(scope="module")
 def variants(deployed_together: DeployTogether) -> Iterator[dict[str, httpx.Client]]:
-    """By prefix, a server with another engine or other limits."""
+    """Servers with other engines or other limits, by prefix."""
     servers = {
         "/slow": (SlowServer, {}),
         "/cached": (ModelServer, {"cache_bytes": 1_000_000}),
@@ -47,7 +47,7 @@ def variants(deployed_together: DeployTogether) -> Iterator[dict[str, httpx.Clie
 
 
 def test_requests_that_wait_share_the_next_batch(variants: dict[str, httpx.Client]) -> None:
-    """While one batch runs, what arrives is collected; D4's point."""
+    """Requests that arrive while a batch runs are collected for the next one."""
     client = variants["/slow"]
     with ThreadPoolExecutor(20) as pool:
         before = metric(client, "batch_seconds_count")
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_while_queued_is_never_computed(variants: dict[str,
 
 
 def leave_at_once(client: httpx.Client, body: dict[str, Any]) -> None:
-    """Send a whole request, wait until the server has it, close the connection."""
+    """Sends a whole request, waits until the server has it, and closes the connection."""
     request = client.build_request("POST", "embed", json=body)
     before = metric(client, "requests_in_flight")
     with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
@@ -152,7 +152,7 @@ def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
 
 
 def states(application: str) -> dict[str, int]:
-    """How many replicas of its only deployment there are in each state."""
+    """The number of replicas of the only deployment, by state."""
     (deployment,) = serve.status().applications[application].deployments.values()
     return {str(state): count for state, count in deployment.replica_states.items()}
 
@@ -162,7 +162,7 @@ def redeployed_under_load(
     asker: Callable[[httpx.Client], AbstractContextManager[Callable[[], int]]],
     limit: Callable[[httpx.Client], int],
 ) -> set[int]:
-    """What four at once were answered while the application `again` was replaced by one with another `limit`."""
+    """The answers of four clients while the application `again` was replaced by one with another `limit`."""
     answers: list[int] = []
     stop = threading.Event()
 
@@ -210,7 +210,7 @@ def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, 
         wait_for(lambda: health() == 503, 30)
         wait_for(lambda: health() == 200, 60)
         assert client.post("embed", json={"inputs": [[101, 14, 102]]}).status_code == 200
-        hanging.result(1)  # not waiting any more, and no timeout
+        hanging.result(1)  # the request does not wait any more, and has no timeout
 
 
 @pytest.mark.parametrize("model", ["nowhere", "all-MiniLM-L6-v2", None])

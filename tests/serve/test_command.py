@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 
 def _take_terminal() -> None:
-    """Make standard input the controlling terminal, so that its Ctrl-C is a signal to the whole foreground group."""
+    """Makes standard input the controlling terminal, so that Ctrl-C is a signal to the whole foreground group."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -69,7 +69,7 @@ class Terminal:
 
 
 def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
-    """As one would start TEI, with a key that nobody finds on the machine."""
+    """Started like TEI, with a key that nobody finds on the machine."""
     port, grpc_port = free_port(), free_port()
     key = "ef-" + secrets.token_hex(16)
     arguments = [

@@ -38,7 +38,7 @@ POOLS = {each.model: each.name for each in PLAN.pools}
 
 
 def bound(name: str, **options: Any) -> serve.RunTarget:
-    """The pool's application as the plan has it, with these deployment options."""
+    """The pool's application as in a plan, with these deployment options."""
     (planned,) = (each for each in serve_config(PLAN)["applications"] if each["name"] == name)
     args = PoolArgs.model_validate(planned["args"] | {"num_threads": 2})
     return serve.RunTarget(pool.bind(args, ray_actor_options={"num_cpus": 0.1}, **options), name, None)
@@ -221,7 +221,7 @@ def test_a_model_of_vectors_does_not_chat(sdk: openai.OpenAI) -> None:
 
 
 def test_a_stream_goes_on_when_its_replica_dies(sdk: openai.OpenAI) -> None:
-    """Killed in the middle, the replica is the model's only one, so Serve starts another. Greedy text is the same."""
+    """The replica is killed during the stream. The model has no other replica, so Serve starts one. Greedy text is the same."""
     asked: dict[str, Any] = {"max_tokens": 60, "frequency_penalty": 0.3, "extra_body": {"ignore_eos": True}}
     whole = complete(sdk, **asked)
     chunks: list[Any] = []
@@ -235,7 +235,7 @@ def test_a_stream_goes_on_when_its_replica_dies(sdk: openai.OpenAI) -> None:
 
 
 def test_a_stream_moves_when_its_replica_stops_in_order(http: httpx.Client, sdk: openai.OpenAI) -> None:
-    """Two replicas have a stream each, and become one. The streams of one prompt have one text, and only one of them moved."""
+    """Two replicas have a stream each, then one of them stops. Both streams have the same text, and only one of them moves."""
     name = POOLS[EMBEDDED_GENERATOR]
     texts: list[list[str]] = [[], []]
     enough = threading.Event()
@@ -295,7 +295,7 @@ EMPTY = {
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed")
 def test_each_expression_of_dashboards_and_alerts_has_a_result(http: httpx.Client, address: str, tmp_path: Path) -> None:
-    """At the node's address are the series of the gateway, of both replicas and of HAProxy."""
+    """The node's address has the series of the gateway, of both replicas and of HAProxy."""
     assert http.post("embed", json={"inputs": "x"}).status_code == 200
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).status_code == 200
     expressions = dashboard_expressions() | {name: without_comparisons(each) for name, each in alert_expressions().items()}

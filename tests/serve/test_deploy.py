@@ -34,7 +34,7 @@ def short() -> Iterator[Path]:
 
 @pytest.fixture
 def environment(short: Path) -> dict[str, str]:
-    """What a node has: our variables, its own HAProxy files, and one token for the cluster."""
+    """The environment of a node: our variables, its own HAProxy files, and one token for the cluster."""
     ours = {"RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": "30500", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 64}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return clean | serve_environment(short) | ours

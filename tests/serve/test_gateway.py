@@ -44,7 +44,7 @@ def test_the_body_names_the_model(two_models: httpx.Client, client: httpx.Client
 
 
 def test_metadata_name_the_model_of_a_grpc_call(two_models: httpx.Client, client: httpx.Client, grpc_port: int) -> None:
-    """With the gateway at `/` nothing has to name it; here another application is there."""
+    """A gateway at `/` needs no name. Here another application is at `/`."""
     direct = client.post("embed", json={"inputs": "one address for all"}).json()[0]
     application = ("application", "gatewaytwo")
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
@@ -99,7 +99,7 @@ def test_the_log_has_the_details_of_a_pass_that_broke_in_a_pool(two_models: http
 
 
 def lines_of(log: Path, request_id: str) -> list[dict[str, Any]]:
-    """The lines about a request."""
+    """The log lines of a request."""
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     return [each for each in lines if request_id in (each.get("request_id"), *each.get("request_ids", ()))]
 
@@ -113,7 +113,7 @@ def test_the_headers_reach_the_pools(two_models: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that is there once a `DyingPool` has died."""
+    """The file that exists when a `DyingPool` has died."""
     return tmp_path_factory.mktemp("dying") / "died"
 
 
@@ -136,7 +136,7 @@ def troubled(clustered: Clustered, died: Path) -> Iterator[httpx.Client]:
 
 
 def pools_of(gate: httpx.Client, model: str) -> list[dict[str, Any]]:
-    """What a gateway says of a model's pools."""
+    """The pools of a model in a gateway's answer."""
     pools: list[dict[str, Any]] = next(each["pools"] for each in gate.get("v1/models").json()["data"] if each["id"] == model)
     return pools
 
@@ -177,7 +177,7 @@ def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
     args = {"models": [{"spec": spec, "pools": pools}], "default": "mini"}
     serve.run(gateway.build(gateway.GatewayArgs.model_validate(args)), name="gatewaylate", route_prefix="/late")
     with httpx.Client(base_url=address + "/late", timeout=40) as gate:
-        wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # it answers, and has nobody to ask
+        wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # the gateway answers, and has no replica to ask
         assert gate.get("v1/models").status_code == 200
         assert gate.post("embed", json={"inputs": "too early"}).status_code == 503
         late = pool.PoolArgs.model_validate({"pool": "late", "spec": spec, "num_threads": 1, "tokens_per_s": 3000})
@@ -241,6 +241,6 @@ def test_replicas_follow_the_load_and_no_request_is_lost(clustered: Clustered) -
             try:
                 wait_for(lambda: replicas() == 3, 60)
             finally:
-                ended.set()  # else the threads would ask for ever
+                ended.set()  # otherwise the threads would send requests for ever
         wait_for(lambda: replicas() == 1, 60)
         assert set(statuses) == {200}

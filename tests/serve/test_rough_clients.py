@@ -52,7 +52,7 @@ def _answers(info: grpc.UnaryUnaryMultiCallable) -> bool:
 
 
 def count() -> dict[Key, Usage]:
-    """Of the processes of this file's applications."""
+    """Counts the processes of this file's applications."""
     titles = tuple(f"ray::ServeReplica:{name}:" for name in (GATEWAY, *MODELS))
     return usage(each for each in psutil.process_iter(["cmdline"]) if "".join(each.info["cmdline"] or ()).startswith(titles))
 
@@ -67,12 +67,12 @@ def test_no_answer_to_rubbish_is_wrong(site: Site) -> None:
 
 
 def test_clients_that_leave_leave_nothing_behind(site: Site, server_log: Path) -> None:
-    """Not even a traceback in the log."""
+    """The log has no traceback either."""
     logged = len(tracebacks(server_log))
 
     async def soak() -> tuple[fuzz.Outcome, list[str]]:
         clients = Clients(1, site, document(PREFIX), MODELS)
-        await clients.run(rate=60, number=30, most=8)  # makes the connections and threads that stay
+        await clients.run(rate=60, number=30, most=8)  # creates the connections and threads that stay
         assert await left_over(site, count, {}, tasks=1000, seconds=10) == []
         before, tasks = count(), held(site)["tasks"]
         await clients.run(rate=60, number=150, most=8)

@@ -27,7 +27,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture(scope="module")
 def channel(client: httpx.Client, grpc_port: int) -> Iterator[grpc.Channel]:
-    """To the application at `/`, which `client` has made."""
+    """A channel to the application at `/` of the fixture `client`."""
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as made:
         grpc.channel_ready_future(made).result(20)
         health = health_pb2_grpc.HealthStub(made)
@@ -118,7 +118,7 @@ def test_reflection_is_enough_for_a_client(channel: grpc.Channel) -> None:
 
 
 def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, channel: grpc.Channel) -> None:
-    """No name means the one at `/`. A deadline is the replica's too, which refuses what it cannot meet, and so is leaving."""
+    """Without a name the application at `/` answers. The replica sees cancellations and deadlines, and refuses short ones."""
     info, embed = tei_pb2_grpc.InfoStub(channel), tei_pb2_grpc.EmbedStub(channel)
     slow = [("application", "slow")]
     with deployed("/slow", SlowServer, max_client_batch_size=9) as client, ThreadPoolExecutor(12) as pool:
@@ -127,7 +127,7 @@ def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, chan
         assert info.Info(tei.InfoRequest(), metadata=slow).max_client_batch_size == 9
 
         request = tei.EmbedRequest(inputs="word " * 50)
-        for _ in range(2):  # so that it knows its speed
+        for _ in range(2):  # so that the replica knows its speed
             embed.Embed(request, metadata=slow)
         held = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(10)]  # 2.5 s of passes
         wait_for(lambda: metric(client, "requests_in_flight") >= 10)

@@ -42,7 +42,7 @@ def post(client: httpx.Client, path: str, **body: Any) -> Any:
 
 
 def logits(folder: str, *inputs: Any) -> np.ndarray:
-    """Of transformers, one input at a time."""
+    """Logits of transformers, one input at a time."""
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
     with torch.inference_mode():

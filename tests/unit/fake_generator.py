@@ -106,7 +106,7 @@ def _token(token_id: int, logprobs: int | None) -> Token:
 
 
 def events(text: str) -> list[Any]:
-    """What each event of a response holds, without the framing."""
+    """The data of each event of a response, without the framing."""
     assert text.endswith("\n\n")
     lines = text.removesuffix("\n\n").split("\n\n")
     assert all(line.startswith("data: ") for line in lines)

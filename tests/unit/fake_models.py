@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class FakeModel:
-    """What it gives depends only on the ids; it remembers what it was asked."""
+    """A model whose results depend only on the ids. It remembers its requests."""
 
     def __init__(self, tokenizer: Tokenizer, kind: str) -> None:
         labels = KINDS[kind].get("labels", ())
@@ -65,7 +65,7 @@ def weights(ids: TokenIds) -> np.ndarray:
 
 
 class FakeBackend:
-    """Of one model, which any name but `missing` means."""
+    """The backend of one model. Every name except `missing` means this model."""
 
     def __init__(self, model: ServedModel, healthy: bool = True) -> None:
         self._model, self.healthy = model, healthy

@@ -51,7 +51,7 @@ def config(dtype: str = "float32", replicas: int = 1, *more: str, gateways: int 
 
 
 class StubServe:
-    """What Serve does with configs, as `ServeClient` shows it. An application in `broken` does not start."""
+    """Stands in for `ServeClient`, and for Serve behind it. An application in `broken` does not start."""
 
     def __init__(self) -> None:
         self.applications: dict[str, dict[str, Any]] = {}
@@ -204,7 +204,7 @@ class Operator:
         return todo.lines
 
     def _let_gateways_tell(self) -> None:
-        """What the gateways note of a trial between two looks."""
+        """Writes the counts that gateways write during a trial, between two looks."""
         if (gateway := self.serve.applications.get("gateway")) is None or gateway["config"] is None:
             return
         for entry in gateway["config"]["args"]["models"]:
@@ -406,7 +406,7 @@ CANARY = {"lite": Canary(10, 5.0)}
 
 
 def canary_config(dtype: str) -> dict[str, Any]:
-    """As `config`, of a model with a canary."""
+    """A config like `config`, for a model with a canary."""
     plain = config(dtype)
     pool, gateway = versioned(plain["applications"][0]), plain["applications"][1]
     model = {"spec": {"name": "lite", "dtype": dtype}, "aliases": [], "pools": [{"name": pool["name"]}]}

@@ -36,7 +36,7 @@ def test_pack_lays_sequences_end_to_end() -> None:
 
 
 def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
-    """As for a CUDA graph, whose buffer still holds the batch before."""
+    """Like a CUDA graph, whose buffer still has the previous batch."""
     packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132))
     sequences = [np.full(length, 7, dtype=np.int32) for length in (40, 3, 50)]
     shape, tiles = packer.shape(Layout(sequences), graphs=True)
@@ -61,7 +61,7 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
 @pytest.mark.parametrize("options", [EmbedOptions(), EmbedOptions(normalize=False, dimensions=3)])
 @pytest.mark.parametrize(("length", "room"), [(1, 16), (40, 64), (40, None), (600, None)])
 def test_a_query_is_packed_by_length_and_options(typed: bool, options: EmbedOptions, length: int, room: int | None) -> None:
-    """What follows from its length alone is kept: of each length, and with each option."""
+    """Values that depend only on the length are cached, for each length and each option."""
     packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132, causal=True), typed)
     for first in (5, 100):
         one = np.arange(first, first + length, dtype=np.int32) | (typed << 30)

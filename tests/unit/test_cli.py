@@ -135,7 +135,7 @@ print(json.dumps({"modules": list(sys.modules)}))
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """What a process of its own has imported at the command's end, or where it would start itself anew."""
+    """The modules that a new process has imported at the end of the command, or before it would start itself again."""
     script = tmp_path / "emberforge"
     script.write_text(COMMAND)
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -230,7 +230,7 @@ def test_a_port_in_use_is_named(host: str) -> None:
 
 
 def help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """By option or argument, the line of the help. The terminal is so wide that each has one line."""
+    """The line of the help for each option and argument. The terminal is wide enough for one line each."""
     monkeypatch.setenv("COLUMNS", "1000")
     lines = CliRunner().invoke(cli, [command, "--help"], catch_exceptions=False).stdout.splitlines()
     rows = [line.strip("\u2502 ").split(None, 1) for line in lines if line.startswith("\u2502")]

@@ -70,7 +70,7 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: p
 
 
 def rendered(config: dict[str, object], **backends: object) -> str:
-    """What this Ray's template makes of it."""
+    """The text that the template of the installed Ray makes of it."""
     environment = Environment(undefined=ChainableUndefined)
     environment.filters["haproxy_fmt"] = str
     return environment.from_string(HAPROXY_CONFIG_TEMPLATE).render(config={"maxconn": 7} | config, **backends)
@@ -147,7 +147,7 @@ class _Slow(BaseHTTPRequestHandler):
 def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_form(
     path: str, form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the HAProxy that comes with Ray. Two are in hand, the third is one too many. HAProxy counts the refusal."""
+    """The HAProxy that comes with Ray refuses the third request while two are in flight. HAProxy counts the refusal."""
     monkeypatch.setenv("EMBERFORGE_MAX_CONCURRENT_REQUESTS", "2")
     app, exporter = SlowServer(), free_port()
     threading.Thread(target=app.serve_forever, daemon=True).start()

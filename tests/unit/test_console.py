@@ -202,7 +202,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def in_node(code: str, **values: Any) -> Any:
-    """What `code` returns, with the functions of conversation.js and these values."""
+    """Returns the value of `code`, which may use the functions of conversation.js and these values."""
     if (node := shutil.which("node")) is None:
         pytest.skip("node is not installed")
     module = (files("serve_app.console") / "static" / "conversation.js").read_bytes()

@@ -49,7 +49,7 @@ SETTINGS: dict[str, Any] = {"max_client_batch_size": 8, "payload_limit": 100_000
 
 @dataclass(frozen=True)
 class Route:
-    """How a route is called: `body(inputs, **fields)` puts inputs and TEI's fields where they go."""
+    """A route and its bodies: `body(inputs, **fields)` puts inputs and TEI's fields into their places."""
 
     path: str
     form: Form

@@ -43,7 +43,7 @@ TEXTS = st.lists(st.sampled_from(HARD) | st.text(st.characters(codec="utf-8"), m
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """The form of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
-    """As SentencePiece has it in Llama 2 and Gemma: "▁" for a space, and byte tokens for characters that have no token."""
+    """The form of SentencePiece in Llama 2 and Gemma: "▁" for a space, and byte tokens for characters without a token."""
     first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()

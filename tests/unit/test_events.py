@@ -72,7 +72,7 @@ async def connected(port: int, request: bytes) -> AsyncIterator[socket.socket]:
 
 
 async def read_until(client: socket.socket, end: bytes, times: int = 1) -> bytes:
-    """What comes until `end` has come so often, or the server closes the connection."""
+    """Reads until `end` has come this number of times, or until the server closes the connection."""
     text = b""
     while text.count(end) < times:
         part = await asyncio.get_running_loop().sock_recv(client, 65536)

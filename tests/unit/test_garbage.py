@@ -167,7 +167,7 @@ class Engine:
     ("first", "expected"), [(1, "Embeddings"), (13, "BackendError"), (14, "DeadlinePassed"), (14, "CancelledError")]
 )
 def test_a_replicas_model(first: int, expected: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    """From `LocalModel.embed` through the queue and the engine's threads."""
+    """The path from `LocalModel.embed` through the queue and the engine's threads leaves no garbage."""
     caplog.set_level(logging.CRITICAL)  # pytest keeps records, and they keep errors
     loop = EngineLoop(Engine(), max_batch_tokens=8)
 
@@ -221,7 +221,7 @@ class Generator(FakeGenerator):
 def test_an_answer_that_is_generated(
     prompt: list[int], deadline_s: float | None, most: int, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From `Generation.deltas` through the scheduler and the engine's threads."""
+    """The path from `Generation.deltas` through the scheduler and the engine's threads leaves no garbage."""
     caplog.set_level(logging.CRITICAL)
     device = Device(num_pages=128)
     if deadline_s == 0.03:

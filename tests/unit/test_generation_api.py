@@ -489,7 +489,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
 def test_a_bad_field_is_refused_by_name(
     tmp_path: Path, path: str, fields: dict[str, Any], param: str, text: str, stream: bool
 ) -> None:
-    """With the status 400, also where the answer would be a stream."""
+    """The status is 400, also if the answer would be a stream."""
     model = FakeGenerator(tmp_path, "x")
     if stream and "stream_options" in fields:
         return

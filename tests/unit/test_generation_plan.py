@@ -282,7 +282,7 @@ def test_what_is_left_of_a_card_is_cache() -> None:
 
 
 def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
-    """By size alone 5, 3, 2 and 4, 4, 2 fill two cards. One after the other the last does not fit."""
+    """By size alone, 5, 3, 2 and 4, 4, 2 fill two cards. Placed one after the other, the last one does not fit."""
     halves = [(5000, 1, 1), (4000, 2, 2), (3000, 1, 1), (2000, 2, 2)]
     assert not finds_room(halves, [2])
     assert not finds_room(halves, [1, 1])

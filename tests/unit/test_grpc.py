@@ -266,7 +266,7 @@ def test_the_other_methods_of_text_and_tokens(make: Make) -> None:
 
 
 def test_truncate_is_false_unless_it_is_asked_for(make: Make) -> None:
-    """Whatever `auto_truncate`, which is on by default; from the end that is asked for."""
+    """`auto_truncate`, which is on by default, changes nothing. The request names the end that is cut."""
     long = "one " + "word " * 400 + "last"
 
     async def scenario(server: Server) -> None:
@@ -752,7 +752,7 @@ def test_a_client_may_send_one_message_after_the_other_is_answered(make: Make) -
 
 
 def test_the_first_message_that_fails_ends_the_stream(make: Make) -> None:
-    """What was answered before it has arrived; what comes after is not computed to its end."""
+    """Earlier answers have arrived. Later messages are not computed to the end."""
 
     async def scenario(server: Server) -> None:
         server.model.hold = {3: asyncio.Event(), 5: asyncio.Event()}
@@ -875,7 +875,7 @@ def test_health_is_the_engines(make: Make) -> None:
 
 
 def test_serves_proxy_gets_the_services_without_the_engine() -> None:
-    """With torch it would start seconds later, and until then HAProxy sends its calls elsewhere."""
+    """With torch the proxy would start seconds later, and HAProxy would send its calls elsewhere until then."""
     code = "import sys, serve_app.grpc.services, cluster.listening; print({'torch', 'engine'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "set()"
 

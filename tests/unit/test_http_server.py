@@ -16,7 +16,7 @@ from serve_app.http.server import answer_directly
 
 
 class Replica:
-    """What the server takes from Serve's replica."""
+    """The parts of Serve's replica that the server uses."""
 
     _route_prefix = "/x"
 

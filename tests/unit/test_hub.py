@@ -105,7 +105,7 @@ OTHERS = [
 def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repository: list[str], fetched: list[str]
 ) -> None:
-    """With the real patterns, on a Hub that is none."""
+    """Uses the real patterns, on a stub of the Hub."""
     snapshot = tmp_path / "snapshots" / "abc"
     revisions = []
 

@@ -172,7 +172,7 @@ def test_no_gpu_is_a_node_of_its_cpus_and_what_the_container_leaves() -> None:
 
 @pytest.mark.parametrize("limit", [8 * GIB, 24 * GIB, 40 * GIB])
 def test_a_containers_limit_changes_no_card(limit: int) -> None:
-    """It does not count memory that a GPU takes, though an integrated GPU takes it from the host."""
+    """The limit does not count memory of a GPU, although an integrated GPU takes memory of the host."""
     in_a_pod = replace(GB10, cgroup=Cgroup(memory_bytes=limit))
     (card,) = cards(in_a_pod)
     assert (card.total_bytes, card.free_bytes) == (GB10_MEMORY, 52 * GIB)

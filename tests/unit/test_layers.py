@@ -317,7 +317,7 @@ def test_pool(pooling: Pooling, expected: list[float]) -> None:
 @pytest.mark.parametrize("lengths", [(3, 1, 5), (3, 3, 3, 3, 3)], ids=["ragged", "as many places as tokens"])
 @pytest.mark.parametrize("pooling", [each for each in get_args(Pooling) if each != "splade"])
 def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling, lengths: tuple[int, ...]) -> None:
-    """As in a CUDA graph: tokens of no sequence, sequences of no token."""
+    """Like a CUDA graph: the batch has tokens without a sequence, and sequences without tokens."""
     packer = BatchPacker(pooling, 8, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
     shape, tiles = packer.shape(Layout(sequences), graphs=True)

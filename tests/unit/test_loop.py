@@ -227,7 +227,7 @@ def test_an_error_while_results_are_delivered_reaches_whoever_waits(
 @pytest.mark.parametrize("where", ["schedule", "launch", "deliver"])
 @pytest.mark.parametrize("passes_in_flight", [1, 2])
 def test_whoever_waits_hears_the_end_of_the_engines_threads(where: str, passes_in_flight: int) -> None:
-    """What no `except Exception` holds ends the thread; the batch in hand, what waits and what comes later hear it."""
+    """An error that `except Exception` does not catch ends the thread. Present, waiting and later requests get the error."""
 
     class Last(Gate):
         def launch(self, *arguments: Any) -> Finished:  # type: ignore[override]

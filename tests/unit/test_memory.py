@@ -236,7 +236,7 @@ def test_layers_in_8_bits_take_half_and_a_scale_for_each_column(dtype: torch.dty
 
 
 def test_eight_billion_parameters_in_8_bits_fit_a_card_of_16_gb() -> None:
-    """With room for inputs of 8,192 tokens; in bf16 the weights alone do not."""
+    """The card also has room for inputs of 8,192 tokens. In bf16 the weights alone do not fit."""
     config = replace(CATALOGUE["Qwen/Qwen3-Embedding-8B"], max_input_length=8192)
     low, high = (footprint(config, dtype, "gpu", 8192) for dtype in (torch.float8_e4m3fn, torch.bfloat16))
     assert low.total < 15.5 * 2**30 < high.total
@@ -502,7 +502,7 @@ def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
 
 
 def test_with_graphs_of_whole_batches_and_in_8_bits_what_is_missing_stays_free_in_every_plan() -> None:
-    """By under half of what plans leave free of a card, and that only for BERT-base in float8."""
+    """The estimate lacks less than half of the memory that plans leave free, and only for BERT-base in float8."""
     (rows,) = json.loads(MEASURED_PART.read_text(encoding="utf-8"))["tables"].values()
     rows = [row for row in rows if row["token budget"] <= MOST_BATCH_TOKENS]
     assert {(row["model"], row["dtype"]) for row in rows} == {

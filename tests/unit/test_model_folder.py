@@ -288,7 +288,7 @@ def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
 
 
 def test_gemma3_is_the_same_in_the_hubs_spelling(copy: Callable[..., Path]) -> None:
-    """As google/embeddinggemma-300m has it: flat keys, a pattern of layers."""
+    """The spelling of google/embeddinggemma-300m: flat keys, a pattern of layers."""
     bases = {"full_attention": {"rope_theta": 700.0}, "sliding_attention": {"rope_theta": 70.0}}
     folder = copy("gemma3", rope_parameters=bases, use_bidirectional_attention=True, sliding_window=512)
     config = load_model_config(folder)

@@ -279,7 +279,7 @@ def test_a_command_that_stays_ends_with_its_node(
     write_record(home, started)
 
     def select(*_: object) -> None:
-        """What the command waits for."""
+        """The processes that the command waits for."""
         if is_told:
             signal.raise_signal(signal.SIGTERM)
         raylet.kill()

@@ -19,7 +19,7 @@ CPU = Node("small", "amd64", 32 * GIB, 8)
 
 
 def row(node_id: str, name: str | None, alive: bool = True, **more: Any) -> dict[str, Any]:
-    """As `ray.nodes()` has it in Ray 2.60."""
+    """A row of `ray.nodes()` in Ray 2.60."""
     return {
         "NodeID": node_id,
         "NodeName": "10.0.0.9",

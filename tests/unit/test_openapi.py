@@ -34,7 +34,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def sessions(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """By kind of model a server of it."""
+    """A server for each kind of model."""
     tokenizer = Tokenizer.load(minilm, load_model_config(minilm))
     with ExitStack() as stack:
         kinds = {*KINDS.values(), "m3"} - {"generation"}

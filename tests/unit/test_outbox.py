@@ -62,7 +62,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture
 def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits leaves for another reason than that it has waited enough."""
+    """Requests leave the queue for another reason than their waiting time."""
     monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 1e6)
 
 

@@ -185,7 +185,7 @@ def test_no_client_can_set_a_tokens_type(bert: Tokenizer) -> None:
 
 
 def test_the_end_of_text_that_a_config_asks_for_is_put_behind_both(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """As `LlamaTokenizer` does it."""
+    """The behaviour of `LlamaTokenizer`."""
     folder = shutil.copytree(tiny("llama_classifier"), tmp_path / "model")
     tokenizer = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": None}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -19,7 +19,7 @@ def _model(name: str) -> Any:
 
 
 def _filled(admission: Admission, stack: ExitStack, name: str | None) -> tuple[int, str]:
-    """How many requests to a model are admitted, and the `retry-after` of the next one."""
+    """The number of admitted requests to a model, and the `retry-after` of the next one."""
     count = 0
     while True:
         try:

@@ -600,7 +600,7 @@ def test_replicas_without_cpus_are_missing_and_the_reason_is_said() -> None:
 
 
 def test_the_exact_search_keeps_to_the_cpus() -> None:
-    """By memory alone the three large ones and the small one fit; each node has the CPUs for two replicas."""
+    """By memory alone the three large models and the small one fit. Each node has CPUs for two replicas."""
     large = [entry(f"l{index}", "Qwen/Qwen3-Embedding-4B", dtype="float8") for index in range(2)]
     nodes = [Node(name, "amd64", 64 * GIB, 1, (Card("L40", 48 * GIB),) * 2) for name in ("a", "b")]
     plan = planned(nodes, *large, *tiny_models(1), gateways=1)

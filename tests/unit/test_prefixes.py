@@ -37,7 +37,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 def most_saved(texts: list[TokenIds]) -> int:
-    """By trying all ways to group them."""
+    """The result of trying all ways to group them."""
 
     def shared(part: list[int]) -> int:
         length = min(len(texts[index]) for index in part) - 1

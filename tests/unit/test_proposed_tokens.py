@@ -87,7 +87,7 @@ def test_answers_are_what_they_are_without_proposals(
     passes_in_flight: int,
     rows: int,
 ) -> None:
-    """With few pages, so that streams give up pages; with small budgets, out of memory, and pages that answers have filled."""
+    """Also with few pages, so that streams give up pages, with small budgets, out of memory, and with pages of answers."""
     device = Copier(num_pages, most_tokens, passes_in_flight)
     device.speculation_rows = rows
     streams = [stream(prompt, most, least, speculates, owner) for prompt, most, least, speculates, owner in asked]

@@ -111,7 +111,7 @@ def test_many_cancelled_requests_leave_the_queue_at_once() -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(8, 200))
 def test_requests_share_the_tokens(sizes: list[int], budget: int) -> None:
-    """Of requests that wait throughout, none has had more than a round's share and one sequence more than another."""
+    """No request that waits the whole time gets more than another one by over a round's share and one sequence."""
     requests = [request([size] * 200) for size in sizes]
     queue = filled(requests, budget)
     served = dict.fromkeys(map(id, requests), 0)
@@ -221,7 +221,7 @@ def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, 
     st.integers(8, 200),
 )
 def test_owners_share_the_tokens_however_many_requests_they_have(owners: list[tuple[int, int]], budget: int) -> None:
-    """Of owners that wait throughout, none has had more than a round's share and one sequence more than another."""
+    """No owner that waits the whole time gets more than another one by over a round's share and one sequence."""
     requests = [
         request([size] * -(-2000 // number), owner=str(owner))
         for owner, (number, size) in enumerate(owners)

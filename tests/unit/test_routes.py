@@ -65,7 +65,7 @@ def test_unknown_paths_and_methods_are_answered_in_the_form_of_the_path(
 
 
 def test_haproxys_wrapper_imports_the_standard_library_alone() -> None:
-    """It starts at each change of HAProxy's configuration."""
+    """The wrapper starts at each change of HAProxy's configuration."""
     code = "import sys; before = set(sys.modules); import cluster.haproxy; print(*(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     others = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)

@@ -45,7 +45,7 @@ def random_logits(vocab_size: int, seed: int, num_rows: int = 1, scale: float = 
 
 
 def in_full(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """What `keep` gives, as the probability of every token."""
+    """The result of `keep`, as the probability of every token."""
     ids, weights = keep(probs, top_k, top_p, min_p)
     full = weights if ids is None else torch.zeros_like(probs).scatter(0, ids, weights)
     return full / full.sum()

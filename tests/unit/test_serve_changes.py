@@ -35,7 +35,7 @@ def config(nodes: Sequence[Node] = NODES, gateways: int = 2, port: int = 8000, *
 
 
 def versions(content: dict[str, Any]) -> dict[str, Any]:
-    """What Ray itself compares: an application with another version, or a deployment with other options, is replaced."""
+    """The values that Ray compares: it replaces an application with another version, and a deployment with other options."""
     applications = ServeDeploySchema.model_validate(content).applications
     return {
         each.name: (get_app_code_version(each), [(d.ray_actor_options, d.max_replicas_per_node) for d in each.deployments])

@@ -119,7 +119,7 @@ GATEWAY = {"status": "RUNNING", "route_prefix": "/", "deployments": {"Gateway": 
 
 
 def details(host: str = "0.0.0.0", **applications: Any) -> dict[str, Any]:
-    """What Serve's controller says, cut to what is read of it."""
+    """The details of Serve's controller, with only the parts that the code reads."""
     proxies = {"1": {"node_ip": "10.0.0.1", "status": "HEALTHY"}, "2": {"node_ip": "10.0.0.2", "status": "DRAINING"}}
     return {"http_options": {"host": host, "port": 8000}, "proxies": proxies, "applications": applications}
 

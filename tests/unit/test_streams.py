@@ -176,7 +176,7 @@ def test_every_answer_is_what_its_prompt_gives(
     num_stages: int,
     cohort_size: int,
 ) -> None:
-    """With few pages, so that streams wait and give up pages; with small budgets, out of memory, and shared beginnings."""
+    """Also with few pages, so that streams wait and give up pages, with small budgets, out of memory, and shared prefixes."""
     device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages, cohort_size)
     streams = [stream(prompt, most, priority, ahead=ahead, owner=owner) for prompt, most, priority, ahead, owner in asked]
     requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
@@ -673,7 +673,7 @@ def test_a_delivery_wakes_the_thread_that_schedules() -> None:
 
 
 def test_passes_are_launched_and_delivered_in_turn() -> None:
-    """Else a launch would wait for the interpreter at each of its operations."""
+    """Otherwise a launch would wait for the interpreter at each of its operations."""
     device, busy, overlaps = Device(40, passes_in_flight=2), threading.Lock(), list[str]()
     loop, plain = EngineLoop(device, 64), device.launch
 

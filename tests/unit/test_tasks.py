@@ -514,7 +514,7 @@ def test_a_text_without_tokens_is_one_chunk(serve: Serve, pooling: str) -> None:
 
 
 def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer) -> None:
-    """What tokenizers hands out is made anew at each look; a window of each start of a long text would be gigabytes."""
+    """tokenizers builds a new object at each access. A window at each start of a long text would take gigabytes."""
     text = "word " * 100_000
     chunked = tokenizer.chunk(0, text, 50_000, 49_900, 1000, None)
     assert len(chunked.offsets) == 501

@@ -368,7 +368,7 @@ def test_kept_vectors_are_nobodys_to_change() -> None:
 
 
 class Handle:
-    """What a pool's handle does, with the replica's answer in the test's hand."""
+    """Stands in for a pool's handle. The test decides the replica's answer."""
 
     def __init__(self, answer: Callable[[Qos], Embeddings | Exception]) -> None:
         self.calls: list[tuple[Qos, Ticket]] = []
@@ -401,7 +401,7 @@ def vectors(qos: Qos) -> Embeddings:
 
 
 def remote_error(cause: Exception) -> Callable[[Qos], Embeddings]:
-    """As Ray raises what a replica has raised, of the whole call."""
+    """An error of a replica, as Ray raises it for the whole call."""
 
     def fail(qos: Qos) -> Embeddings:
         error = RayTaskError("embed", "Traceback: much of it", cause, "proc", 1, "1.2.3.4")

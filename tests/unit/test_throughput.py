@@ -30,7 +30,7 @@ PUBLISHED = {"NVIDIA GB10": (92, 273), "NVIDIA GeForce RTX 5080": (112.6, 960)}
 
 
 def test_the_table_is_what_the_engine_was_measured_at() -> None:
-    """Else: python -m loadtests.predict."""
+    """If it fails: python -m loadtests.predict."""
     assert table() == table_of(json.loads((RESULTS / "engine.json").read_text()))
 
 

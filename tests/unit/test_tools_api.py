@@ -68,7 +68,7 @@ def choice_of(served: FakeGenerator, **fields: Any) -> dict[str, Any]:
 
 
 def joined(answer: httpx.Response) -> dict[int, dict[str, Any]]:
-    """What the chunks add up to, by the index of the choice."""
+    """The joined text of the chunks, by the index of the choice."""
     *chunks, done = events(answer.text)
     assert done == "[DONE]"
     choices: dict[int, dict[str, Any]] = {}

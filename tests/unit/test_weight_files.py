@@ -100,7 +100,7 @@ def test_norms_may_have_their_tensorflow_names(tiny: Tiny, tmp_path: Path, suffi
 
 
 class Evil:
-    """What a pickle can do: run anything."""
+    """A pickle that runs code."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
