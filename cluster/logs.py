@@ -38,6 +38,9 @@ _PIPE_BYTES = 1 << 20
 ACCESS = "serve_app.access"
 
 
+_copiers: list["_Copier"] = []  # one for each call of `share_stderr`
+
+
 def share_stderr() -> dict[str, str]:
     """The variable with which other processes find the stderr of this process.
 
@@ -52,8 +55,15 @@ def share_stderr() -> dict[str, str]:
             fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         copier = _Copier(source)
         threading.Thread(target=copier.run, name="stderr", daemon=True).start()
-        atexit.register(copier.copy)
+        _copiers.append(copier)
     return {VARIABLE: f"/proc/{os.getpid()}/fd/{shared}"}
+
+
+@atexit.register
+def copy_rest() -> None:
+    """Copies the lines of other processes that this process has not copied yet. Call it before `os._exit`."""
+    for copier in _copiers:
+        copier.copy()
 
 
 class _Copier:

@@ -82,6 +82,7 @@ def serve(settings: Settings) -> None:
                 sleep(3600)
     except KeyboardInterrupt:
         report("stopped")
+        logs.copy_rest()
         os._exit(0)  # not sys.exit: Ray's exit handlers would stop Ray a second time, and fail with status 1
 
 
