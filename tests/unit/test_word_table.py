@@ -78,6 +78,24 @@ def test_other_texts_are_left_to_the_tokenizer(name: str, text: str) -> None:
     assert table.ids(text) is None
 
 
+@pytest.mark.parametrize("token", ["Foo", "[New]"])
+def test_added_tokens_are_found_in_any_case(token: str) -> None:
+    tokenizer = bert()
+    tokenizer.add_tokens([AddedToken(token, normalized=True)])
+    table = WordTable.of(tokenizer)
+    assert table is not None
+    text = f"the {token.lower()} word"
+    assert tokenizer.token_to_id(token) in tokenizer.encode(text).ids
+    assert table.ids(text) is None
+
+
+def test_an_added_token_with_accents_leaves_all_texts_to_the_tokenizer() -> None:
+    tokenizer = bert()
+    tokenizer.add_tokens([AddedToken("\u00e9t\u00e9", normalized=True)])
+    assert tokenizer.encode("ete", add_special_tokens=False).ids == [tokenizer.token_to_id("\u00e9t\u00e9")]
+    assert WordTable.of(tokenizer) is None
+
+
 def test_a_full_table_and_long_words_still_give_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(word_table, "_MOST_WORDS", 3)
     table = WordTable.of(TOKENIZERS["bert"])
