@@ -7,6 +7,7 @@ could forward stderr (`RAY_LOG_TO_STDERR`), but its own processes then print a p
 """
 
 import atexit
+import fcntl
 import logging
 import os
 import select
@@ -30,9 +31,14 @@ CONTAINER_ENV = {VARIABLE: "/proc/1/fd/2"}
 _OURS = ("cluster", "engine", "serve_app")
 _OF_RAY = ("ray", "ray.serve")
 # The time that `_Copier` sleeps after each copy.
-_PAUSE_S = 0.005
+_PAUSE_S = 0.02
+# Writers never wait for the thread below 100,000 lines per second. Linux allows this size to every user.
+_PIPE_BYTES = 1 << 20
 # The logger of the access log (`serve_app/observe/requests.py`).
 ACCESS = "serve_app.access"
+
+
+_copiers: list["_Copier"] = []  # one for each call of `share_stderr`
 
 
 def share_stderr() -> dict[str, str]:
@@ -45,18 +51,26 @@ def share_stderr() -> dict[str, str]:
     if not os.isatty(2):
         source, shared = os.pipe()
         os.set_blocking(source, False)
+        with suppress(OSError):  # the user has many large pipes already
+            fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         copier = _Copier(source)
         threading.Thread(target=copier.run, name="stderr", daemon=True).start()
-        atexit.register(copier.copy)
+        _copiers.append(copier)
     return {VARIABLE: f"/proc/{os.getpid()}/fd/{shared}"}
+
+
+@atexit.register
+def copy_rest() -> None:
+    """Copies the lines of other processes that this process has not copied yet. Call it before `os._exit`."""
+    for copier in _copiers:
+        copier.copy()
 
 
 class _Copier:
     """Copies from a pipe to stderr.
 
     A write to a pipe with a sleeping reader wakes the reader. With one line per request, this takes longer than to make the
-    line. So the thread sleeps a moment after each copy, and later lines wait in the pipe. The pipe holds 64 KiB: its writers
-    would wait for the thread only at 30,000 lines per second.
+    line. So the thread sleeps a moment after each copy, and later lines wait in the pipe.
     """
 
     def __init__(self, source: int) -> None:

@@ -8,17 +8,12 @@ from engine.errors import ModelError
 from engine.hub import resolve_model
 from engine.model.config import ModelConfig, with_kv_cache_dtype
 from engine.model.folder import load_model_config
-from engine.model.weight_files import open_weights
 from engine.model_id import is_path, split_revision
 from engine.revision import commit_of, is_commit, revision_of
-from engine.text.tokenizer import Tokenizer
 
 
 def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfig]:
     """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only with `weights`.
-
-    With `weights`, it also opens every file of weights, and loads the tokenizer. So a server finds damaged files before it starts
-    Ray, and not a minute later in a replica.
 
     Raises: ModelError.
     """
@@ -31,12 +26,7 @@ def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfi
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )
-    config = with_options(config, spec)
-    if weights:
-        Tokenizer.load(folder, config)
-        for file in open_weights(folder):
-            file.close()
-    return folder, config
+    return folder, with_options(config, spec)
 
 
 def pinned(spec: ModelSpec) -> ModelSpec:

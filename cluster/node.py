@@ -150,12 +150,6 @@ def hold(started: Started) -> None:
     raise ClusterError(f"Ray has ended on this node; its logs are in {machine_limits.ray_folder() / 'ray'}")
 
 
-def running() -> Started | None:
-    """The node that `start` has started on this machine, if it runs. Raises: ClusterError for a record that cannot be read."""
-    started = read_record(home_folder())
-    return started if started and find_processes(started) else None
-
-
 def describe(node: Node) -> list[str]:
     """The node's description for the operator, line by line."""
     lines = [f"node {node.name}: {node.class_name}, {node.num_cpus} CPUs, {node.ram_bytes / GIB:.1f} GiB of memory"]

@@ -13,10 +13,9 @@ import psutil
 
 from cluster.driver_path import job_config
 from cluster.files import ClusterError
-from cluster.inventory import this_node
-from cluster.node import running
 from cluster.node_head import Cluster, explain, reach
 from cluster.node_labels import ARCH_LABEL, CLASS_LABEL, NODE_LABEL, reserve_of
+from cluster.node_processes import running
 from cluster.node_token import client_environment
 from cluster.nodes import Node
 
@@ -121,6 +120,13 @@ def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -
         return nodes_to_plan_with(Readings().read(), say)
 
 
+def _describe_itself() -> Node:
+    """Runs on each node that is asked. Only there torch is imported: a gateway asks, too, and does without torch's memory."""
+    from cluster.inventory import this_node
+
+    return this_node()
+
+
 class Readings:
     """Asks every node repeatedly. A late answer counts when it comes; until then the node's previous description stays."""
 
@@ -128,7 +134,7 @@ class Readings:
         """Needs a connected Ray."""
         import ray
 
-        self._question: Any = ray.remote(num_cpus=0, max_retries=0)(this_node)
+        self._question: Any = ray.remote(num_cpus=0, max_retries=0)(_describe_itself)
         self._asked: dict[str, Any] = {}  # Ray's reference to the answer of each node that has not answered yet
         self._heard: dict[str, tuple[Node, float]] = {}
 

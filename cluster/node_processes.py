@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from cluster.files import ClusterError
+from cluster.node_token import home_folder
 
 # A variable in the environment of all processes of a start. It is not a setting, so it has no EMBERFORGE_ prefix.
 MARK = "EMBER_NODE_ID"
@@ -169,3 +170,9 @@ def _name(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return process.name()
     return ""
+
+
+def running() -> Started | None:
+    """The node that `start` has started on this machine, if it runs. Raises: ClusterError for a record that cannot be read."""
+    started = read_record(home_folder())
+    return started if started and find_processes(started) else None

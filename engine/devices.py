@@ -1,7 +1,6 @@
 """Which device, dtype and token budget a model gets by default."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -22,20 +21,6 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "int4": INT4,
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Closeness:
-    """How close an opt-in dtype comes: vectors of all-MiniLM-L6-v2, compared with vectors in float32."""
-
-    mean_cosine: float
-    top_10_overlap: float
-
-
-# loadtests/results/eight_bits.md
-CLOSENESS: dict[DtypeName, Closeness] = {
-    "float8": Closeness(0.9977, 0.9438),
-    "int8": Closeness(0.9995, 0.9752),
-}
 
 # The least compute capability of a GPU for layers in a dtype of 4 or 8 bits.
 LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0), INT4: (8, 0)}

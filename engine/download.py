@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from engine.errors import ModelError
-from engine.model.weight_files import has_safetensors
+from engine.model.weight_paths import has_safetensors
 from engine.revision import CODE_FILES, MODEL_FILES, OTHER_FILES
 
 # Weights as PyTorch files, for folders that have no safetensors.

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from engine.errors import ModelError
 from engine.model.gguf import read_header
 from engine.model.gguf_folder import write_folder
-from engine.model.weight_files import only_gguf
+from engine.model.weight_paths import only_gguf
 from engine.model_id import EMBEDDED_GENERATOR as EMBEDDED_GENERATOR
 from engine.model_id import EMBEDDED_MODEL as EMBEDDED_MODEL
 from engine.model_id import split_revision as split_revision

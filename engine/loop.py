@@ -342,4 +342,4 @@ class EngineLoop:
             self._changed.notify_all()
 
 
-__all__ = ["BatchReport", "Embeddings", "EngineLoop"]
+__all__ = ["BatchReport", "EngineLoop"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from engine.errors import ModelError
-from engine.model.weight_files import weight_paths
+from engine.model.weight_paths import weight_paths
 
 # The files of a model that the engine reads. Weights are safetensors; never ONNX files or code, nor pickles but for BGE-M3's two
 # small layers, of which torch reads the tensors alone.

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from cluster.model_folder import read_model
 from cluster.model_spec import ModelSpec
 from cluster.settings import ServerSettings
-from engine.loop import Embeddings
 from engine.model_id import EMBEDDED_MODEL
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from loadtests.report import write
 from serve_app.admission.qos import Qos

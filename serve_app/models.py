@@ -10,9 +10,9 @@ from time import time
 from typing import Any, Protocol
 
 from cluster.router import Report
-from engine.loop import Embeddings
 from engine.model.config import GenerationConfig, ModelConfig, OutputName, Task
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.results import Embeddings
 from engine.schedule.stream import Stream
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer

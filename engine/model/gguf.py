@@ -1,8 +1,7 @@
-"""The GGUF format: llama.cpp's files, which hold a model's metadata, its tokenizer and its tensors, most of them quantised.
+"""The header of a GGUF file: a model's metadata, its tokenizer, and the places of its tensors. No torch here.
 
-The header is read here and not by the `gguf` package, which trusts every size in it and takes 3 s for 49,000 tokens. A tensor is
-dequantised when it is taken, so a model needs no second copy on disk. `gguf_four_bits.py` keeps matrices in 4 bits. Source:
-docs/gguf.md of ggml-org/ggml; the order of a Llama's rows and Gemma's norms: convert_hf_to_gguf.py of llama.cpp.
+The header is read here and not by the `gguf` package, which trusts every size in it and takes 3 s for 49,000 tokens.
+Source: docs/gguf.md of ggml-org/ggml.
 """
 
 import math
@@ -13,10 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from engine.errors import ModelError
 
 _DOWNLOAD = "it is damaged or was not downloaded whole; download it again"
@@ -25,9 +20,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _TEXT, _ARRAY = 8, 9
 # Bytes that one text or one array of the header may have. Published tokenizers have less than 8 MiB.
 _MOST_BYTES = 1 << 26
-# Values that are dequantised at a time: 64 MiB in fp32, and a few times that in between.
-_SLICE_VALUES = 1 << 24
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The types that are not quantised.
+PLAIN = ("F32", "F16", "BF16")
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -138,75 +132,6 @@ def read_header(path: Path) -> Header:
             return _read_header(_Reader(path, content))
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ModelError(f"{path} cannot be read as GGUF: {error}") from error
-
-
-class GGUFWeights:
-    """The tensors of a GGUF file under transformers' names, in the order and with the values of transformers' checkpoints."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises: ModelError naming the file and what is wrong with it."""
-        self._header = read_header(path)
-        self._stored = self._header.names()
-        self.names: tuple[str, ...] = tuple(self._stored)
-        self.num_values = sum(map(self.size, self.names))
-        # Copy on write: torch refuses memory that it may not write, and nobody writes.
-        self._content: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, np.uint8, mode="c")
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU: F32, F16 and BF16 as they are stored, other types in float32."""
-        place, content = self.place(name), self.content(name)
-        dtype = PLAIN.get(place.kind)
-        tensor = _dequantize(content.numpy(), place) if dtype is None else content.view(dtype).view(place.shape)
-        if self._header.architecture == "gemma3" and name.endswith("norm.weight"):
-            return tensor.float() - 1  # llama.cpp multiplies with the weight, transformers with 1 + weight
-        return self.in_order(name, tensor)
-
-    def place(self, name: str) -> StoredTensor:
-        return self._header.tensors[self._stored[name]]
-
-    def content(self, name: str) -> Tensor:
-        """The tensor's bytes in the file, uint8."""
-        place = self.place(name)
-        return torch.from_numpy(self._content[place.start : place.start + place.num_bytes])
-
-    def in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Puts rows of the tensor `name`, in any form, into transformers' order."""
-        stored = self._stored[name]
-        if self._header.architecture == "llama" and ".attn_q." in stored:
-            return self._halves(rows, stored, "attention.head_count")
-        if self._header.architecture == "llama" and ".attn_k." in stored:
-            return self._halves(rows, stored, "attention.head_count_kv")
-        return rows
-
-    def size(self, name: str) -> int:
-        return math.prod(self.place(name).shape)
-
-    def close(self) -> None:
-        """Release the mapping. Tensors that share it stay valid, and keep it alive."""
-        self._content = np.empty(0, np.uint8)
-
-    def _halves(self, tensor: Tensor, stored: str, key: str) -> Tensor:
-        """Puts each head's rows back into transformers' order.
-
-        RoPE rotates rows 2i and 2i + 1 of a head together in llama.cpp, and rows i and i + head_dim / 2 in transformers.
-        """
-        n_heads = self._header.whole(key, self._header.whole("attention.head_count"))
-        if len(tensor) % (2 * n_heads):
-            raise ModelError(f"{self._header.path}: {stored} has {len(tensor)} rows, {key} is {n_heads}")
-        return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def _dequantize(content: np.ndarray[Any, np.dtype[np.uint8]], place: StoredTensor) -> Tensor:
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    kind, tensor = GGMLQuantizationType[place.kind], torch.empty(place.shape)
-    into = tensor.view(-1, place.shape[-1]).numpy()
-    rows, step = content.reshape(len(into), -1), max(1, _SLICE_VALUES // place.shape[-1])
-    with np.errstate(all="ignore"):  # a damaged scale may be infinite; the engine finds what is not finite
-        for first in range(0, len(rows), step):
-            into[first : first + step] = dequantize(rows[first : first + step], kind)
-    return tensor
 
 
 class _Reader:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.four_bits import packs
-from engine.model.gguf import PLAIN, GGUFWeights, Header, StoredTensor
+from engine.model.gguf import PLAIN, Header, StoredTensor
+from engine.model.gguf_weights import GGUFWeights
 from engine.model.quantized.four_bits import bytes_in_four_bits
 from engine.model.quantized.layout import Blocks, FourBits, four_bits
 from engine.model.quantized.scheme import Gguf
@@ -77,7 +78,7 @@ def described(header: Header) -> Gguf | None:
                 found[0] += sum(math.prod(part.shape) for part in parts)
                 found[1] += num_bytes
         kept.append((found[0], found[1]))
-    if values.keys() <= PLAIN.keys():
+    if values.keys() <= set(PLAIN):
         return None
     return Gguf(tuple(kind for kind, _ in values.most_common()), sum(values.values()), tuple(kept))
 

@@ -6,10 +6,9 @@ with `weights_only`, which builds tensors and runs nothing (docs/decisions/017).
 until 1.5, cannot be mapped: the whole file is in memory until all its tensors are taken.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Protocol
@@ -19,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.gguf import GGUFWeights
+from engine.model.gguf_weights import GGUFWeights
+from engine.model.weight_paths import weight_paths
 
 # How torch names the first object of a file that is no tensor.
 _FORBIDDEN = re.compile(r"\bGLOBAL (\S+)")
@@ -55,25 +55,6 @@ def open_weights(folder: Path) -> list[WeightFile]:
     """
     kinds: dict[str, Callable[[Path], WeightFile]] = {".safetensors": _Safetensors, ".gguf": GGUFWeights}
     return [kinds.get(path.suffix, _PyTorch)(path) for path in weight_paths(folder)]
-
-
-def only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights; None where it has others, or no GGUF file.
-
-    Raises: ModelError if there are several.
-    """
-    others = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-    if has_safetensors(folder) or any((folder / name).is_file() for name in others):
-        return None
-    found = sorted(folder.glob("*.gguf"))
-    if len(found) > 1:
-        raise ModelError(f"{folder} has {len(found)} GGUF files; name one of them: {', '.join(path.name for path in found)}")
-    return found[0] if found else None
-
-
-def has_safetensors(folder: Path) -> bool:
-    """Whether the folder's weights are safetensors. Its other files of weights are not read then."""
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def read_linear(folder: Path, name: str, columns: int) -> tuple[Tensor, Tensor] | None:
@@ -155,26 +136,3 @@ def _load(path: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not plain:
             raise ModelError(f"{path}: {name} is a {type(value).__name__} that is no plain tensor")
     return content
-
-
-def weight_paths(folder: Path) -> Iterable[Path]:
-    """The files that hold a folder's weights. Raises: ModelError naming the missing or unreadable file."""
-    single = "model.safetensors" if has_safetensors(folder) else "pytorch_model.bin"
-    index = folder / f"{single}.index.json"
-    if not index.is_file():
-        if (gguf := only_gguf(folder)) is not None:
-            return [gguf]
-        if not (folder / single).is_file():
-            raise ModelError(
-                f"{folder} has no model.safetensors and no pytorch_model.bin, and no GGUF file (other weight formats are never "
-                "loaded)"
-            )
-        return [folder / single]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read: {error!r}") from error
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise ModelError(f"{index} names shards that are not in the folder: {', '.join(missing)}")
-    return [folder / name for name in names]

@@ -22,8 +22,8 @@ from torch import Tensor
 from engine.devices import INT4, compute_dtype, is_integrated
 from engine.errors import ModelError
 from engine.kernels import Weight, quantize_weight
-from engine.model.gguf import GGUFWeights
 from engine.model.gguf_four_bits import read_matrix
+from engine.model.gguf_weights import GGUFWeights
 from engine.model.quantized.files import QuantizedFiles
 from engine.model.quantized.four_bits import joined, packed, to_four_bits, why_not
 from engine.model.quantized.layout import FourBits, QuantizedMatrix

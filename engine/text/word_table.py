@@ -39,7 +39,8 @@ class WordTable:
         self._ids: dict[str, tuple[int, ...]] = {}
         added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
         # A text with an added token, such as "[SEP]", is not only words. Its first character is looked for first: this is fast.
-        self._marks = "".join({mark for each in added for mark in (each[0].lower(), each[0].upper())})
+        # The case is ignored, because the library finds some added tokens in the lower-case text.
+        self._marks = "".join({each[0].lower() for each in added} | {each[0].upper() for each in added})
         self._added = re.compile("|".join(map(re.escape, added)), re.IGNORECASE)
 
     @classmethod
@@ -47,6 +48,8 @@ class WordTable:
         """The table of a tokenizer that neither truncates nor pads. None for a kind of tokenizer that is not known here."""
         normalizer, pre = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
         model = tokenizer.model
+        if any(each.normalized and not each.content.isascii() for each in tokenizer.get_added_tokens_decoder().values()):
+            return None  # without its accents, such a token may be in an ASCII text
         if normalizer.get("type") == "BertNormalizer" and pre == {"type": "BertPreTokenizer"} and isinstance(model, WordPiece):
             return cls(tokenizer, _BERT_WORDS, bool(normalizer["lowercase"]))
         is_qwen = normalizer.get("type", "NFC") == "NFC" and pre.get("type") == "Sequence" and pre["pretokenizers"] == QWEN_STEPS

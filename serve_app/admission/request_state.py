@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-from engine.loop import Embeddings
 from engine.options import TextOrIds, TokenIds
+from engine.results import Embeddings
 from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.admission.qos import Qos
 

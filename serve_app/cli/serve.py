@@ -36,6 +36,7 @@ def serve(settings: Settings) -> None:
     from cluster import logs
     from cluster.inventory import available_cpus
     from cluster.local_ray import local_ray
+    from cluster.model_files import check_files
     from cluster.model_folder import pinned, read_model
     from serve_app.observe import traces
 
@@ -59,6 +60,7 @@ def serve(settings: Settings) -> None:
         pin = pinned(spec)  # a replica that starts a week later must load the same revision
         models.append(pin.model)
         folder, config = read_model(pin, weights=True)
+        check_files(folder, config)
         configs.append(config)
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
@@ -82,6 +84,7 @@ def serve(settings: Settings) -> None:
                 sleep(3600)
     except KeyboardInterrupt:
         report("stopped")
+        logs.copy_rest()
         os._exit(0)  # not sys.exit: Ray's exit handlers would stop Ray a second time, and fail with status 1
 
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, check_dimensions, check_outputs
+from engine.results import Embeddings
 from engine.run.flight import Vectors
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.quantize import OutputDtype, check_dtype

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TextOrIds, TokenIds
+from engine.results import Embeddings
 from serve_app.admission.accounts import calling
 from serve_app.admission.admission import Admission
 from serve_app.admission.bytes_in_flight import Hold

@@ -19,11 +19,11 @@ from cluster.prefixes import page_hashes
 from cluster.router import COLD_START_S, PoolLoad, Ticket, choose, split
 from cluster.stream_router import StreamLoad, choose_stream
 from engine.errors import DeadlineOutOfReach, EmberError, InvalidInput
-from engine.loop import Embeddings
 from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
 from engine.request_tag import request_tags
+from engine.results import Embeddings
 from engine.schedule.stream import Stream
 from engine.text import grammar
 from engine.text.prompts import Prompts

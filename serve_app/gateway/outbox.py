@@ -18,8 +18,8 @@ from contextvars import Context
 from dataclasses import dataclass, field
 
 from cluster.router import Ticket
-from engine.loop import Embeddings
 from engine.request_tag import request_tags
+from engine.results import Embeddings
 from serve_app.gateway.parcel import Answer, ReplicaCall
 
 _MOST_CALLS = 256

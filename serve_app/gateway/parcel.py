@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
 from engine.request_tag import RequestTag
+from engine.results import Embeddings
 from serve_app.admission.qos import Qos
 
 ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Qos]

@@ -5,8 +5,8 @@ from time import monotonic
 from typing import Any
 
 from cluster.router import PoolLoad, Ticket
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.schedule.stream import Stream
 from serve_app.admission.qos import Qos
 from serve_app.gateway.config import PoolRef

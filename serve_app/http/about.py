@@ -9,8 +9,9 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from engine.devices import CLOSENESS, DtypeName
+from engine.closeness import CLOSENESS
 from engine.hub import EMBEDDED_MODEL, split_revision
+from engine.model.config import DtypeName
 from serve_app.compute.service import TOKENIZING_THREADS, Service
 from serve_app.compute.tasks import check_generates, generating
 from serve_app.errors import UnknownModel

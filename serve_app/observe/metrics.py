@@ -21,7 +21,7 @@ from prometheus_client import (
 )
 from prometheus_client.samples import Sample
 
-from engine.loop import BatchReport
+from engine.passes import BatchReport
 from serve_app.observe import tei_metrics
 from serve_app.observe.tei_metrics import TeiMetrics
 from serve_app.observe.usage import Counts

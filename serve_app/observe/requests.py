@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from cluster.logs import ACCESS
-from engine.loop import Embeddings
 from engine.request_tag import RequestTag, request_tags
+from engine.results import Embeddings
 from serve_app.observe import traces
 
 if TYPE_CHECKING:

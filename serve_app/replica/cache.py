@@ -7,8 +7,8 @@ from hashlib import blake2b
 import numpy as np
 from cachetools import LRUCache
 
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.run.flight import Vectors
 from serve_app.admission.qos import Qos
 from serve_app.models import ServedModel

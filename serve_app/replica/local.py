@@ -10,10 +10,11 @@ from typing import Any
 from cluster.model_spec import pool_name
 from cluster.router import Report
 from engine.engine import Engine
-from engine.loop import Embeddings, EngineLoop
+from engine.loop import EngineLoop
 from engine.model.config import GenerationConfig
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
 from engine.request_tag import request_tags
+from engine.results import Embeddings
 from engine.schedule.request import Request
 from engine.schedule.stream import Stream
 from engine.text.prompts import Prompts

@@ -18,10 +18,10 @@ from cluster.ray_router import routing_options
 from cluster.router import Ticket
 from cluster.settings import ServerSettings
 from engine.errors import BackendError, EmberError
-from engine.loop import Embeddings
 from engine.model.footprint import footprint
 from engine.options import EmbedOptions, TokenIds
 from engine.request_tag import RequestTag, request_tags
+from engine.results import Embeddings
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death
 from serve_app.deployment import deployment_options

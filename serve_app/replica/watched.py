@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.schedule.stream import Stream
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import fingerprint, innocence

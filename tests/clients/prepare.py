@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from engine.hub import EMBEDDED_GENERATOR, EMBEDDED_MODEL, resolve_model
-from engine.model.gguf import GGUFWeights
+from engine.model.gguf_weights import GGUFWeights
 
 _TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 

@@ -16,10 +16,10 @@ import pytest
 from cluster.files import ClusterError
 from cluster.inventory import this_node
 from cluster.local_ray import free_port
-from cluster.node import running, start, stop
+from cluster.node import start, stop
 from cluster.node_head import ask
 from cluster.node_labels import NODE_LABEL, node_labels
-from cluster.node_processes import Started, find_processes
+from cluster.node_processes import Started, find_processes, running
 from cluster.node_token import client_environment
 from cluster.nodes import GIB
 

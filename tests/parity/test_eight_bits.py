@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import Engine, ModelError, devices
-from engine.devices import CLOSENESS, DtypeName
+from engine.closeness import CLOSENESS
 from engine.hub import EMBEDDED_MODEL
+from engine.model.config import DtypeName
 from loadtests.report import RESULTS
 from loadtests.traces import ragged_texts, short_texts
 

@@ -23,8 +23,8 @@ from engine.kernels.four_bits import Packed
 from engine.kernels.linear4 import unpacked
 from engine.model import footprint
 from engine.model.folder import load_model_config
-from engine.model.gguf import GGUFWeights
 from engine.model.gguf_four_bits import read_matrix
+from engine.model.gguf_weights import GGUFWeights
 from engine.model.keys import Keys
 from engine.model.quantized.four_bits import packed
 from engine.model.quantized.layout import FourBits

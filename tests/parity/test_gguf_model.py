@@ -19,8 +19,9 @@ from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
 
 from engine import Engine
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
-from engine.model.gguf import GGUFWeights, read_header
+from engine.model.gguf import read_header
 from engine.model.gguf_tokenizer import build_tokenizer
+from engine.model.gguf_weights import GGUFWeights
 
 TEXTS = [
     "What is the capital of France?",

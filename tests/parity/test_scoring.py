@@ -19,7 +19,7 @@ from engine.errors import InvalidInput, NotFinite
 from engine.heads import scores
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
 from engine.loop import EngineLoop
-from engine.model.gguf import GGUFWeights
+from engine.model.gguf_weights import GGUFWeights
 from engine.options import SamplingOptions, TokenIds
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE

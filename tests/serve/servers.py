@@ -15,9 +15,9 @@ from cluster.model_spec import ModelSpec
 from cluster.settings import ServerSettings
 from engine.engine import Engine
 from engine.errors import EngineStopped
-from engine.loop import Embeddings
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.results import Embeddings
 from engine.run.flight import Finished, Flight
 from serve_app.admission.qos import Qos
 from serve_app.replica.model_server import ModelServer

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import Unhealthy, UnknownModel

@@ -19,9 +19,9 @@ from starlette.testclient import TestClient
 
 from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach
-from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission import gateways
 from serve_app.admission.accounts import Account, called_by

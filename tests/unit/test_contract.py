@@ -18,9 +18,9 @@ from fake_models import FakeBackend
 
 from cluster.error_forms import Form
 from engine.errors import BackendError, EngineStopped, NotFinite, TokenizerError
-from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.http import openapi

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from fake_models import FakeBackend
 
-from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.compute.quantize import quantize

@@ -22,9 +22,10 @@ from test_streams import BROKEN, Device
 
 from cluster.router import Ticket
 from engine.errors import BackendError
-from engine.loop import Embeddings, EngineLoop
+from engine.loop import EngineLoop
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
+from engine.results import Embeddings
 from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from engine.schedule.stream import Stream

@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 
 from engine import Engine, ModelError, hub
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
-from engine.model import gguf as our_gguf
-from engine.model.gguf import GGUFWeights, read_header
+from engine.model import gguf_weights
+from engine.model.gguf import read_header
 from engine.model.gguf_folder import model_config, write_folder
+from engine.model.gguf_weights import GGUFWeights
 from engine.model.keys import Keys
 from engine.model.weights import Checkpoint
 
@@ -104,7 +105,7 @@ def test_slices_of_a_tensor_give_the_whole(tmp_path: Path, monkeypatch: pytest.M
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     stored = np.random.default_rng(0).integers(0, 100, (7, 2 * num_bytes), np.uint8)
     path = tiny_gguf.write(tmp_path / "one.gguf", "llama", {}, {"blk.3.ffn_up.weight": stored}, kind)
-    monkeypatch.setattr(our_gguf, "_SLICE_VALUES", 2 * 2 * block)  # two rows at a time, and one at the end
+    monkeypatch.setattr(gguf_weights, "_SLICE_VALUES", 2 * 2 * block)  # two rows at a time, and one at the end
     weights = GGUFWeights(path)
     assert weights.names == ("model.layers.3.mlp.up_proj.weight",)
     assert weights.num_values == 7 * 2 * block

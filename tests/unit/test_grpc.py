@@ -19,9 +19,9 @@ from ray.serve.config import gRPCOptions
 
 from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped
 from engine.hub import EMBEDDED_MODEL
-from engine.loop import Embeddings
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, EncodeOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import Qos

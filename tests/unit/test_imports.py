@@ -80,3 +80,10 @@ def test_a_models_size_is_counted_without_torchs_compiler() -> None:
 def test_an_engine_is_imported_without_the_hubs_library() -> None:
     code = "import sys; import engine.engine; assert 'huggingface_hub' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_reads_no_tensors_is_imported_without_torch() -> None:
+    """torch takes 150 MiB and 1.5 s of each process. A gateway's reader of a model's configuration still needs it."""
+    modules = "cluster.status, engine.hub, engine.text.tokenizer, serve_app.grpc.servicer, serve_app.http.app"
+    code = f"import sys; import {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

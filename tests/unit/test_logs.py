@@ -153,7 +153,7 @@ import os, signal, sys, time
 from cluster import logs
 logs._PAUSE_S = 60  # so that only the exit copies all but the first lines
 fd = os.open(logs.share_stderr()[logs.VARIABLE], os.O_WRONLY)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+signal.signal(signal.SIGTERM, lambda *_: {end})
 for line in range(300):
     os.write(fd, b"line %d\\n" % line)
     time.sleep(0.0001 * (line % 7))
@@ -161,8 +161,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-def test_no_line_is_lost_or_cut_when_the_command_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", LINES], stderr=subprocess.PIPE, check=True, timeout=60)
+@pytest.mark.parametrize("end", ["sys.exit()", "(logs.copy_rest(), os._exit(0))"])  # `emberforge serve` ends like the second
+def test_no_line_is_lost_or_cut_when_the_command_ends(end: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LINES.replace("{end}", end)], stderr=subprocess.PIPE, check=True, timeout=60)
     assert done.stderr.decode().splitlines() == [f"line {line}" for line in range(300)]
 
 

@@ -22,9 +22,9 @@ from cluster import machine_limits, node_head, node_old_cluster, node_processes
 from cluster import node as node_module
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
-from cluster.node import describe, hold, how_to_deploy, how_to_join, running, start, stop
+from cluster.node import describe, hold, how_to_deploy, how_to_join, start, stop
 from cluster.node_head import Cluster, Member
-from cluster.node_processes import Recorded, Started, find_processes, read_record, write_record
+from cluster.node_processes import Recorded, Started, find_processes, read_record, running, write_record
 from cluster.node_token import Token
 from cluster.nodes import GIB, Card, Node
 from serve_app.cli import commands as command

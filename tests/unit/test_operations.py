@@ -13,8 +13,9 @@ from starlette.testclient import TestClient
 
 from engine.engine import Engine
 from engine.errors import BackendError
-from engine.loop import BatchReport, Embeddings
+from engine.loop import BatchReport
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import Qos

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.router import Ticket
 from engine.errors import BackendError, EngineStopped
-from engine.loop import Embeddings
 from engine.options import EmbedOptions
+from engine.results import Embeddings
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.outbox import Outbox, joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall

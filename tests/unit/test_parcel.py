@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.errors import BackendError, DeadlineOutOfReach, NotFinite
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from serve_app.admission.qos import DEFAULT_QOS, Qos
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall, pack, unpack

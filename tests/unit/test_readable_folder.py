@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.model_files import check_files
 from cluster.model_folder import read_model
 from cluster.model_spec import ModelSpec
 from engine.errors import ModelError
@@ -14,7 +15,9 @@ from engine.errors import ModelError
 @pytest.fixture
 def folder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
     copy = shutil.copytree(tiny("bert"), tmp_path / "model")
-    assert read_model(spec(copy), weights=True)[0] == copy
+    found, config = read_model(spec(copy), weights=True)
+    assert found == copy
+    check_files(found, config)
     return copy
 
 
@@ -50,7 +53,7 @@ def without(name: str) -> Callable[[Path], None]:
 def test_a_damaged_folder_is_refused_by_name(folder: Path, damage: Callable[[Path], None], sentence: str) -> None:
     damage(folder)
     with pytest.raises(ModelError, match=sentence):
-        read_model(spec(folder), weights=True)
+        check_files(*read_model(spec(folder), weights=True))
 
 
 def test_a_gateway_needs_no_weights(folder: Path) -> None:

@@ -22,10 +22,11 @@ from cluster.model_spec import ModelSpec
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
 from engine.hub import EMBEDDED_MODEL
-from engine.loop import Embeddings, EngineLoop
+from engine.loop import EngineLoop
 from engine.model.config import OutputName
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
+from engine.results import Embeddings
 from engine.run.flight import Finished, Output
 from engine.schedule.rates import Rates
 from engine.schedule.request import Request

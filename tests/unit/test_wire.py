@@ -15,8 +15,8 @@ import pytest
 from cluster.router import Report, Ticket
 from cluster.stream_router import StreamLoad
 from engine.errors import BackendError, NotFinite
-from engine.loop import Embeddings
 from engine.options import EmbedOptions, SamplingOptions
+from engine.results import Embeddings
 from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.config import PoolRef

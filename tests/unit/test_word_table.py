@@ -78,13 +78,22 @@ def test_other_texts_are_left_to_the_tokenizer(name: str, text: str) -> None:
     assert table.ids(text) is None
 
 
-@pytest.mark.parametrize("text", ["the COVID test", "the covid test", "The Covid test"])
-def test_an_added_word_is_left_to_the_tokenizer_in_any_case(text: str) -> None:
+@pytest.mark.parametrize("token", ["Foo", "[New]"])
+def test_added_tokens_are_found_in_any_case(token: str) -> None:
     tokenizer = bert()
-    tokenizer.add_tokens([AddedToken("COVID", normalized=True)])
+    tokenizer.add_tokens([AddedToken(token, normalized=True)])
     table = WordTable.of(tokenizer)
     assert table is not None
+    text = f"the {token.lower()} word"
+    assert tokenizer.token_to_id(token) in tokenizer.encode(text).ids
     assert table.ids(text) is None
+
+
+def test_an_added_token_with_accents_leaves_all_texts_to_the_tokenizer() -> None:
+    tokenizer = bert()
+    tokenizer.add_tokens([AddedToken("\u00e9t\u00e9", normalized=True)])
+    assert tokenizer.encode("ete", add_special_tokens=False).ids == [tokenizer.token_to_id("\u00e9t\u00e9")]
+    assert WordTable.of(tokenizer) is None
 
 
 def test_a_full_table_and_long_words_still_give_ids(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from engine.model.quantized.layout import FourBitFloats
 from engine.model.quantized.parts import Parts
-
-NVFP4_GROUP, MXFP4_GROUP = 16, 32
+from engine.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 
 
 def read_nvfp4(parts: Parts) -> FourBitFloats:

@@ -10,8 +10,18 @@ from typing import Any, Literal, get_args
 
 from engine.errors import ModelError
 from engine.model.keys import Keys
-from engine.model.quantized.fp4 import MXFP4_GROUP, NVFP4_GROUP
-from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Group, ModelOpt, Scheme, Strategy
+from engine.model.quantized.scheme import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    Awq,
+    CompressedTensors,
+    Fp8,
+    Gptq,
+    Group,
+    ModelOpt,
+    Scheme,
+    Strategy,
+)
 
 _WAY_OUT = (
     "take the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm), compressed-tensors or ModelOpt "

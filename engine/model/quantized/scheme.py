@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Strategy = Literal["tensor", "channel", "group", "block"]
+# Columns that share a scale.
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 
 @dataclass(frozen=True, slots=True)

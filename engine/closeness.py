@@ -1,0 +1,20 @@
+"""How close vectors of opt-in dtypes come to those in float32, as measured. No torch here."""
+
+from dataclasses import dataclass
+
+from engine.model.config import DtypeName
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """How close an opt-in dtype comes: vectors of all-MiniLM-L6-v2, compared with vectors in float32."""
+
+    mean_cosine: float
+    top_10_overlap: float
+
+
+# loadtests/results/eight_bits.md
+CLOSENESS: dict[DtypeName, Closeness] = {
+    "float8": Closeness(0.9977, 0.9438),
+    "int8": Closeness(0.9995, 0.9752),
+}
